@@ -533,9 +533,9 @@ class DispatchSource(StatefulSource):
         try:
             if self._problem is not None:
                 raise self._problem
-            for item, delivery in self._inner.deliver(items):
+            for number, (item, delivery) in enumerate(self._inner.deliver(items), start=1):
                 pieces = self._pieces(item)
-                ended = delivery.is_last()
+                ended = delivery.is_last(number)
                 last = -1 if ended is None else int(ended)
                 kept = [0] * self._world if delivery.kept is None else list(delivery.kept)
                 numbers = [delivery.real, delivery.padded, last, delivery.kept is not None]
@@ -551,10 +551,14 @@ class DispatchSource(StatefulSource):
 
     def _receive(self) -> Iterator[tuple[Any, Delivery]]:
         receiver = Receiver(self._pinned, self._copies)
+        delivery: Delivery | None = None
         while (received := receiver.batch()) is not None:
             piece, (real, padded, last, counted), kept = received
             known = None if last < 0 else bool(last)
-            yield piece, Delivery(real, padded, known, kept if counted else None)
+            counts = Delivery(real, padded, known, kept if counted else None)
+            if delivery is None or counts != delivery:  # batches that are alike share one
+                delivery = counts
+            yield piece, delivery
 
     def _pieces(self, item: Any) -> list[Any]:
         """Return the part of each rank, sliced from one batch if there is a ``slice_fn``."""

@@ -238,13 +238,14 @@ class AgreedSource(StatefulSource):
     ) -> Iterator[tuple[Any, Delivery, State | None]]:
         """Yield each step of all ranks, with the position in this rank's shards after it."""
         held: Any = None
-        size = 0
+        size = number = 0
         stream = self._place_at_rest()
         more = True
         while more:
             entry, failure = _next_or_error(mine)
             real = 0 if entry is None else entry[1].real
-            goes_on = entry is not None and not entry[1].is_last()
+            number += entry is not None
+            goes_on = entry is not None and not entry[1].is_last(number)
             table = _exchange(real, real or size, goes_on, failure is not None)
             # The flag comes with the counts, so that a good step costs no extra collective.
             if any(row[3] for row in table):
@@ -259,7 +260,7 @@ class AgreedSource(StatefulSource):
             if not any(reals) or (self._drop_last and not all(reals)):
                 return
             if entry is not None:
-                held, size, stream = entry[0], real, entry[1].state
+                held, size, stream = entry[0], real, entry[1].state_after(number)
             if not all(sizes):  # a rank without any batch yet borrows one to repeat
                 giver = next(rank for rank, count in enumerate(reals) if count)
                 source = giver * self._copies

@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
+from dataclasses import dataclass, replace
 from itertools import chain, cycle, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -18,32 +19,36 @@ from accel_callbacks.data.shard import fill_up, split_evenly
 from accel_callbacks.data.worker_copies import WorkerQuestions
 from accel_callbacks.warning import warn
 
-__all__ = ["CollateShare", "IterableDatasetShard", "IterableShards", "Piece", "has_state"]
+__all__ = ["CollateShare", "IterableDatasetShard", "IterableShards", "Part", "Piece", "has_state"]
 
 
-class Piece(NamedTuple):
-    """One rank's part of a global batch, and where the stream continues after it.
+@dataclass(frozen=True)
+class Part:
+    """What is known of one rank's part of a global batch.
 
     Args:
-        batch: the samples of this rank, collated later. For a reader of all ranks' parts, a list
-            of them.
         real: samples of the global batch, each counted once (ready batches count as one).
         padded: the same with the repetitions.
         worker: index of the worker process that read it, 0 without workers.
-        mark: that worker's position after it: ``read`` (samples of this pass so far), ``ended``,
-            and the dataset's own ``state`` if it has one.
+        ended: the stream has no more.
+        state: the dataset's own after the batch, if it has one.
         asked: the dataset has asked which worker it is in.
         checksum: of the samples of the first global batch, before its division, of a dataset that
             may read a part by itself; else ``None``.
     """
 
-    batch: Any
     real: int
     padded: int
-    worker: int
-    mark: dict[str, Any]
+    worker: int = 0
+    ended: bool = False
+    state: Any = None
     asked: bool = False
     checksum: int | None = None
+
+
+#: The samples of this rank, collated later, and what is known of them. For a reader of all ranks'
+#: parts, a list of the samples of each.
+Piece = tuple[Any, Part]
 
 
 class IterableShards(IterableDataset["Piece | None"]):
@@ -69,8 +74,8 @@ class IterableShards(IterableDataset["Piece | None"]):
     Example:
         >>> from accel_callbacks.data.iterable import IterableShards
         >>> shards = IterableShards(range(5), batch_size=2, drop_last=False, rank=1, world_size=2)
-        >>> [(piece.batch, piece.real, piece.mark["read"]) for piece in shards]
-        [([2, 3], 4, 4), ([4], 1, 5)]
+        >>> [(batch, part.real, part.ended) for batch, part in shards]
+        [([2, 3], 4, False), ([4], 1, True)]
     """
 
     def __init__(
@@ -139,14 +144,23 @@ class IterableShards(IterableDataset["Piece | None"]):
             if mark["state"] is not None and self.stateful:  # for the next pass
                 self.dataset.load_state_dict(mark["state"])  # type: ignore[attr-defined]
             return
-        stream, read = self._continue_from(mark), mark["read"]
-        batches = self._batches(stream, read)
-        joins = self.world_size > 1 and self.batch_size is not None and not self.even
-        for items, place in self._joined(batches) if joins else batches:
-            piece = self._share(items, worker, place)
-            if self.may_divide and place["read"] == len(items):
-                piece = piece._replace(checksum=checksum(items))
-            yield piece
+        stream, fresh = self._continue_from(mark), mark["read"] == 0
+        batches = self._batches(stream)
+        if self.world_size > 1 and self.batch_size is not None and not self.even:
+            batches = self._joined(batches, fresh)
+        alone = self.world_size == 1 and self.batch_size is not None and not self.every_rank
+        size, known = self.size, None
+        for items, state in batches:
+            # Hot path: full batches share one part, by which the loader knows them.
+            part = known
+            if part is None or state is not None or len(items) != size:
+                part = self._part(items, worker, state)
+                if fresh and self.may_divide:
+                    part = replace(part, checksum=checksum(items))
+                elif info is None and state is None:
+                    known = part
+                fresh = False
+            yield items if alone else self._share(items), part
 
     def _continue_from(self, mark: Mapping[str, Any]) -> Iterator[Any]:
         """Iterate the stream from a mark: by the dataset's state, else by reading up to it."""
@@ -172,41 +186,42 @@ class IterableShards(IterableDataset["Piece | None"]):
             _drop(stream, mark["read"])
         return stream
 
-    def _batches(
-        self, stream: Iterator[Any], read: int
-    ) -> Iterator[tuple[list[Any], dict[str, Any]]]:
-        """Yield the items of each global batch, with the mark after it."""
-        size = self.size
+    def _batches(self, stream: Iterator[Any]) -> Iterator[tuple[list[Any], Any]]:
+        """Yield the items of each global batch, with the state of the dataset after it."""
+        size, drop_last, stateful, state = self.size, self.drop_last, self.stateful, None
         while items := list(islice(stream, size)):
-            count = len(items)
-            read += count
-            ended = count < size
-            if ended and self.drop_last:
+            if drop_last and len(items) < size:
                 return
-            # Taken before the next items are read, which changes it. Not at the end, where the
-            # dataset may have reset itself for its next pass.
-            known = self.stateful and not ended
-            state = deepcopy(self.dataset.state_dict()) if known else None  # type: ignore[attr-defined]
-            yield items, {"read": read, "ended": ended, "state": state}
+            if stateful:
+                # Taken before the next items are read, which changes it. Not at the end, where the
+                # dataset may have reset itself for its next pass.
+                ended = len(items) < size
+                state = None if ended else deepcopy(self.dataset.state_dict())  # type: ignore[attr-defined]
+            yield items, state
 
     def _joined(
-        self, batches: Iterator[tuple[list[Any], dict[str, Any]]]
-    ) -> Iterator[tuple[list[Any], dict[str, Any]]]:
-        """Join a tail of fewer samples than ranks with the batch before it."""
-        held: tuple[list[Any], dict[str, Any]] | None = None
-        for items, mark in batches:
+        self, batches: Iterator[tuple[list[Any], Any]], fresh: bool
+    ) -> Iterator[tuple[list[Any], Any]]:
+        """Join a tail of fewer samples than ranks with the batch before it.
+
+        Args:
+            batches: the items of each, and the state after it.
+            fresh: they are all of the pass.
+        """
+        held: tuple[list[Any], Any] | None = None
+        for items, state in batches:
             if held is None:
-                held = items, mark
+                held = items, state
             elif len(items) < self.world_size:
-                held = held[0] + items, mark
+                held = held[0] + items, state
             else:
                 yield held
-                held = items, mark
+                held, fresh = (items, state), False
         if held is None:
             return
         # An error only if the full pass is that short. The short rest of a resumed pass is filled
         # up instead, because it would be lost otherwise.
-        if len(held[0]) < self.world_size and held[1]["read"] == len(held[0]):
+        if len(held[0]) < self.world_size and fresh:
             raise ValueError(
                 f"a pass over {type(self.dataset).__name__} has {len(held[0])} samples (of one "
                 f"worker, where there are workers) for {self.world_size} processes, and with "
@@ -215,18 +230,18 @@ class IterableShards(IterableDataset["Piece | None"]):
             )
         yield held
 
-    def _share(self, items: list[Any], worker: int, mark: dict[str, Any]) -> Piece:
+    def _part(self, items: list[Any], worker: int, state: Any) -> Part:
         real = padded = len(items)
         asked = self._questions is not None and self._questions.asked
         if self.world_size > 1 and (self.even or self.batch_size is None or real < self.world_size):
             padded = -(-real // self.world_size) * self.world_size
+        return Part(real, padded, worker, real != self.size, state, asked)
+
+    def _share(self, items: list[Any]) -> Any:
+        """Return the samples of this rank, or a list of those of each."""
         if self.every_rank:
-            batch: Any = [self._piece(items, rank) for rank in range(self.world_size)]
-        elif self.world_size == 1 and self.batch_size is not None:
-            batch = items
-        else:
-            batch = self._piece(items, self.rank)
-        return Piece(batch, real, padded, worker, mark, asked)
+            return [self._piece(items, rank) for rank in range(self.world_size)]
+        return self._piece(items, self.rank)
 
     def _piece(self, items: list[Any], rank: int) -> Any:
         if self.batch_size is None:
@@ -237,14 +252,14 @@ class IterableShards(IterableDataset["Piece | None"]):
 
 
 class CollateShare:
-    """Collate the samples of a :class:`Piece`, and keep its other fields.
+    """Collate the samples of a :data:`Piece`, and keep what is known of them.
 
     Args:
         collate_fn: the user's, or one that calls it for each rank.
 
     Example:
-        >>> from accel_callbacks.data.iterable import CollateShare, Piece
-        >>> CollateShare(sum)(Piece([1, 2], 4, 4, 0, {})).batch
+        >>> from accel_callbacks.data.iterable import CollateShare, Part
+        >>> CollateShare(sum)(([1, 2], Part(real=4, padded=4)))[0]
         3
     """
 
@@ -255,9 +270,9 @@ class CollateShare:
         """Return the piece with its samples collated."""
         if piece is None:
             return None
+        samples, part = piece
         try:
-            # Hot path: `_replace` costs more than twice as much.
-            return Piece(self.collate_fn(piece.batch), *piece[1:])
+            return self.collate_fn(samples), part
         except StopIteration as stop:  # torch takes it for the end of the stream
             raise RuntimeError(
                 "the collate_fn raised StopIteration, which would end the epoch here in silence: "

@@ -100,12 +100,11 @@ class DataLoaderShard(DataLoader[Any]):
 
     Attributes:
         epoch: index of the current pass, -1 before the first.
-        position: samples of this epoch delivered so far, over all ranks.
+        batch_index: index of the current batch in its epoch.
         real: samples of the current global batch, each counted once.
         padded: samples of the current global batch as read, repetitions included.
         done: training has read it to its end in the current epoch of the run.
         kept: see :class:`accel_callbacks.data.sources.Delivery`.
-        left: batches left in the epoch, the current one included; ``None`` if unknown.
         origin: the torch loader that was prepared.
         rng_types: the random generators that each pass synchronizes.
 
@@ -148,13 +147,14 @@ class DataLoaderShard(DataLoader[Any]):
         self.origin = origin
         self.rng_types = rng_types
         self.epoch = -1
-        self.position = 0
         self.finished = False
         self.real = self.padded = 0
         self.kept: Sequence[int] | None = None
-        self.left: int | None = None
-        self._last: bool | Callable[[], bool] = False
-        self.batch_index = 0
+        self._last: bool | Callable[[int], bool] | None = False
+        self.batch_index = self._first = 0
+        self._batches: int | None = None  # of this pass; None if unknown
+        # The position at a batch, since which all have had as many samples as the current one.
+        self._known_position, self._known_index = 0, 0
         self.trained = False  # the last pass was a training pass
         self.done = False
         self.passes = 0
@@ -163,10 +163,11 @@ class DataLoaderShard(DataLoader[Any]):
         self._next_epoch: int | None = None
         self._start: int | None = None
         self._opened = 0
-        # From which a stream continues after the current batch, and after the one before it.
         self._warned = False
+        # From which a stream continues after the current batch, and after the one before it.
         self._stream: Mapping[str, Any] | None = None
         self._stream_before: Mapping[str, Any] | None = None
+        self._delivery: Delivery | None = None  # of the current batch, while a pass goes on
         self._before: tuple[Any, ...] = (-1, 0, False, None, False, None)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -207,11 +208,34 @@ class DataLoaderShard(DataLoader[Any]):
         return self._continue and self.position > 0 and self._start is None
 
     @property
+    def position(self) -> int:
+        """Samples of this epoch delivered so far, over all ranks."""
+        return self._known_position + self.real * (self.batch_index - self._known_index)
+
+    @position.setter
+    def position(self, position: int) -> None:
+        self._known_position, self._known_index = position, self.batch_index
+
+    @property
+    def left(self) -> int | None:
+        """Batches left in the epoch, the current one included; ``None`` if unknown."""
+        if self._batches is None:
+            return None
+        return self._batches - max(self.batch_index - self._first, 0)
+
+    @property
+    def starts(self) -> bool:
+        """True while the first batch of a pass is the current one."""
+        return self.batch_index == self._first
+
+    @property
     def on_last(self) -> bool:
         """True while the last batch of a pass is the current one; a stream reads on to know it."""
+        if self._last is None:  # the batches are counted
+            return self.left is not None and self.left <= 1
         if callable(self._last):
-            vars(self)["_last"] = self._last()
-        return bool(self._last)
+            return self._last(self.batch_index - self._first + 1)
+        return self._last
 
     @property
     def end_of_dataloader(self) -> bool:
@@ -252,35 +276,27 @@ class DataLoaderShard(DataLoader[Any]):
             self._skip_pass, self.finished = False, True
             return
         self._begin()
-        self.left = self._source.remaining()
-        self.batch_index = self._source.first_batch()
+        self._batches, first = self._source.remaining(), self._source.first_batch()
+        self._settle_stream()
+        position = self.position
+        self._first, self.batch_index = first, first - 1
+        self.position = position
         self._choose_generator()
         self._opened += 1
         self._last = False
-        opened, left = self._opened, self.left
+        opened = self._opened
         # Hot path: written past torch's DataLoader.__setattr__, which checks every name.
         here = vars(self)
         items = self._items()
         owner = os.getpid()
         try:
-            known: Delivery | None = None
-            for item, delivery in self._deliver(items):
-                if delivery is not known:  # full batches of map-style datasets share one
-                    known = delivery
-                    real, padded, last, kept, state = delivery
-                    here["real"], here["padded"], here["kept"] = real, padded, kept
-                    here["_stream_before"], here["_stream"] = self._stream, state
-                    if last is not None:
-                        here["_last"] = last
-                here["position"] = self.position + real
-                if left == 1 and last is None:
-                    here["_last"] = True
+            for index, (item, delivery) in enumerate(self._deliver(items), first):
+                if delivery is not self._delivery:  # full batches share one
+                    self._change_counts(delivery)
+                here["batch_index"] = index
                 yield item
                 if opened != self._opened:
                     raise RuntimeError(_TAKEN_OVER)
-                here["batch_index"] = self.batch_index + 1
-                if left is not None:
-                    here["left"] = left = left - 1
             self.finished = True
             if self.trained and not self._warned and getattr(self._source, "repeats", False):
                 self._warned = True
@@ -291,10 +307,33 @@ class DataLoaderShard(DataLoader[Any]):
         finally:
             if opened == self._opened:  # no newer pass has replaced this one
                 self._last = False
+                self._settle_stream()
             # Not left to the collector, which may come late where an error keeps the frames, and
             # then waits 5 s for each worker: see keep_workers.
             if self.num_workers and not self.persistent_workers:
                 _shut_down(items, owner)
+
+    def _change_counts(self, delivery: Delivery) -> None:
+        """Note the counts of the batches from the next one on."""
+        here = vars(self)  # past torch's __setattr__, as in batches()
+        here["_stream"] = self._streams()[1]
+        here["_known_position"], here["_known_index"] = self.position, self.batch_index
+        here["real"], here["padded"], here["_last"], here["kept"], _ = delivery
+        here["_delivery"] = delivery
+
+    def _streams(self) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
+        """Return where a stream continues before the current batch, and after it."""
+        if self._delivery is None:
+            return self._stream_before, self._stream
+        number = self.batch_index - self._first + 1
+        changed = self.batch_index == self._known_index + 1
+        before = self._stream if changed else self._delivery.state_after(number - 1)
+        return before, self._delivery.state_after(number)
+
+    def _settle_stream(self) -> None:
+        """Keep where a stream continues, and nothing of the pass."""
+        self._stream_before, self._stream = self._streams()
+        self._delivery = None
 
     def _choose_generator(self) -> None:
         """Choose where torch's loader draws the base seed of this pass from."""
@@ -412,7 +451,7 @@ class DataLoaderShard(DataLoader[Any]):
             :5
         ]
         self._record = self._before[5]
-        self._stream = self._stream_before
+        self._stream, self._delivery = self._streams()[0], None
 
     def skip_next_pass(self) -> None:
         """Deliver nothing in the next pass: the resumed run had read this epoch to its end."""
@@ -424,7 +463,9 @@ class DataLoaderShard(DataLoader[Any]):
         Args:
             again: return the state before the current batch, so that it is delivered again.
         """
-        stream = self._stream_before if again else self._stream
+        last = self.on_last  # first, because who finds the end of a stream completes its state
+        before, after = self._streams()
+        stream = before if again else after
         return {
             "seed": self.seed,
             "epoch": self.epoch,
@@ -432,7 +473,7 @@ class DataLoaderShard(DataLoader[Any]):
             "finished": self.finished,
             "trained": self.trained,
             "done": self.done,
-            "last": self.on_last and not again,
+            "last": last and not again,
             "order": self._order_state(),
             **({} if stream is None else {"stream": stream}),
         }
@@ -470,7 +511,7 @@ class DataLoaderShard(DataLoader[Any]):
         self.finished = state["finished"]
         self.trained = state["trained"]
         self.done, self._nothing_left = state["done"], state["last"]
-        self._stream = state.get("stream")
+        self._stream, self._delivery = state.get("stream"), None
         if isinstance(self._source, StatefulSource):
             self._source.restore(self._stream)
         # Only training is continued; an evaluation starts over.

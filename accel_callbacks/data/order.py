@@ -396,26 +396,6 @@ class Draws:
             items += self._draw(None if count is None else count - len(items))
         return items
 
-    def chunks(self, size: int) -> Iterator[list[Any]]:
-        """Yield the next items in lists of this size, the last one shorter."""
-        while self._ahead or self.watched:
-            items = self.take(size)
-            if not items:
-                return
-            yield items
-        if self._ended:
-            return
-        if self._iterator is None:
-            self.open()
-        iterator = self._iterator
-        while items := list(islice(iterator, size)):  # type: ignore[arg-type]
-            count = len(items)
-            self.drawn += count
-            if count < size:
-                self._ended = True
-            yield items
-        self._ended = True
-
     def _draw(self, count: int | None) -> list[Any]:
         if self._ended:
             return []

@@ -91,13 +91,13 @@ def told_of_division(pieces: Iterator[Any], name: str) -> Iterator[Any]:
     """Yield the pieces of a pass; warn if the ranks began with different samples.
 
     Args:
-        pieces: what the loader reads, a :class:`accel_callbacks.data.iterable.Piece` each.
+        pieces: what the loader reads, a :data:`accel_callbacks.data.iterable.Piece` each.
         name: class of the dataset, for the message.
     """
     posted = None
     for piece in pieces:
         if posted is None:
-            posted = collectives.Posted(f"stream of {name}", str(piece.checksum))
+            posted = collectives.Posted(f"stream of {name}", str(piece[1].checksum))
         elif _compared(posted, name):
             yield piece
             break

@@ -7,7 +7,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice, repeat
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -61,6 +61,7 @@ _DIFFERENT_ORDERS = (
     "processes (seeded with the epoch, not with the rank), and the samples of all of them."
 )
 _PROBE = 1000
+_AT_ONCE = 16  # batches
 _STOPPED = (
     "an item of {}, or the collate_fn, raised StopIteration, which would end the epoch here in "
     "silence. It is often a next(...) of an iterator that is used up: give next() a default, or "
@@ -671,20 +672,28 @@ class ShareSource:
         return self._planned()
 
     def _drawn_samples(self, draws: Draws, plan: SamplePlan, expected: int) -> Iterator[Any]:
-        """Yield the indices of a single process, drawn when they are asked for."""
-        size, waiting, count = plan.batch_size, self._waiting, 0
-        full = Delivery(size, size)
+        """Yield the indices of a single process, drawn when they are asked for.
+
+        A sampler that draws once a pass is asked for several batches at once, so that torch's
+        loader takes them from an iterator that runs no Python; but never for more than it has,
+        because some draw again at their end.
+        """
+        size, count, ended = plan.batch_size, 0, False
+        full = Delivery(size, size)  # one object for all of them, by which the loader knows them
         draws.take(self._position)
-        # Hot path: full batches share one object.
-        for items in draws.chunks(size):
-            if len(items) == size:
-                waiting.append(full)
-            elif plan.drop_last:
-                break
-            else:
-                waiting.append(Delivery(len(items), len(items)))
-            count += 1
-            yield items if self._batched else items[0]
+        while not ended:
+            batches = 1 if draws.watched else max(1, min(expected - count - 1, _AT_ONCE))
+            items = draws.take(batches * size)
+            whole, tail = divmod(len(items), size)
+            self._waiting.extend(repeat(full, whole))
+            pieces = map(list, map(islice, repeat(iter(items)), repeat(size, whole)))
+            yield from pieces if self._batched else items
+            count += whole
+            ended = whole < batches
+            if tail and not plan.drop_last:
+                self._waiting.append(Delivery(tail, tail))
+                count += 1
+                yield items[-tail:]
         self._end_draws(draws, count, expected)
 
     def _planned(self) -> Iterator[Any]:

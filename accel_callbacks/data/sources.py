@@ -45,22 +45,30 @@ class Delivery(NamedTuple):
         real: its samples over all ranks, each counted once.
         padded: its samples as read by all ranks, repetitions included.
         last: True if it is the last of its epoch; ``None`` if the loader counts its batches. Of a
-            stream a function, which reads the next batch to find out, and completes ``state``.
+            stream a function, which reads the next batch to find out.
         kept: for each rank, the number of samples at the start of its piece that are no
             repetitions; ``None`` if the repetitions are the last ``padded - real`` samples in rank
             order.
-        state: from which a pass continues after this batch, if a position is not enough.
+        state: from which a pass continues after this batch, if a position is not enough; or a
+            function that returns it.
+
+    Batches that are alike share one, so its functions take the number of the batch, which is 1 for
+    the first one that the pass delivers.
     """
 
     real: int
     padded: int
-    last: bool | Callable[[], bool] | None = None
+    last: bool | Callable[[int], bool] | None = None
     kept: Sequence[int] | None = None
-    state: Mapping[str, Any] | None = None
+    state: Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | None = None
 
-    def is_last(self) -> bool | None:
+    def is_last(self, number: int) -> bool | None:
         """Return whether it is the last, reading on if need be; None if the loader counts."""
-        return self.last() if callable(self.last) else self.last
+        return self.last(number) if callable(self.last) else self.last
+
+    def state_after(self, number: int) -> Mapping[str, Any] | None:
+        """Return the state from which a pass continues after this batch."""
+        return self.state(number) if callable(self.state) else self.state
 
 
 class Source(Protocol):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
 
 from accel_callbacks import collectives
 from accel_callbacks.data.base_seed import base_seed_generator, seeded_generator
-from accel_callbacks.data.iterable import CollateShare, IterableShards, Piece
+from accel_callbacks.data.iterable import CollateShare, IterableShards, Part, Piece
 from accel_callbacks.data.order import (
     Generators,
     Record,
@@ -300,7 +299,7 @@ class StreamSource(StatefulSource):
     def deliver(self, items: Iterator[Piece | None]) -> Iterator[tuple[Any, Delivery]]:
         """Yield each batch after the position with its counts."""
         assert self._begun is not None
-        epoch, position = self._begun
+        position = self._begun[1]
         resumed = self._shards.resume
         count = max(self._workers, 1)
         marks = [_mark(0) for _ in range(count)] if resumed is None else list(resumed["workers"])
@@ -312,40 +311,65 @@ class StreamSource(StatefulSource):
                 items = told_of_copies(items, count, name)
             if self._shards.may_divide and collectives.has_peers():
                 items = told_of_division(items, name)
-        pieces = _Pieces(items)
-        for piece in pieces:
-            marks[piece.worker] = piece.mark
-            real, padded = piece.real, piece.padded
-            if skip and dropped + real <= skip:
-                dropped += real
-                continue
-            position += real
-            state: dict[str, Any] = {
-                "epoch": epoch,
-                "position": position,
-                "turn": (piece.worker + 1) % count,
-                "workers": list(marks),
-            }
-            kept = None
-            if real < padded and self._shards.batch_size is None:
-                # Ready batches are repeated as a whole, and their samples are not counted.
-                kept = ready_kept(real, padded)
-            last = partial(self._is_last, pieces, pieces.count, state)
-            yield piece.batch, Delivery(real, padded, last, kept, state)
-            last()  # completes the state that a save at the end of the pass has
+        pieces = _Pieces(items, self._after_pass)
+        place = _Place(position, marks)
+        known: Part | None = None
+        before = 0
+        while True:
+            piece = pieces.take() if pieces.is_ahead else next(pieces.items, None)
+            if piece is None:
+                break
+            batch, part = piece
+            if part is not known:  # full batches of a single reader share one
+                if known is not None:
+                    place = place.after(known, pieces.count - before)
+                known, before = part, pieces.count
+                if skip and dropped + part.real <= skip:
+                    dropped += part.real
+                    place, known = place.after(part, 1)._replace(position=position), None
+                    continue
+                delivery = self._delivery(part, place, pieces)
+            pieces.count += 1
+            yield batch, delivery
+        pieces.end()
 
-    def _is_last(self, pieces: _Pieces, count: int, state: dict[str, Any]) -> bool:
-        """Return whether this many pieces are all; then complete the state of the last one."""
-        ends = pieces.end_with(count)
-        if ends:
-            self._end(state)
-        return ends
+    def _delivery(self, part: Part, place: _Place, pieces: _Pieces) -> Delivery:
+        """Return the counts of the batches that share a part, of which the first comes next."""
+        assert self._begun is not None
+        epoch, before = self._begun[0], pieces.count
+        kept = None
+        if part.real < part.padded and self._shards.batch_size is None:
+            # Ready batches are repeated as a whole, and their samples are not counted.
+            kept = ready_kept(part.real, part.padded)
 
-    def _end(self, state: dict[str, Any]) -> None:
-        """Complete the state of the last batch: the next pass continues from the dataset's own."""
+        def state(number: int) -> State:
+            position, marks = place.after(part, number - before)
+            if pieces.ended and number == pieces.count:
+                # The next pass continues from the dataset's own state.
+                marks = [{**mark, "ended": True, "state": pieces.after} for mark in marks]
+            turn = (part.worker + 1) % len(marks)
+            return {"epoch": epoch, "position": position, "turn": turn, "workers": marks}
+
+        return Delivery(part.real, part.padded, pieces.end_with, kept, state)
+
+    def _after_pass(self) -> Any:
+        """Return the state of the dataset from which its next pass continues, if it has one."""
         rest = self._at_rest()
-        after = None if rest is None else rest["workers"][0]["state"]
-        state["workers"] = [{**mark, "ended": True, "state": after} for mark in state["workers"]]
+        return None if rest is None else rest["workers"][0]["state"]
+
+
+class _Place(NamedTuple):
+    """A position in a stream: global samples before it, and the mark of each reader."""
+
+    position: int
+    marks: Sequence[State]
+
+    def after(self, part: Part, times: int) -> _Place:
+        """Return the position after so many batches of one part."""
+        real, marks = times * part.real, list(self.marks)
+        read = marks[part.worker]["read"] + real
+        marks[part.worker] = {"read": read, "ended": part.ended, "state": part.state}
+        return _Place(self.position + real, marks)
 
 
 class _Pieces:
@@ -354,47 +378,53 @@ class _Pieces:
     Not always: a dataset that draws from a global generator would draw before the step of the batch
     in hand, and the numbers of dropout would be others than in a plain loop.
 
+    Args:
+        items: the pieces, with placeholders.
+        after_pass: returns the state of the dataset after its end.
+
     Attributes:
-        count: pieces yielded so far.
+        items: the pieces that were not read.
+        count: batches delivered so far.
+        is_ahead: the next piece, or that there is none, was read early.
+        ended: all were read.
+        after: what ``after_pass`` returned then.
     """
 
-    def __init__(self, items: Iterator[Piece | None]) -> None:
-        self._items = filter(None, items)  # without the placeholders
+    def __init__(self, items: Iterator[Piece | None], after_pass: Callable[[], Any]) -> None:
+        self.items = filter(None, items)
+        self.count = 0
+        self.is_ahead = self.ended = False
+        self.after: Any = None
+        self._after_pass = after_pass
         self._next: Piece | None = None
         self._problem: Exception | None = None
-        self._ended = False
-        self.count = 0
 
-    def __iter__(self) -> Iterator[Piece]:
-        return self
+    def take(self) -> Piece | None:
+        """Return the piece that was read early, None at the end; raise if reading it did."""
+        self.is_ahead = False
+        if self._problem is not None:
+            raise self._problem
+        return self._next
 
-    def __next__(self) -> Piece:
-        piece = self._next
-        if piece is None:
-            self._read()
-            piece = self._next
-        if piece is None:
-            raise StopIteration if self._problem is None else self._problem
-        self._next = None
-        self.count += 1
-        return piece
-
-    def _read(self) -> None:
-        """Read the next piece, unless the end was reached."""
-        if not self._ended:
+    def end_with(self, number: int) -> bool:
+        """Return whether there are no more batches than this many, and no error after them."""
+        if number != self.count:
+            return False
+        if not self.is_ahead and not self.ended:
+            self.is_ahead = True
             try:
-                self._next = next(self._items, None)
+                self._next = next(self.items, None)
             except Exception as problem:  # belongs to the next batch, not to who asks for the end
                 self._problem = problem
-            self._ended = self._next is None
+            else:
+                if self._next is None:
+                    self.end()
+        return self.ended
 
-    def end_with(self, count: int) -> bool:
-        """Return whether there are no more pieces than this many, and no error after them."""
-        if count != self.count:
-            return False
-        if self._next is None:
-            self._read()
-        return self._ended and self._problem is None
+    def end(self) -> None:
+        """Note that all pieces were read."""
+        if not self.ended:
+            self.ended, self.after = True, self._after_pass()
 
 
 def _mark(read: int) -> dict[str, Any]:

@@ -60,31 +60,32 @@ def told_of_copies(pieces: Iterator[Any], workers: int, name: str) -> Iterator[A
     like the first: then it is the data that repeats.
 
     Args:
-        pieces: what the loader reads, a :class:`accel_callbacks.data.iterable.Piece` each.
+        pieces: what the loader reads, a :data:`accel_callbacks.data.iterable.Piece` each.
         workers: number of worker processes.
         name: class of the dataset, for the message.
 
     Example:
         >>> import warnings
-        >>> from accel_callbacks.data.iterable import Piece
+        >>> from accel_callbacks.data.iterable import Part
         >>> from accel_callbacks.data.worker_copies import told_of_copies
-        >>> pieces = [Piece([sample], 1, 1, worker, {}) for sample in (1, 2) for worker in (0, 1)]
+        >>> pieces = [([sample], Part(1, 1, worker)) for sample in (1, 2) for worker in (0, 1)]
         >>> with warnings.catch_warnings(record=True) as caught:
-        ...     [piece.batch for piece in told_of_copies(iter(pieces), 2, "Lines")]
+        ...     [batch for batch, _ in told_of_copies(iter(pieces), 2, "Lines")]
         [[1], [1], [2], [2]]
         >>> len(caught)
         1
     """
     before, alike = None, 0
     for piece in pieces:
+        batch, part = piece
         # Each is compared with one that the loop has not got yet, and so cannot have changed.
-        equal = not piece.asked and (before is None or _same(before.batch, piece.batch))
-        if alike == workers or not equal or piece.worker != alike:
-            if alike == workers and not equal and not piece.asked:
+        equal = not part.asked and (alike == 0 or _same(before, batch))
+        if alike == workers or not equal or part.worker != alike:
+            if alike == workers and not equal and not part.asked:
                 _warn(workers, name)
             yield piece
             break
-        before, alike = piece, alike + 1
+        before, alike = batch, alike + 1
         yield piece
     else:
         if alike == workers:

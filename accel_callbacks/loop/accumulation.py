@@ -42,11 +42,10 @@ class Accumulate(AbstractContextManager["Accumulate"]):
         window = loop.window
         if window.dirty:
             loop.drop_gradients()
-        if window.num_steps == 1 and window.position == 0 and len(loop.progress.fresh) <= 1:
+        if window.num_steps == 1 and window.position == 0 and len(loop.active) <= 1:
             window.enter(None)  # hot path: a window of one micro-batch ends with it anyway
         else:
-            innermost = loop.active[-1] if loop.active else None
-            remaining, unsized = loop.progress.remaining(innermost)
+            remaining, unsized = loop.progress.remaining(loop.active)
             window.enter(remaining, unsized)
         # The strategy may leave gradients on the rank until the last backward of a window, which
         # averages the sums.

@@ -42,26 +42,22 @@ _PATIENCE = 2.0  # seconds that an error waits for the device to tell which step
 
 
 class LoaderProgress:
-    """The training loaders that delivered a batch, and how many micro-batches they have left.
-
-    Attributes:
-        fresh: the loaders that delivered since the last micro-batch began, as keys. A dict, because
-            a loop without `accumulate` never calls `remaining`, and it must not grow.
+    """Compares where the training loaders are with where they were at the last micro-batch.
 
     Example:
         >>> from accel_callbacks.loop.loop import LoaderProgress
-        >>> LoaderProgress().remaining(None)
-        (None, ())
+        >>> LoaderProgress().remaining([])
+        (None, [])
     """
 
-    __slots__ = ("_before", "fresh")
+    __slots__ = ("_fresh", "_places")
 
     def __init__(self) -> None:
-        self.fresh: dict[DataLoaderShard, None] = {}
-        self._before: dict[DataLoaderShard, None] = {}
+        self._places: dict[DataLoaderShard, tuple[int, int]] = {}
+        self._fresh: list[DataLoaderShard] = []
 
     def remaining(
-        self, innermost: DataLoaderShard | None
+        self, active: Sequence[DataLoaderShard]
     ) -> tuple[int | None, Sequence[DataLoaderShard]]:
         """Return the number of micro-batches left, this one included, and who does not know it.
 
@@ -69,26 +65,26 @@ class LoaderProgress:
         delivers only now and then does not count. The number is None where it is not known.
 
         Args:
-            innermost: the loader whose loop was entered last.
+            active: the loaders being iterated, the innermost last.
         """
-        now, self.fresh = self.fresh, {}
-        before, self._before = self._before, now
-        if len(now) <= 1:
-            if innermost is None:
-                return None, ()
-            left = innermost.left
-            return (None, (innermost,)) if left is None else (left, ())
-        # Loaders that delivered in this and in the last micro-batch are iterated in lockstep.
-        chosen = {one for one in now if one in before}
-        if innermost is not None:
-            chosen.add(innermost)
-        known = [one.left for one in chosen if one.left is not None]
-        return min(known, default=None), [loader for loader in chosen if loader.left is None]
+        places = {loader: (loader.passes, loader.batch_index) for loader in active}
+        fresh = [
+            loader
+            for loader in active
+            if loader.trained and places[loader] != self._places.get(loader)
+        ]
+        chosen = set(active[-1:])
+        if len(fresh) > 1:
+            # Loaders that delivered in this and in the last micro-batch are iterated in lockstep.
+            chosen.update(loader for loader in fresh if loader in self._fresh)
+        self._places, self._fresh = places, fresh
+        left = [loader.left for loader in chosen if loader.left is not None]
+        return min(left, default=None), [loader for loader in chosen if loader.left is None]
 
     def clear(self) -> None:
         """Forget all loaders."""
-        self.fresh.clear()
-        self._before.clear()
+        self._places.clear()
+        self._fresh.clear()
 
 
 class UsedLoaders:
@@ -168,7 +164,9 @@ class Loop:
         active: loaders being iterated, the innermost last.
         worked: True once the current training batch was trained on.
         stepped: optimizers that stepped since the global step was last counted.
-        progress: training loaders that delivered since the last micro-batch began.
+        unsettled: steps to be counted once the device tells whether they were skipped, and None
+            where a batch began.
+        progress: where training loaders were at the last micro-batch.
         deferred: hooks to be fired by the next call of the script.
         pass_ends: compares the lengths of passes over several ranks, None on one.
         drain_votes: carries out a vote that is under way at the end of a run.
@@ -222,9 +220,8 @@ class Loop:
         self.borrowed: str | None = None
         self.worked = False
         self.epochs_counted = self.stop_consumed = False
-        self.stepped: set[torch.optim.Optimizer] = set()
-        # Steps to be counted, and None where a batch began.
-        self._unsettled: deque[tuple[torch.optim.Optimizer, StepFinding] | None] = deque()
+        self.stepped: tuple[torch.optim.Optimizer, ...] = ()
+        self.unsettled: deque[tuple[torch.optim.Optimizer, StepFinding] | None] = deque()
         self.outer: DataLoaderShard | None = None
         self.unprepared_steps = UnpreparedSteps(optimizers)
         self.require_prepared_steps: Callable[[], None] = lambda: None
@@ -529,7 +526,7 @@ load_state() takes the newest valid one.
 
     def fail_fit(self, error: BaseException) -> None:
         """Fire the hooks of a run that fails."""
-        if self._unsettled:
+        if self.unsettled:
             self.settle_after_error()
         self.run.interrupted = isinstance(error, KeyboardInterrupt)
         if self._fit_started:
@@ -575,7 +572,7 @@ load_state() takes the newest valid one.
         for group in (self.deferred, self.active, self.progress, self.stages):
             group.clear()
         self.settle_steps()
-        self.stepped.clear()
+        self.stepped = ()
         self.outer = None
         self.own.drop()
         # After a load, the open window is the one that the checkpoint holds.
@@ -686,29 +683,20 @@ load_state() takes the newest valid one.
 
     # --- the step -----------------------------------------------------------------------------
 
-    def begin_batch(self, loader: DataLoaderShard) -> None:
-        """Start a training batch of the outer loader."""
-        self.worked, self.last_loss = False, None
-        if self._unsettled:
-            self._unsettled.append(None)
-        else:
-            self.stepped.clear()
-        self.progress.fresh[loader] = None
-
     def count_later(self, optimizer: torch.optim.Optimizer, finding: StepFinding) -> None:
         """Count an optimizer step once it is read whether it was skipped."""
-        self._unsettled.append((optimizer, finding))
+        self.unsettled.append((optimizer, finding))
         # The host runs one step of each optimizer ahead of the device, and no more.
         self._settle_steps(len(self.optimizers))
 
     def settle_steps(self) -> None:
         """Count the steps of :meth:`count_later`, in their order; waits for the device."""
-        if self._unsettled:
+        if self.unsettled:
             self._settle_steps(0)
 
     def settle_after_error(self) -> None:
         """Count the steps while an error unwinds, unless the device fails or hangs too."""
-        findings = [one[1] for one in self._unsettled if one is not None]
+        findings = [one[1] for one in self.unsettled if one is not None]
         deadline = time.monotonic() + _PATIENCE
         with suppress(Exception):
             while not (ready := all(one.is_ready for one in findings)):
@@ -717,18 +705,18 @@ load_state() takes the newest valid one.
                 time.sleep(0.005)
             if ready:
                 self.settle_steps()
-        self._unsettled.clear()
+        self.unsettled.clear()
         self.run.settle_steps = None
 
     def _settle_steps(self, keep: int) -> None:
         """Count steps until findings of no more than ``keep`` are left to be read."""
-        waiting = self._unsettled
+        waiting = self.unsettled
         left = sum(one is not None for one in waiting)
         self.run.settle_steps = None  # counting asks for the steps so far
         while waiting and (left > keep or waiting[0] is None):
             one = waiting.popleft()
             if one is None:  # a batch began here
-                self.stepped.clear()
+                self.stepped = ()
                 continue
             left -= 1
             if one[1].stepped:
@@ -742,11 +730,11 @@ load_state() takes the newest valid one.
             run.settle_steps()
         # The same optimizer twice in one batch is two steps, as in several passes over one batch.
         stepped = self.stepped
-        if optimizer in stepped:
-            stepped.clear()
-        if not stepped:
+        if stepped and optimizer not in stepped:
+            self.stepped = (*stepped, optimizer)
+        else:
             run._global_step += 1  # not through the property: this is the hot path
-        stepped.add(optimizer)
+            self.stepped = (optimizer,)
 
     def next_step(self, optimizer: torch.optim.Optimizer) -> int:
         """Return the global step, from 1, that an optimizer takes next."""

@@ -139,7 +139,7 @@ class Passes:
         dispatch, saves = loop.dispatch, loop.saves
         # The dict stays the same object; its tuples are replaced when callbacks come and go.
         hooks = dispatch.hooks
-        index, batch, seen, peeked = -1, None, 0, False
+        index, batch, peeked = -1, None, False
         batches = told_of_skips(loader, loop) if loader.resumes else loader.batches()
         asked = perf_counter()
         try:
@@ -148,24 +148,21 @@ class Passes:
                 if not run.epoch_open:
                     loop.open_plain_epoch(loader.epoch)
                 run.batch_idx = index = loader.batch_index
-                seen += 1
-                loop.begin_batch(loader)
-                if starts := hooks["on_train_batch_start"]:
-                    for hook in starts:
+                # Hot path: every avoided call is measurable, because the work of the step has
+                # pushed this code out of the cache. So the tests are inline.
+                loop.worked, loop.last_loss = False, None
+                if loop.unsettled:
+                    loop.unsettled.append(None)
+                else:
+                    loop.stepped = ()
+                if hooks["on_train_batch_start"]:
+                    for hook in hooks["on_train_batch_start"]:
                         hook(run, loop.model, batch, index)
                     if run.votes.asked and self._ends_before_batch():
                         loader.end_pass()
                         break
                 yield batch
-                # Hot path: every avoided call is measurable, because the work of the step has
-                # pushed this code out of the cache. So the tests are inline.
-                if (
-                    hooks["on_train_batch_end"]
-                    or dispatch.can_vote
-                    or run.votes.asked
-                    or loop.deferred
-                    or saves.pending
-                ):
+                if dispatch.ends_batches or run.votes.asked or loop.deferred or saves.pending:
                     if self._end_batch(batch, index) and not run.should_stop:
                         loader.end_pass()
                         break
@@ -181,7 +178,7 @@ class Passes:
             if loader.passes != token:
                 raise
             # `next(iter(loader))` before the loop is no epoch: the first batch is delivered again.
-            peeked = seen == 1 and not loop.worked and len(loop.optimizers) > 0
+            peeked = loader.starts and not loop.worked and len(loop.optimizers) > 0
             if peeked:
                 loader.undo_pass()
                 loader.done = done
@@ -302,9 +299,7 @@ class Passes:
         token = loop.enter(loader, outer=False)
         loader.trained = True
         try:
-            for batch in loader.batches():
-                loop.progress.fresh[loader] = None
-                yield batch
+            yield from loader.batches()
         except GeneratorExit:
             if loader.passes == token:
                 loader.end_pass()

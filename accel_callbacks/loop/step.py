@@ -88,7 +88,8 @@ class StepEngine:
             hook(loop.run, loop.model, loss)
         window = loop.window
         # As the user computed it, before any division; kept only for a callback that gets it.
-        loop.last_loss = loss.detach() if hooks["on_train_batch_end"] else None
+        if hooks["on_train_batch_end"]:
+            loop.last_loss = loss.detach()
         divisor = window.divisor
         if normalizer is not None or window.normalizer.active:
             loss, divisor = self._normalized(loss, normalizer)

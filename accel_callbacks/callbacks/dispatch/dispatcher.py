@@ -56,6 +56,7 @@ class Dispatcher:
         hooks: for each hook the calls; an empty tuple if no callback overrides it. Several
             callbacks have one call together, except in ``on_exception`` and ``teardown``.
         can_vote: a callback may request a stop, a save or a preemption within an epoch.
+        ends_batches: a callback votes, or has a hook, at the end of each training batch.
         ledger: number and time of the calls.
 
     Raises:
@@ -81,7 +82,7 @@ class Dispatcher:
         self.entries: list[Entry] = []
         self.hooks: dict[str, tuple[Hook, ...]] = dict.fromkeys(HOOKS, ())
         self.ledger = Ledger()
-        self.can_vote = False
+        self.can_vote = self.ends_batches = False
         self._order: list[Entry] = []
         self._unclaimed: dict[str, Any] = {}  # loaded states of callbacks not registered
         self._absent: dict[
@@ -147,6 +148,7 @@ class Dispatcher:
         # It may be retired on this rank only, and a vote is a collective: keep voting.
         self._voter_retired = self._voter_retired or entry.votes
         self.can_vote = self.can_vote or entry.votes
+        self.ends_batches = self.ends_batches or entry.votes
 
     def _set_entries(self, entries: list[Entry], order: list[Entry]) -> None:
         """Set the entries, and rebuild the table of hooks."""
@@ -159,6 +161,7 @@ class Dispatcher:
                 self.hooks[hook] = (_timed_together(called, hook, self.ledger),)
             else:
                 self.hooks[hook] = tuple(entry.calls[hook] for entry in called)
+        self.ends_batches = self.can_vote or bool(self.hooks["on_train_batch_end"])
 
     def called(self, hook: str) -> list[Entry]:
         """Return the entries that a hook calls, in order."""

@@ -131,12 +131,12 @@ def test_a_stream_is_split_as_a_sequential_dataset_is(world, drop_last):
         plans = [SamplePlan(3, drop_last, rank, world) for rank in range(world)]
         pieces = list(zip(*(streamed(count, rank) for rank in range(world)), strict=True))
         steps = steps_of(plans, range(count), 0)
-        assert [step[0].real for step in pieces] == [step[0].real for step in steps]
-        assert [[len(piece.batch) for piece in step] for step in pieces] == [
+        assert [step[0][1].real for step in pieces] == [step[0].real for step in steps]
+        assert [[len(batch) for batch, _ in step] for step in pieces] == [
             [len(share.indices) for share in step] for step in steps
         ]
         # What fills a stream up is of its tail: its start is gone.
-        read = [[n for piece in step for n in piece.batch][: step[0].real] for step in pieces]
+        read = [[n for batch, _ in step for n in batch][: step[0][1].real] for step in pieces]
         assert read == [
             [n for share in step for n in share.indices][: step[0].real] for step in steps
         ]

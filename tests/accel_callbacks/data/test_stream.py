@@ -15,7 +15,7 @@ from tqdm import TMonitor
 
 from accel_callbacks import Accelerator, ResumeError, prepare_data_loader
 from accel_callbacks.data.config import DataLoaderConfiguration
-from accel_callbacks.data.iterable import IterableDatasetShard, IterableShards, Piece
+from accel_callbacks.data.iterable import IterableDatasetShard, IterableShards, Part
 from accel_callbacks.data.stream import StreamSource
 
 
@@ -720,5 +720,5 @@ def test_ready_batches_alone_are_repeated_as_a_whole(batch_size, padded):
     shards = IterableShards(Sized(), batch_size=batch_size, drop_last=False, rank=0, world_size=2)
     source = StreamSource(DataLoader(range(5)), shards)
     source.begin(seed=0, epoch=0, position=0)
-    _, delivery = next(source.deliver(iter([Piece(None, 3, padded, 0, {})])))
+    _, delivery = next(source.deliver(iter([(None, Part(3, padded))])))
     assert (delivery.kept is not None) is (batch_size is None and padded == 4)

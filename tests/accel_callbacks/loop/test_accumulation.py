@@ -393,11 +393,17 @@ def test_two_loaders_side_by_side_end_their_window_with_the_shorter():
     )
 
 
-def test_a_loop_without_accumulate_keeps_no_note_of_each_batch(training):
-    t = training(batches=8)
-    for batch in t.train:
-        t.step(batch)
-    assert len(t.accel.loop.progress.fresh) == 1
+def test_a_loader_that_is_read_to_its_end_within_each_micro_batch_does_not_end_the_window():
+    accel = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model, optimizer, loader = prepared(accel, samples(6), 1)
+    memory = accel.prepare(torch.utils.data.DataLoader(samples(2), 1))
+    for inputs in loader:
+        assert len(list(memory)) == 2
+        with accel.accumulate(model):
+            accel.backward(mse_loss(model(inputs), target(inputs)))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert accel.current_run.global_step == 2  # a window of four, and one of the two that are left
 
 
 def test_a_window_over_a_zip_with_a_stream_of_unknown_length():
