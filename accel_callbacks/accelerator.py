@@ -814,6 +814,7 @@ class Accelerator(ProcessControl, MediaLogging):
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
         self.window.resize(value)
+        self.loop.progress.clear()  # windows of one micro-batch do not ask it
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -1962,8 +1963,10 @@ class Accelerator(ProcessControl, MediaLogging):
         """
         if remote_failure.pending is not None:
             remote_failure.raise_in("log")
-        flat, step = self.tracking.log(self.loop.run, values, step, log_kwargs)
-        self.loop.fire("on_log", flat, step)
+        loop = self.loop
+        flat, step = self.tracking.log(loop.run, values, step, log_kwargs)
+        if loop.dispatch.hooks["on_log"]:
+            loop.fire("on_log", flat, step)
 
     # --- memory and profiles ------------------------------------------------------------------
 

@@ -55,6 +55,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._strategy = strategy
         # Asked once, because most have nothing to forget, and zero_grad is on the hot path.
         self._holds_gradients = strategy is not None and strategy.holds_gradients
+        self._steps_plainly = type(precision).step is Precision.step
         self._settled_window = -1
         self.outcome: bool | StepFinding = True
 
@@ -147,31 +148,32 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             loop.own.before_step(self)
         # Hot path: without hooks or a correction, gradients are left to the precision's step.
         table = loop.dispatch.hooks
-        hooks = table["on_before_optimizer_step"]
+        hooks, normalizer = table["on_before_optimizer_step"], window.normalizer
         if (
             hooks
-            or window.normalizer.active
+            or normalizer.active
             or (window.position != window.divisor and window.correction != 1.0)
         ):
             self.unscale_gradients()
         if hooks and self._is_skipped(hooks):
             stepped: bool | StepFinding = False
             result = None
+        elif self._steps_plainly:
+            stepped, result = True, self.optimizer.step(*args, **kwargs)
         else:
             stepped, result = self._precision.step(self.optimizer, args, kwargs)
         self.outcome = stepped
         loop.worked = window.touched = window.stepped = True
-        window.dirty = window.normalizer.pending = False
+        window.dirty = normalizer.pending = False
         after = table["on_after_optimizer_step"]
-        if stepped is not True and stepped is not False:
-            if after:
-                stepped = stepped.stepped
-            else:
-                loop.count_later(self, stepped)
+        if after and isinstance(stepped, StepFinding):
+            stepped = stepped.stepped
         if stepped is True:
             loop.count_step(self)
             for hook in after:
                 hook(loop.run, loop.model, self)
+        elif stepped is not False:
+            loop.count_later(self, stepped)
         if own:
             loop.own.note_call(self)
         return result
@@ -194,13 +196,14 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Clear the gradients, at the end of a gradient window or before its first backward."""
         loop = self._loop
         window = loop.window
-        if not window.may_clear:
+        # It may stand before the backward or after the step: before it, only the first micro-batch
+        # of a window may clear; after it, only the last.
+        if not (window.sync if window.touched else window.position <= 1):
             return
         for hook in loop.dispatch.hooks["on_before_zero_grad"]:
             hook(loop.run, loop.model, self)
-        normalizer = window.normalizer
-        if normalizer.pending and self._has_gradients():  # discarded without a step
-            normalizer.forget()
+        if window.normalizer.pending and self._has_gradients():  # discarded without a step
+            window.normalizer.forget()
         self.optimizer.zero_grad(set_to_none)
         if self._holds_gradients and self._strategy is not None:
             self._strategy.drop_gradients(self.optimizer)

@@ -45,7 +45,7 @@ class AcceleratedScheduler:
         self._optimizers = tuple(optimizers)
         self._loop = loop
         self._step_with_optimizer = step_with_optimizer
-        self._steps_at_once = steps_at_once
+        self._steps_at_once = range(steps_at_once)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step the scheduler, if the optimizer stepped."""
@@ -62,7 +62,7 @@ class AcceleratedScheduler:
                 ):
                     loop.own.note_call(self)
                     return
-        for _ in range(self._steps_at_once):
+        for _ in self._steps_at_once:
             self.scheduler.step(*args, **kwargs)
         if loop.outer is None:
             loop.own.note_call(self)

@@ -125,6 +125,7 @@ class TrackerHub:
         self._last_step: int | None = None
         self._started = self._finished = False
         self._pid = os.getpid()
+        self._open_in: int | None = None  # the process that may log, from start to finish
         self._warned: set[str] = set()
 
     @property
@@ -146,6 +147,7 @@ class TrackerHub:
         if self._started:
             return
         self._started, self._pid = True, os.getpid()
+        self._open_in = self._pid
         if not self._writers:
             return
         reply = Reply()
@@ -211,11 +213,7 @@ class TrackerHub:
         >>> TrackerHub([], run=RunInfo("digits", "runs", "a1")).flat({"a": {"b": 1.0}})
         {'a/b': 1.0}
         """
-        dropped: list[str] = []
-        flat = flatten(values, dropped.append)
-        if dropped:
-            self._warn_once("none", f"log got None for {dropped[0]!r}; None values are dropped")
-        return flat
+        return flatten(values, self._warn_of_none)
 
     def put(
         self,
@@ -231,7 +229,9 @@ class TrackerHub:
         step = operator.index(step)  # numpy integers are not JSON serializable
         if log_kwargs:
             self._check_keywords(log_kwargs)
-        if not self._accepts("log") or not self._writers or not flat:
+        if (os.getpid() != self._open_in or self._errors) and not self._accepts("log"):
+            return
+        if not self._writers or not flat:
             return
         last = self._last_step
         if last is not None and step < last:
@@ -408,7 +408,7 @@ class TrackerHub:
         check_status(status)
         if not self._started or self._finished or self._is_forked():
             return
-        self._finished = True
+        self._finished, self._open_in = True, None
         if not self._writers:
             return
         seconds = self.config.finish_timeout_s if timeout is None else timeout
@@ -510,6 +510,9 @@ class TrackerHub:
                 ", ".join(writer.name for writer in off),
             )
 
+    def _warn_of_none(self, name: str) -> None:
+        self._warn_once("none", f"log got None for {name!r}; None values are dropped")
+
     def _accepts(self, method: str) -> bool:
         """Return whether values are accepted; raise before `start`, warn after `finish`."""
         if not self._started:
@@ -519,8 +522,7 @@ class TrackerHub:
         if self._finished:
             self._warn_once("finished", f"{method} after finish() is ignored: the run is over")
             return False
-        if self._errors:  # tested here too: this is the hot path, and the call costs more
-            self._raise_kept()
+        self._raise_kept()
         return True
 
     def _is_forked(self) -> bool:

@@ -27,6 +27,7 @@ __all__ = [
 FlatValues = dict[str, Any]
 _MAX_DEPTH = 16  # of a config
 _MAX_REPR = 500  # characters
+_TENSORS: set[type] = set()  # torch's own class once it was seen, for torch may not be installed
 
 
 def _ignore(name: str) -> None:
@@ -69,8 +70,12 @@ def _flatten_into(
         if not isinstance(key, str):
             raise TypeError(f"log keys are str, got {_kind(key)} {key!r} under {prefix!r}")
         name = prefix + key
-        leaf: Any = _fast_float(value)
-        if leaf is not None and name not in flat:
+        # Hot path: floats and 0-d float tensors on the CPU, the most common values.
+        kind = type(value)
+        leaf: Any = value
+        if kind in _TENSORS and value.is_cpu and value.ndim == 0:
+            leaf = value.item()
+        if type(leaf) is float and name not in flat:
             flat[name] = leaf
         elif value is None:
             on_none(name)
@@ -82,18 +87,6 @@ def _flatten_into(
             flat[name] = leaf = _leaf(name, value)
             if not isinstance(leaf, float | int | str):
                 tensors.append(name)
-
-
-def _fast_float(value: Any) -> float | None:
-    """Return floats and 0-d float tensors on the CPU, the most common values, without checks."""
-    kind = type(value)
-    if kind is float:
-        return value  # type: ignore[no-any-return]
-    # By name, because torch may not be installed.
-    if kind.__name__ == "Tensor" and kind.__module__ == "torch" and value.is_cpu:
-        number = value.item() if value.ndim == 0 else None
-        return number if type(number) is float else None
-    return None
 
 
 def _copy_tensors(flat: FlatValues, keys: list[str]) -> None:
@@ -149,6 +142,8 @@ def _tensor_leaf(name: str, tensor: Any) -> Any:
             "Reduce it to one real number first, for example with .mean()"
         )
     plain = type(tensor) is sys.modules["torch"].Tensor
+    if plain:
+        _TENSORS.add(type(tensor))
     # Reading a DTensor is a collective, and not all ranks log.
     if not plain and hasattr(tensor, "full_tensor"):
         raise TypeError(f"log cannot record {name!r}: a DTensor. Log .full_tensor() of it")

@@ -26,13 +26,12 @@ class Accumulate(AbstractContextManager["Accumulate"]):
         True
     """
 
-    __slots__ = ("_loop", "_models", "_stack", "_strategy")
+    _stack: ExitStack | None = None  # of the strategy, in a micro-batch that leaves gradients apart
 
     def __init__(self, loop: Loop, strategy: Strategy, models: tuple[torch.nn.Module, ...]) -> None:
         self._loop = loop
         self._strategy = strategy
         self._models = models
-        self._stack: ExitStack | None = None
 
     def __enter__(self) -> Accumulate:
         loop = self._loop
@@ -42,11 +41,12 @@ class Accumulate(AbstractContextManager["Accumulate"]):
         window = loop.window
         if window.dirty:
             loop.drop_gradients()
-        if window.num_steps == 1 and window.position == 0 and len(loop.active) <= 1:
-            window.enter(None)  # hot path: a window of one micro-batch ends with it anyway
-        else:
-            remaining, unsized = loop.progress.remaining(loop.active)
-            window.enter(remaining, unsized)
+        if window.num_steps == 1 and window.position == 0:
+            # Hot path: a window of one micro-batch ends with it, however many are left.
+            window.touched = window.stepped = False
+            window.position, window.sync = 1, True
+            return self
+        window.enter(*loop.progress.remaining(loop.active))
         # The strategy may leave gradients on the rank until the last backward of a window, which
         # averages the sums.
         if not window.sync and self._strategy.has_gradient_sync:

@@ -238,10 +238,6 @@ class GradientWindow:
                 last only within a window, for a stream reads ahead to answer.
         """
         self.touched = self.stepped = False
-        if self.num_steps == 1 and self.position == 0:  # hot path: there is nothing to count
-            self.position = self.divisor = 1
-            self.sync = True
-            return
         if not self.plugin.sync_with_dataloader:
             remaining, unsized = None, ()
         # The length is fixed at the first micro-batch, because its loss is divided already.
@@ -275,13 +271,6 @@ class GradientWindow:
         if self.position > 0:
             self.dirty, self.abandoned = True, self.index
         self.close()
-
-    @property
-    def may_clear(self) -> bool:
-        """True if ``zero_grad`` clears no gradients of earlier micro-batches of this window."""
-        # `zero_grad` may stand before the backward or after the step: before it, only the first
-        # micro-batch of a window may clear; after it, only the last.
-        return self.sync if self.touched else self.position <= 1
 
     @property
     def is_open(self) -> bool:

@@ -226,18 +226,19 @@ class Passes:
 
     def _end_batch(self, batch: Any, index: int) -> bool:
         """Fire ``on_train_batch_end`` and vote; return whether the ranks end the epoch here."""
-        loop = self._loop
+        loop, run = self._loop, self._loop.run
         if loop.deferred:
             loop.settle()
         # Whatever the body did with the batch, it is done: a resume must not deliver it again.
         loop.worked = True
-        self.boundary.poll()
+        if loop.saves.pending:
+            self.boundary.poll()
         hooks = loop.dispatch.hooks["on_train_batch_end"]
         if hooks:
-            outputs = None if loop.last_loss is None else {"loss": loop.last_loss.detach()}
+            outputs = None if loop.last_loss is None else {"loss": loop.last_loss}
             for hook in hooks:
-                hook(loop.run, loop.model, outputs, batch, index)
-        if loop.dispatch.can_vote or loop.run.votes.asked:
+                hook(run, loop.model, outputs, batch, index)
+        if loop.dispatch.can_vote or run.votes.asked:
             # A loop that was left, and one over data of its own, may have had its last boundary.
             return self.boundary.vote_within_epoch(last=loop.outer is None or loop.outer.on_last)
         return False

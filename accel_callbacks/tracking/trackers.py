@@ -259,16 +259,21 @@ class Tracking:
         log_kwargs: InitKwargs | None = None,
     ) -> tuple[dict[str, Any], int]:
         """Hand values to the trackers and to the run; return them flat, and their step."""
-        flat = self.flat(values)
+        hub = self._hub
+        flat = self.flat(values) if hub is None else hub.flat(values)
         if not flat.keys() <= run.metric_origins.keys():
             self._note_origin(run, flat)
             if self.local_metrics is not None:
                 self.local_metrics.note(flat)
-        if self._hub is None:
+        if hub is None:
             self.open(run)
+            hub = self._hub
         if step is None:
             step = run.global_step
-            self._put_in_window(run, flat, log_kwargs)
+            if self.row.values or self.row.is_collecting:
+                self._put_in_window(run, flat, log_kwargs)
+            elif hub is not None:
+                hub.put(dict(flat), step, log_kwargs)
         else:
             self.put(flat, step, log_kwargs)
         run.callback_metrics.update(flat)

@@ -158,7 +158,8 @@ class Dispatcher:
         for hook in HOOKS:
             called = self.called(hook)
             if len(called) > 1 and hook not in _ONE_BY_ONE:
-                self.hooks[hook] = (_timed_together(called, hook, self.ledger),)
+                methods = [entry.methods[hook] for entry in called]
+                self.hooks[hook] = (_timed_together(methods, self.ledger),)
             else:
                 self.hooks[hook] = tuple(entry.calls[hook] for entry in called)
         self.ends_batches = self.can_vote or bool(self.hooks["on_train_batch_end"])
@@ -321,9 +322,8 @@ class Entry:
         key: of its saved state; unique even without a state.
         base: the key that it has unless another callback has that.
         options: what tells it from others of its class.
-        disabled: True once it is removed or disabled, and not called any more.
-        methods: its hooks, each wrapped once with the error policy.
-        calls: the same with the ledger.
+        methods: its hooks, each wrapped once with the error policy, for calls of several callbacks.
+        calls: the same with the ledger, for calls of this one.
 
     Raises:
         TypeError: it is not a callback.
@@ -362,9 +362,9 @@ class Entry:
                 f"{self.name} calls collectives in its hooks, in which the other ranks would wait "
                 f"for it after an error: on_error={self.on_error!r} is not possible; use 'raise'."
             )
-        self.disabled = False
+        self._disabled = False
         self._state: dict[str, Any] = {}
-        self.methods: dict[str, Hook] = {}
+        self.methods: dict[str, _Method] = {}
         self.calls: dict[str, Hook] = {}
 
     def wrap(self, ledger: Ledger, name: str) -> None:
@@ -374,8 +374,19 @@ class Entry:
             if overrides(self.callback, hook):
                 method = getattr(self.callback, hook)
                 method = method if self.on_error == "raise" else _guarded(method, self, hook)
-                self.methods[hook] = method
-                self.calls[hook] = _timed(method, self, ledger.tally(name, hook))
+                self.methods[hook] = _Method(method, ledger.tally(name, hook))
+                self.calls[hook] = _timed(self.methods[hook])
+
+    @property
+    def disabled(self) -> bool:
+        """True once it is removed or disabled, and not called any more; may be set."""
+        return self._disabled
+
+    @disabled.setter
+    def disabled(self, disabled: bool) -> None:
+        self._disabled = disabled
+        for method in self.methods.values():
+            method.switch(off=disabled)
 
     def use_key(self, key: str) -> None:
         """Save under this key from now on."""
@@ -443,16 +454,33 @@ def in_hook() -> bool:
     return False
 
 
-def _timed(method: Callable[..., Any], entry: Entry, tally: Tally) -> Hook:
+class _Method:
+    """One hook of one callback, and its counters.
+
+    Attributes:
+        call: what is called: the method, or what counts nothing while the callback is disabled.
+        tally: the counters.
+    """
+
+    __slots__ = ("_method", "call", "tally")
+
+    def __init__(self, method: Hook, tally: Tally) -> None:
+        self.call = self._method = method
+        self.tally = tally
+
+    def switch(self, *, off: bool) -> None:
+        """Leave it out from now on, also of hooks that are being fired; or call it again."""
+        self.call = self.tally.take_back if off else self._method
+
+
+def _timed(method: _Method) -> Hook:
     """Wrap a hook with the ledger. Hot path: this runs for each call of each hook."""
-    clock = perf_counter_ns
+    clock, tally = perf_counter_ns, method.tally
 
     def call(*args: Any) -> None:
-        if entry.disabled:  # removed while this hook is being fired
-            return
         started = clock()
         try:
-            method(*args)
+            method.call(*args)
         finally:
             spent = clock() - started
             tally.calls += 1
@@ -463,28 +491,25 @@ def _timed(method: Callable[..., Any], entry: Entry, tally: Tally) -> Hook:
     return call
 
 
-def _timed_together(entries: Sequence[Entry], hook: str, ledger: Ledger) -> Hook:
+def _timed_together(methods: Sequence[_Method], ledger: Ledger) -> Hook:
     """Return one call of a hook of several callbacks, with the ledger. Hot path.
 
     A clock read between two of them ends the time of one and begins that of the next, and the times
     are added up later: a call of each costs half as much as by :func:`_timed`.
     """
     clock, rows = perf_counter_ns, ledger.rows
-    methods = [(entry, entry.methods[hook]) for entry in entries]
-    tallies = [ledger.tally(entry.name, hook) for entry in entries]
+    tallies = [method.tally for method in methods]
 
     def call(*args: Any) -> None:
-        times: list[int | None] = [clock()]
-        note = times.append
+        times: list[int] = []
+        read_clock = map(times.append, iter(clock, None)).__next__  # without running Python
+        read_clock()
         try:
-            for entry, method in methods:
-                if entry.disabled:  # removed while this hook is being fired
-                    note(None)
-                else:
-                    method(*args)
-                    note(clock())
+            for method in methods:
+                method.call(*args)
+                read_clock()
         except BaseException:
-            note(clock())
+            read_clock()
             raise
         finally:
             rows.append((tallies, times))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["MOST_ROWS", "CallbackReport", "CallbackTime", "Ledger", "Tally"]
 
@@ -31,6 +32,10 @@ class Tally:
         self.calls += 1
         self.total_ns += spent_ns
         self.longest_ns = max(self.longest_ns, spent_ns)
+
+    def take_back(self, *args: Any) -> None:
+        """Count one call less: it stands for a callback that is left out of a row of calls."""
+        self.calls -= 1
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,7 @@ class Ledger:
 
     Attributes:
         rows: calls of several callbacks that are not added up yet, at most :data:`MOST_ROWS`: their
-            tallies, and the time before the first call and after each, None for one left out.
+            tallies, and the time before the first call and after each.
 
     Example:
         >>> from accel_callbacks.callbacks.dispatch.ledger import Ledger
@@ -115,7 +120,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._tallies: dict[tuple[str, str], Tally] = {}
-        self.rows: list[tuple[Sequence[Tally], list[int | None]]] = []
+        self.rows: list[tuple[Sequence[Tally], list[int]]] = []
 
     def tally(self, callback: str, hook: str) -> Tally:
         """Return the tally of this callback and hook, an existing one if there is one."""
@@ -125,9 +130,8 @@ class Ledger:
         """Add the rows to their tallies."""
         for tallies, (before, *times) in self.rows:
             for tally, time in zip(tallies, times, strict=False):  # fewer after an error
-                if time is not None and before is not None:
-                    tally.add(time - before)
-                    before = time
+                tally.add(time - before)
+                before = time
         self.rows.clear()
 
     def report(self) -> CallbackReport:
