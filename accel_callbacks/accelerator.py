@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,10 +28,10 @@ from accel_callbacks.callbacks.dispatch.functions import (
 )
 from accel_callbacks.callbacks.dispatch.ledger import CallbackReport
 from accel_callbacks.callbacks.dispatch.registration import configured
-from accel_callbacks.checkpoint.checkpointer import Checkpointer
 from accel_callbacks.checkpoint.folder_leases import FolderLeases
 from accel_callbacks.checkpoint.project import ProjectConfiguration, chosen_project
 from accel_callbacks.checkpoint.selection import Only, Rename
+from accel_callbacks.checkpoint.trained_parameters import require_prepared_steps
 from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
 from accel_callbacks.collectives.metrics import gather_counted, gather_counted_objects
 from accel_callbacks.config import PRECISIONS, resolve_config
@@ -55,7 +55,6 @@ from accel_callbacks.errors import unknown_option
 from accel_callbacks.foreign_names import ATTRIBUTES, OPTIONS
 from accel_callbacks.integrations.adapt import adapt
 from accel_callbacks.loop.accumulation import Accumulate
-from accel_callbacks.loop.contexts import Evaluate, RunContext, join_uneven_inputs
 from accel_callbacks.loop.first_steps import FirstSteps
 from accel_callbacks.loop.gradient_window import GradientWindow
 from accel_callbacks.loop.loop import Loop
@@ -63,7 +62,6 @@ from accel_callbacks.loop.passes import Passes
 from accel_callbacks.loop.run import TrainingRun
 from accel_callbacks.loop.run_identity import RunIdentity, config_fields
 from accel_callbacks.loop.step import StepEngine
-from accel_callbacks.memory import release_memory
 from accel_callbacks.modeling.compile import uncompile
 from accel_callbacks.modeling.prepare import ModelRequest, Preparer, is_scheduler
 from accel_callbacks.optimizer import AcceleratedOptimizer
@@ -79,14 +77,15 @@ from accel_callbacks.plugins.parallelism_handlers import TorchTensorParallelPlug
 from accel_callbacks.plugins.precision import AutocastKwargs
 from accel_callbacks.plugins.process_group import group_options
 from accel_callbacks.precision import create_precision
-from accel_callbacks.profiler import ProfileKwargs, profiling
 from accel_callbacks.scheduler import AcceleratedScheduler
-from accel_callbacks.state import AcceleratorState, GradientState
-from accel_callbacks.strategies.tensor_plan import propose_plan
 from accel_callbacks.tracking.media import Keywords, MediaLogging
 from accel_callbacks.tracking.trackers import Tracking
 
 if TYPE_CHECKING:
+    from accel_callbacks.checkpoint.checkpointer import Checkpointer
+    from accel_callbacks.loop.contexts import Evaluate
+    from accel_callbacks.profiler import ProfileKwargs
+    from accel_callbacks.state import AcceleratorState, GradientState
     from accel_callbacks.strategies.pipeline_parallel import PipelinedModel
 
 __all__ = ["Accelerator"]
@@ -305,7 +304,7 @@ class Accelerator(ProcessControl, MediaLogging):
         )
         self.registered = self.training_state.registered
         self.pre_hooks = self.training_state.pre_hooks
-        self.checkpointer = Checkpointer(self.training_state)
+        self.loop.require_prepared_steps = partial(require_prepared_steps, self.training_state)
         self._first_steps = FirstSteps(self.loop, self.strategy, self.precision)
         self._step = StepEngine(
             self.strategy,
@@ -459,11 +458,15 @@ class Accelerator(ProcessControl, MediaLogging):
     @property
     def state(self) -> AcceleratorState:
         """The topology as this rank sees it, with the options of this Accelerator."""
+        from accel_callbacks.state import AcceleratorState
+
         return AcceleratorState.of(self.config, self.strategy)
 
     @property
     def gradient_state(self) -> GradientState:
         """A live view of the gradient window and of the loader being iterated."""
+        from accel_callbacks.state import GradientState
+
         return GradientState(self.window, self.loop)
 
     @property
@@ -995,6 +998,8 @@ class Accelerator(ProcessControl, MediaLogging):
             >>> Accelerator(cpu=True).propose_tp_plan(mlp)
             {'up_proj': 'colwise', 'down_proj': 'rowwise'}
         """
+        from accel_callbacks.strategies.tensor_plan import propose_plan
+
         return propose_plan(self.strategy.unwrap(model), sequence_parallel=sequence_parallel)
 
     def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
@@ -1079,6 +1084,8 @@ class Accelerator(ProcessControl, MediaLogging):
             ...     for batch in torch.utils.data.DataLoader(torch.ones(3, 1)):
             ...         accel.backward(model(batch).sum())
         """
+        from accel_callbacks.loop.contexts import join_uneven_inputs
+
         return join_uneven_inputs(
             joinables,
             even_batches,
@@ -1184,6 +1191,13 @@ class Accelerator(ProcessControl, MediaLogging):
         return Trigger()
 
     # --- checkpoints --------------------------------------------------------------------------
+
+    @cached_property
+    def checkpointer(self) -> Checkpointer:
+        """Saves and restores the training state; imported by a run that does."""
+        from accel_callbacks.checkpoint.checkpointer import Checkpointer
+
+        return Checkpointer(self.training_state)
 
     def save_state(
         self,
@@ -1627,6 +1641,8 @@ class Accelerator(ProcessControl, MediaLogging):
             run.config, run.identity = config_fields(config), identity
             return run
 
+        from accel_callbacks.loop.contexts import RunContext
+
         return RunContext(new_run, self.loop, self.checkpointer, self.tracking, resume)
 
     def evaluate(
@@ -1680,6 +1696,8 @@ class Accelerator(ProcessControl, MediaLogging):
             >>> model.bias.item()
             7.0
         """
+        from accel_callbacks.loop.contexts import Evaluate
+
         return Evaluate(
             self.passes,
             models or tuple(self.models),
@@ -1994,6 +2012,8 @@ class Accelerator(ProcessControl, MediaLogging):
             >>> any(event.key == "aten::matmul" for event in profiler.key_averages())
             True
         """
+        from accel_callbacks.profiler import ProfileKwargs, profiling
+
         handler = profile_handler
         if handler is None:
             handler = self.handlers.get(ProfileKwargs, ProfileKwargs())
@@ -2022,6 +2042,8 @@ class Accelerator(ProcessControl, MediaLogging):
             >>> model is None, accel.models
             (True, [])
         """
+        from accel_callbacks.memory import release_memory
+
         for optimizer in self.optimizers:
             self.precision.forget(optimizer.optimizer)
         self._first_steps.forget()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +67,6 @@ class Checkpointer:
         self.training = training
         self._opened: tuple[str, dict[str, Any], CheckpointFolder] | None = None
         self._lent: list[str] = []  # folders whose leases are held for saves outside of a training
-        training.loop.require_prepared_steps = partial(require_prepared_steps, training)
 
     # --- saving -------------------------------------------------------------------------------
 

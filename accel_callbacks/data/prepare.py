@@ -20,13 +20,6 @@ from torch.utils.data import (
 from accel_callbacks import collectives
 from accel_callbacks.data.config import DataLoaderConfiguration, checked_rng_types
 from accel_callbacks.data.device import Feed, device_feed
-from accel_callbacks.data.dispatch import (
-    CollatePieces,
-    DataLoaderDispatcher,
-    DispatchSource,
-    WholeShares,
-)
-from accel_callbacks.data.huggingface import can_shard, own_shards
 from accel_callbacks.data.iterable import IterableShards, has_state
 from accel_callbacks.data.loader import DataLoaderShard, LoopEvents, stop_workers
 from accel_callbacks.data.sampler import BatchSamplerShard, SeedableRandomSampler, mix_seed
@@ -256,7 +249,11 @@ def prepare_loader(
     options["generator"] = loader.generator
     options |= {"origin": loader, "rng_types": rng_types}
     source = _source_of(loader, setting)
-    kind = DataLoaderDispatcher if setting.config.dispatch_batches else DataLoaderShard
+    kind = DataLoaderShard
+    if setting.config.dispatch_batches:
+        from accel_callbacks.data.dispatch import DataLoaderDispatcher
+
+        kind = DataLoaderDispatcher
     return kind(source, events=events, feed=feed, seed=seed, **options)
 
 
@@ -307,12 +304,16 @@ def _open_shares(loader: DataLoader[Any], setting: Setting) -> Source:
     )
     source.even_batches = config.even_batches
     if config.dispatch_batches:
+        from accel_callbacks.data.dispatch import DispatchSource, WholeShares
+
         return DispatchSource(WholeShares(source, setting), loader, setting)
     return source
 
 
 def _open_stream(loader: DataLoader[Any], setting: Setting) -> Source:
     """Return the source of an iterable dataset, of samples or of ready batches."""
+    from accel_callbacks.data.huggingface import can_shard, own_shards
+
     batch_size = share_of(loader.batch_size, setting)
     config, dataset = setting.config, cast(Iterable[Any], loader.dataset)
     if batch_size is None and config.split_batches:
@@ -336,6 +337,8 @@ def _open_stream(loader: DataLoader[Any], setting: Setting) -> Source:
     shards.even = config.even_batches
     if not every_rank:
         return StreamSource(loader, shards, seeded=config.seeds_orders, copies=setting.copies)
+    from accel_callbacks.data.dispatch import CollatePieces, DispatchSource
+
     whole = setting.slice_fn is not None and batch_size is not None
     collate = CollatePieces(loader.collate_fn, whole=whole)
     stream = StreamSource(loader, shards, collate, config.seeds_orders, setting.copies)

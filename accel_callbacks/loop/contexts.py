@@ -12,7 +12,6 @@ import torch
 
 from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbour
-from accel_callbacks.checkpoint.borrowed_weights import BorrowedWeights
 from accel_callbacks.checkpoint.checkpointer import Checkpointer
 from accel_callbacks.checkpoint.open import LoadFailed, together
 from accel_callbacks.checkpoint.restore import LoadOptions
@@ -28,11 +27,11 @@ from accel_callbacks.loop.loop import Loop
 from accel_callbacks.loop.passes import Passes
 from accel_callbacks.loop.run import TrainingRun
 from accel_callbacks.strategies import Strategy
-from accel_callbacks.strategies.join import state_from
 from accel_callbacks.tracking.trackers import Tracking
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
+    from accel_callbacks.checkpoint.borrowed_weights import BorrowedWeights
     from checkpoint_io import CheckpointReader
 
 __all__ = ["Evaluate", "RunContext", "join_uneven_inputs"]
@@ -111,6 +110,9 @@ class Evaluate(AbstractContextManager["Evaluate"]):
 
     def _borrowed(self, checkpoint: str) -> BorrowedWeights:
         """Collective: return the context of the weights of a checkpoint."""
+        # Few runs evaluate a checkpoint, and it imports the room of offloaded weights.
+        from accel_callbacks.checkpoint.borrowed_weights import BorrowedWeights
+
         require_neighbour("checkpoint_io")
         refuse_aborted_group("evaluate")
         loop, options = self._training.loop, self._storage_options
@@ -371,6 +373,8 @@ def join_uneven_inputs(
         followers: returns the objects whose states the ranks take over from the one that took the
             most steps.
     """
+    from accel_callbacks.strategies.join import state_from
+
     here, device = strategy.topology.rank, strategy.topology.device
 
     def follow(source: int) -> None:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import sys
+from typing import TYPE_CHECKING
+
 import torch
 
+from accel_callbacks._lazy import lazy_names
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.precision import AORecipeKwargs
-from accel_callbacks.precision.amp import BF16
 from accel_callbacks.precision.base import Precision
-from accel_callbacks.precision.engine import EnginePrecision
-from accel_callbacks.precision.fp8 import FP8
-from accel_callbacks.precision.fp16 import FP16
+
+if TYPE_CHECKING:
+    from accel_callbacks.precision.amp import BF16 as BF16
+    from accel_callbacks.precision.engine import EnginePrecision as EnginePrecision
+    from accel_callbacks.precision.fp8 import FP8 as FP8
+    from accel_callbacks.precision.fp16 import FP16 as FP16
 
 __all__ = ["BF16", "FP8", "FP16", "EnginePrecision", "Precision", "create_precision"]
 
-_REGISTRY: dict[str, type[Precision]] = {"no": Precision, "bf16": BF16, "fp16": FP16, "fp8": FP8}
+# A run has one precision.
+_HOME = {"BF16": "amp", "FP16": "fp16", "FP8": "fp8", "EnginePrecision": "engine"}
+__getattr__, __dir__ = lazy_names(__name__, _HOME)
+
+_REGISTRY = {"no": "Precision", "bf16": "BF16", "fp16": "FP16", "fp8": "FP8"}
 
 
 def create_precision(
@@ -46,5 +56,8 @@ def create_precision(
     if name != "fp8" and handlers.get(AORecipeKwargs) is not None:
         raise ValueError(f"AORecipeKwargs needs mixed_precision='fp8', and it is {name!r}.")
     if engine and name != "fp8":
+        from accel_callbacks.precision.engine import EnginePrecision
+
         return EnginePrecision(name, device, handlers)
-    return _REGISTRY[name](device, handlers)
+    kind: type[Precision] = getattr(sys.modules[__name__], _REGISTRY[name])
+    return kind(device, handlers)

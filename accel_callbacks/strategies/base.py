@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -19,7 +19,6 @@ from accel_callbacks.distributed.rng import share_rng
 from accel_callbacks.distributed.topology import DistributedType, Topology
 from accel_callbacks.gradients import has_gradients
 from accel_callbacks.logging import notice
-from accel_callbacks.modeling.activation_checkpointing import checkpoint_with
 from accel_callbacks.modeling.compile import original, regions
 from accel_callbacks.offload.placeholder import unwritable
 from accel_callbacks.plugins.base import Handlers
@@ -33,13 +32,14 @@ from accel_callbacks.plugins.parallelism_handlers import (
     TorchContextParallelConfig,
 )
 from accel_callbacks.strategies.checks import is_plain, refuse_empty
-from accel_callbacks.strategies.context_parallel import ContextParallel
-from accel_callbacks.strategies.head_exchange import HeadExchange
 from accel_callbacks.strategies.optimizer_state import (
     named_optimizer_state,
     positional_optimizer_state,
 )
 from accel_callbacks.warning import warn
+
+if TYPE_CHECKING:
+    from accel_callbacks.strategies.context_parallel import ContextParallel
 
 __all__ = ["SetUp", "Strategy"]
 
@@ -103,11 +103,15 @@ class Strategy(ABC):
         self._context: ContextParallel | None = None
         self._told_no_context = False
         if parallelism is not None and parallelism.cp_enabled:
+            from accel_callbacks.strategies.context_parallel import ContextParallel
+
             options = parallelism.cp_handler or TorchContextParallelConfig()
             self._context = ContextParallel(
                 parallelism.sizes["cp"], options, lambda: self.device_mesh["cp"]
             )
         elif parallelism is not None and parallelism.sp_enabled:
+            from accel_callbacks.strategies.head_exchange import HeadExchange
+
             heads = parallelism.sp_handler or DeepSpeedSequenceParallelConfig()
             self._context = HeadExchange(
                 parallelism.sizes["sp"], heads, lambda: self.device_mesh["sp"]
@@ -265,6 +269,8 @@ class Strategy(ABC):
                 "options of Megatron-LM to recompute have no effect on it."
             )
             return
+        from accel_callbacks.modeling.activation_checkpointing import checkpoint_with
+
         checkpoint_with(megatron.activation_checkpointing, model)
 
     def watch_calls(self, model: torch.nn.Module) -> None:
