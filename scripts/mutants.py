@@ -160,12 +160,22 @@ agreement
     accel_callbacks/strategies/rank_agreement.py
     accel_callbacks/strategies/unit_agreement.py
     accel_callbacks/strategies/replica_agreement.py
+    tests/accel_callbacks/strategies/test_rank_agreement.py
     tests/accel_callbacks/strategies/test_replica_agreement.py
     tests/accel_callbacks/strategies/test_unit_agreement.py
     tests/mistakes/test_ranks_agree.py
     tests/distributed/test_one_rank_forward.py
     tests/distributed/test_pipeline_ranks.py
     tests/distributed/test_tensor_parallel.py
+zero
+    accel_callbacks/strategies/zero_state.py
+    tests/accel_callbacks/strategies/test_zero_state.py
+copies
+    checkpoint_io/async_save/staging.py
+    checkpoint_io/async_save/background.py
+    tests/checkpoint_io/test_snapshot.py
+    tests/checkpoint_io/test_background.py
+    tests/checkpoint_io/test_saving_thread.py
 pipeline
     accel_callbacks/strategies/pipeline_stages.py
     accel_callbacks/strategies/pipeline_rehearsal.py
@@ -206,6 +216,7 @@ fallback
     checkpoint_io/loader/verify.py
     accel_callbacks/checkpoint/open.py
     tests/checkpoint_io/test_folder.py
+    tests/checkpoint_io/test_lazy_manifest.py
     tests/checkpoint_io/test_verify.py
     tests/accel_callbacks/checkpoint/test_restore.py
     tests/accel_callbacks/checkpoint/test_project.py

@@ -89,12 +89,13 @@ class ReplicaAgreement:
             for name, one in model.named_parameters()
             if one.requires_grad and not _is_on(one, self._mesh)
         ]
-        found = self._all([value for _, one in named for value in _marks(one.grad)])
-        total = math.sqrt(sum(value**2 for value in found[0][::2]))
+        values = self._all([value for _, one in named for value in _marks(one.grad)])
+        marks = [list(zip(row[::2], row[1::2], strict=True)) for row in values]  # of each rank
+        total = math.sqrt(sum(norm**2 for norm, _ in marks[0]))
         wrong = [
             name
             for number, (name, one) in enumerate(named)
-            if _differ([row[2 * number : 2 * number + 2] for row in found], one.numel(), total)
+            if _differ([rank[number] for rank in marks], one.numel(), total)
         ]
         if wrong:
             self._gradients = 0
