@@ -179,6 +179,10 @@ _FROM_ENVIRONMENT: dict[str, tuple[str, Callable[[str], Any]]] = {
     "fsdp.ignored_modules": ("ACCEL_FSDP_IGNORED_MODULES", str),
     "fsdp.cpu_ram_efficient_loading": ("ACCEL_FSDP_CPU_RAM_EFFICIENT_LOADING", _boolean),
     "fsdp.activation_checkpointing": ("ACCEL_FSDP_ACTIVATION_CHECKPOINTING", _switch),
+    "fsdp.activation_checkpointing_offload": (
+        "ACCEL_FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
+        _boolean,
+    ),
     "fsdp.sync_module_states": ("ACCEL_FSDP_SYNC_MODULE_STATES", _boolean),
     "fsdp.forward_prefetch": ("ACCEL_FSDP_FORWARD_PREFETCH", _boolean),
     "fsdp.no_sync": ("ACCEL_FSDP_NO_SYNC", _boolean),
@@ -253,6 +257,7 @@ _OF_ACCELERATE = {
     "FSDP_TRANSFORMER_CLS_TO_WRAP": "fsdp.transformer_cls_names_to_wrap",
     "FSDP_MIN_NUM_PARAMS": "fsdp.min_num_params",
     "FSDP_ACTIVATION_CHECKPOINTING": "fsdp.activation_checkpointing",
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "fsdp.activation_checkpointing_offload",
 }
 _IDLE = ("", "no", "none", "false", "0", "no_wrap")  # values that ask for nothing
 _DEFAULTS = {

@@ -228,7 +228,11 @@ class FsdpConfig:
         child=True,
     )
     fsdp_activation_checkpointing_offload: bool = option(
-        False, "keep checkpointed activations in host memory", valued=True
+        False,
+        "keep in host memory what these blocks are computed from",
+        valued=True,
+        variable="ACCEL_FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
+        child=True,
     )
 
 

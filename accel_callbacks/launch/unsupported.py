@@ -132,12 +132,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     *map(_megatron, ("expert_model_parallel_size", "expert_tensor_parallel_size")),
     _fsdp("fsdp_sharding_strategy", "NO_SHARD", "FSDP2 always shards", _DDP),
     _fsdp("fsdp_reshard_after_forward", "NO_SHARD", "FSDP2 always shards", _DDP),
-    _fsdp(
-        "fsdp_activation_checkpointing_offload",
-        True,
-        "checkpointed activations stay on the device in this version",
-        "--fsdp_activation_checkpointing_offload false leaves it out",
-    ),
     Unbuilt(
         "parallelism_config.parallelism_config_tp_size",
         _replicas_of_layers,

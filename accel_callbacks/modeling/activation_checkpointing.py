@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
@@ -46,6 +47,7 @@ def apply_activation_checkpointing(
     *,
     blocks: Blocks | None = None,
     preserve_rng_state: bool = True,
+    offload: bool = False,
 ) -> list[str]:
     """Compute blocks again in backward, in place of keeping their activations.
 
@@ -64,6 +66,8 @@ def apply_activation_checkpointing(
         blocks: names of classes, classes or modules, or a predicate of modules; by default the
             blocks that the model repeats.
         preserve_rng_state: draw the same random numbers again, such as those of dropout.
+        offload: keep the inputs of the blocks in host memory until backward; those that are given
+            by position, such as the activations.
 
     Returns:
         The names of the blocks.
@@ -100,12 +104,19 @@ def apply_activation_checkpointing(
         _release(module)
     picked = chosen[every - 1 :: every] if every else []
     for _, block in picked:
-        block.forward = CheckpointedForward(block.forward, context_fn, preserve_rng_state)
+        block.forward = CheckpointedForward(block.forward, context_fn, preserve_rng_state, offload)
     return [name for name, _ in picked]
 
 
-def checkpoint_with(policy: CheckpointingPolicy | None, model: torch.nn.Module) -> None:
+def checkpoint_with(
+    policy: CheckpointingPolicy | None, model: torch.nn.Module, *, offload: bool = False
+) -> None:
     """Apply the policy of an option, None and ``False`` for none of ours.
+
+    Args:
+        policy: see :func:`apply_activation_checkpointing`.
+        model: the model, which is changed in place.
+        offload: keep the inputs of the blocks in host memory until backward.
 
     Example:
         >>> import torch
@@ -113,7 +124,7 @@ def checkpoint_with(policy: CheckpointingPolicy | None, model: torch.nn.Module) 
         >>> checkpoint_with(None, torch.nn.Linear(1, 1))
     """
     if policy is not None and policy is not False:
-        apply_activation_checkpointing(model, policy)
+        apply_activation_checkpointing(model, policy, offload=offload)
 
 
 def _read_policy(policy: CheckpointingPolicy) -> tuple[int, Callable[[], Any]]:
@@ -209,6 +220,7 @@ class CheckpointedForward:
         original: the forward, a method of a block.
         context_fn: contexts of the two computations, see ``torch.utils.checkpoint.checkpoint``.
         preserve_rng_state: draw the same random numbers again.
+        offload: keep the inputs in host memory until backward.
 
     Example:
         >>> import torch
@@ -224,11 +236,13 @@ class CheckpointedForward:
         original: Callable[..., Any],
         context_fn: Callable[[], Any] = noop_context_fn,
         preserve_rng_state: bool = True,
+        offload: bool = False,
     ) -> None:
         functools.update_wrapper(self, original)
         self.original = original
         self.context_fn = context_fn
         self.preserve_rng_state = preserve_rng_state
+        self.offload = offload
         # A partial, since torch.compile does not look for a context in an attribute.
         self._checkpoint = functools.partial(
             checkpoint, use_reentrant=False, preserve_rng_state=preserve_rng_state
@@ -246,7 +260,11 @@ class CheckpointedForward:
         call = self.original
         if not _RESERVED.isdisjoint(kwargs):
             call, kwargs = functools.partial(call, **kwargs), {}
-        return self._checkpoint(call, *args, **kwargs)
+        if not self.offload:
+            return self._checkpoint(call, *args, **kwargs)
+        # checkpoint saves the inputs for backward as an operator would, outside of its own hooks.
+        with save_on_cpu(pin_memory=torch.accelerator.is_available()):
+            return self._checkpoint(call, *args, **kwargs)
 
     def _without_caches(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -264,7 +282,7 @@ class CheckpointedForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointedForward:
         # Of a copied model, the forward is a method of the copy.
         original = copy.deepcopy(self.original, memo)
-        return CheckpointedForward(original, self.context_fn, self.preserve_rng_state)
+        return CheckpointedForward(original, self.context_fn, self.preserve_rng_state, self.offload)
 
 
 def _cache_places(forward: Callable[..., Any]) -> frozenset[Any]:

@@ -28,6 +28,7 @@ _FLAGS = (
     "sync_module_states",
     "forward_prefetch",
     "cpu_ram_efficient_loading",
+    "activation_checkpointing_offload",
     "no_sync",
 )
 _WORDS = {"true": True, "false": False}
@@ -84,6 +85,8 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         forward_prefetch: gather the next unit before the forward of this one has begun; off by
             default.
         activation_checkpointing: compute activations again in backward.
+        activation_checkpointing_offload: keep in host memory what they are computed from; off by
+            default.
         cpu_ram_efficient_loading: load pretrained weights on rank 0 only.
         transformer_cls_names_to_wrap: names of classes, in a list or separated by commas.
         min_num_params: number of elements of a unit.
@@ -117,6 +120,7 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
     sync_module_states: bool | None = None
     forward_prefetch: bool | None = None
     activation_checkpointing: bool | int | str | Any = None
+    activation_checkpointing_offload: bool | None = None
     cpu_ram_efficient_loading: bool | None = None
     transformer_cls_names_to_wrap: str | Iterable[str] | None = None
     min_num_params: int | None = None

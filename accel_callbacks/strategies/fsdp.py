@@ -210,7 +210,15 @@ class FSDP(Sharding):
     def checkpoint_activations(self, model: torch.nn.Module) -> None:
         """Apply ``activation_checkpointing`` of the options."""
         super().checkpoint_activations(model)
-        checkpoint_with(self.options.activation_checkpointing, model)
+        policy = self.options.activation_checkpointing
+        offload = bool(self.options.activation_checkpointing_offload)
+        if offload and not policy:
+            raise ValueError(
+                "activation_checkpointing_offload=True keeps in host memory what blocks are "
+                "computed from again: set activation_checkpointing=True as well "
+                "(--fsdp_activation_checkpointing true), or leave it out."
+            )
+        checkpoint_with(policy, model, offload=offload)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Shard the model."""

@@ -144,7 +144,12 @@ def required_plan(
     """
     handler = None if parallelism is None else parallelism.tp_handler
     if handler is not None and handler.enable_async_tp:
-        warn("enable_async_tp has no effect: torch overlaps only what it compiles. Leave it out.")
+        warn(
+            "enable_async_tp has no effect: torch overlaps the communication of cut layers only in "
+            "what torch.compile has compiled, on GPUs with symmetric memory, by a setting of its "
+            "own (torch._inductor.config._micro_pipeline_tp). Leave it out; a script that compiles "
+            "its blocks may set that one."
+        )
     if handler is not None and _keeps_sequence(handler.plan, model):
         warn(
             f"sequences stay whole between the blocks of {type(model).__name__}, which takes "

@@ -259,10 +259,6 @@ def test_one_place_that_contradicts_itself_is_an_error(tmp_path: Path, text: str
             "fsdp_config.fsdp_reshard_after_forward: NO_SHARD",
         ),
         (
-            "distributed_type: FSDP\nfsdp_config: {activation_checkpointing_offload: true}",
-            "fsdp_config.fsdp_activation_checkpointing_offload: 1",
-        ),
-        (
             "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_inclusion_filter: worker-0}",
             "deepspeed_config.deepspeed_inclusion_filter: worker-0",
         ),

@@ -59,7 +59,7 @@ CONVERTED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
             {"fsdp_no_sync": True},
             {"fsdp_activation_checkpointing": "selective"},
             {"fsdp_activation_checkpointing": "2"},
-            {"fsdp_activation_checkpointing_offload": False},
+            {"fsdp_activation_checkpointing_offload": True},
         )
     ),
 ]
@@ -324,6 +324,7 @@ def test_every_option_reaches_its_keyword() -> None:
         IGNORED_MODULES="head.*",
         CPU_RAM_EFFICIENT_LOADING="0",
         ACTIVATION_CHECKPOINTING="true",
+        ACTIVATION_CHECKPOINTING_OFFLOAD="true",
         SYNC_MODULE_STATES="0",
         FORWARD_PREFETCH="1",
         NO_SYNC="1",
@@ -338,6 +339,7 @@ def test_every_option_reaches_its_keyword() -> None:
         ignored_modules="head.*",
         cpu_ram_efficient_loading=False,
         activation_checkpointing=True,
+        activation_checkpointing_offload=True,
         sync_module_states=False,
         forward_prefetch=True,
         no_sync=True,

@@ -690,7 +690,7 @@ def test_pretrained_weights_are_loaded_by_rank_0(pool, tmp_path: Path, way: str)
 # --- activation checkpointing ------------------------------------------------------------------
 
 
-def train_checkpointed(policy: Any, kind: str) -> Any:
+def train_checkpointed(policy: Any, kind: str, offload: bool = False) -> Any:
     torch.manual_seed(0)
     options: dict[str, Any] = {}
     if kind == "compiled":
@@ -707,7 +707,11 @@ def train_checkpointed(policy: Any, kind: str) -> Any:
         model = Net()
         apply_activation_checkpointing(model, policy)
     else:
-        accel = accelerator(plugin={"activation_checkpointing": policy}, **options)
+        plugin = {
+            "activation_checkpointing": policy,
+            "activation_checkpointing_offload": offload,
+        }
+        accel = accelerator(plugin=plugin, **options)
         model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model, optimizer = accel.prepare(model, optimizer)
@@ -746,3 +750,12 @@ def test_checkpointed_blocks_train_alike(pool, kind: str, policy: Any) -> None:
         assert found == plain
         assert saved < most
         assert own_names == names
+
+
+def test_checkpointed_blocks_of_shards_train_alike_from_host_memory(pool) -> None:
+    plain, kept, _ = pool.run(train_checkpointed, True, "fsdp")[0]
+    for weights, saved, _ in pool.run(train_checkpointed, True, "fsdp", True):
+        assert weights == plain
+        assert saved < kept  # what hooks that are further out see
+    for _, text in pool.outcomes(train_checkpointed, False, "fsdp", True):
+        assert "set activation_checkpointing=True as well" in text

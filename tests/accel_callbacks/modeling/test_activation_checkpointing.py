@@ -118,6 +118,18 @@ def test_fewer_tensors_are_saved_the_more_is_computed_again() -> None:
     assert half <= outside + 2 * of_a_block + 2 * 16 * 8
 
 
+@pytest.mark.parametrize("policy", [True, 2, "selective"])
+def test_inputs_of_blocks_are_kept_in_host_memory(policy: Any) -> None:
+    kept, offloaded = Net(), Net()
+    apply_activation_checkpointing(kept, policy)
+    names = apply_activation_checkpointing(offloaded, policy, offload=True)
+    pairs = zip(gradients(offloaded, X), gradients(kept, X), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+    # Hooks that are further out do not see what is offloaded: an input of each block.
+    inputs = len(names) * len(X) * 8
+    assert saved(copy.deepcopy(offloaded), X) == saved(kept, X) - inputs
+
+
 def test_what_is_computed_again_is_counted() -> None:
     model = Net()
     assert apply_activation_checkpointing(model, 2) == ["blocks.1", "blocks.3"]
