@@ -141,14 +141,14 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self.optimizer, closure=bool(args or kwargs)
         ):
             self._watch = None
-        own = loop.outer is None
         if loop.stages:
             loop.require_own_weights("step")
-        elif own:
+        elif loop.outer is None:
             loop.own.before_step(self)
         # Hot path: without hooks or a correction, gradients are left to the precision's step.
         table = loop.dispatch.hooks
-        hooks, normalizer = table["on_before_optimizer_step"], window.normalizer
+        hooks = table["on_before_optimizer_step"]
+        normalizer = window.normalizer
         if (
             hooks
             or normalizer.active
@@ -159,7 +159,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             stepped: bool | StepFinding = False
             result = None
         elif self._steps_plainly:
-            stepped, result = True, self.optimizer.step(*args, **kwargs)
+            result = self.optimizer.step(*args, **kwargs)
+            stepped = True
         else:
             stepped, result = self._precision.step(self.optimizer, args, kwargs)
         self.outcome = stepped
@@ -174,7 +175,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 hook(loop.run, loop.model, self)
         elif stepped is not False:
             loop.count_later(self, stepped)
-        if own:
+        if loop.outer is None:
             loop.own.note_call(self)
         return result
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import index
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -125,7 +125,7 @@ class TrackerHub:
         self._last_step: int | None = None
         self._started = self._finished = False
         self._pid = os.getpid()
-        self._open_in: int | None = None  # the process that may log, from start to finish
+        self._writing_in: int | None = None  # this process, from start to finish
         self._warned: set[str] = set()
 
     @property
@@ -147,7 +147,7 @@ class TrackerHub:
         if self._started:
             return
         self._started, self._pid = True, os.getpid()
-        self._open_in = self._pid
+        self._writing_in = self._pid if self._writers else None
         if not self._writers:
             return
         reply = Reply()
@@ -226,12 +226,14 @@ class TrackerHub:
         >>> with TrackerHub([], run=RunInfo("digits", "runs", "a1")) as hub:
         ...     hub.put(hub.flat({"loss": 0.5}), step=1)
         """
-        step = operator.index(step)  # numpy integers are not JSON serializable
+        step = index(step)  # numpy integers are not JSON serializable
         if log_kwargs:
             self._check_keywords(log_kwargs)
-        if (os.getpid() != self._open_in or self._errors) and not self._accepts("log"):
+        if (os.getpid() != self._writing_in or self._errors) and not (
+            self._accepts("log") and self._writers
+        ):
             return
-        if not self._writers or not flat:
+        if not flat:
             return
         last = self._last_step
         if last is not None and step < last:
@@ -328,7 +330,7 @@ class TrackerHub:
             step: optimizer steps so far.
             sample_rate: samples per second.
         """
-        kwargs = {"sample_rate": operator.index(sample_rate)}
+        kwargs = {"sample_rate": index(sample_rate)}
         self._put_media("audio", step, audio, _convert_each(as_audio), kwargs)
 
     def log_video(
@@ -343,7 +345,7 @@ class TrackerHub:
         for name, value in videos.items():
             check_shape(name, value, channels, video=True)
         convert = _convert_each(lambda value: as_images(value, channels))
-        self._put_media("video", step, videos, convert, {"fps": operator.index(fps)})
+        self._put_media("video", step, videos, convert, {"fps": index(fps)})
 
     def log_figure(self, figures: Mapping[str, Any], step: int) -> None:
         """Record matplotlib figures by name; do not change or close them afterwards."""
@@ -408,7 +410,7 @@ class TrackerHub:
         check_status(status)
         if not self._started or self._finished or self._is_forked():
             return
-        self._finished, self._open_in = True, None
+        self._finished, self._writing_in = True, None
         if not self._writers:
             return
         seconds = self.config.finish_timeout_s if timeout is None else timeout
@@ -554,7 +556,7 @@ class TrackerHub:
         copy: bool = True,
     ) -> None:
         """Copy the value, and queue it to be converted on the hub's thread."""
-        step = None if step is None else operator.index(step)
+        step = None if step is None else index(step)
         if log_kwargs:
             self._check_keywords(log_kwargs, f"log_{kind}")
         if not self._records(kind):

@@ -54,6 +54,7 @@ class Pump:
         self._stalled_at = -1  # the value of `_passed` when waiting for a device was given up
         self._waited = 0.0
         self._config = config
+        self._max_buffer = config.max_buffer
         self._on_error = on_error
         self._inbox: deque[Row | Pending] = deque()
         # Without a lock: the training thread writes the first, this one the second.
@@ -62,6 +63,7 @@ class Pump:
         self._tokens: SimpleQueue[None] = SimpleQueue()
         self._interval = config.flush_every_s
         self._eager = self._interval <= 0
+        self._batch = 1 if self._eager else _FULL  # rows of which the thread is told
         self._thread: threading.Thread | None = None
         self._over = False
         self._warned: set[str] = set()
@@ -87,9 +89,9 @@ class Pump:
         inbox = self._inbox
         inbox.append(row)
         waiting = len(inbox)
-        if self._eager or waiting % _FULL == 0:
+        if not waiting % self._batch:
             self._tokens.put(None)
-        if self._behind or waiting > self._config.max_buffer:
+        if self._behind or waiting > self._max_buffer:
             self._make_room()
 
     def put_media(self, pending: Pending) -> None:

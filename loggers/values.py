@@ -52,7 +52,7 @@ def flatten(values: Mapping[str, Any], on_none: Callable[[str], None] = _ignore)
         raise TypeError(f"log expects a dict of values, got {_kind(values)}")
     flat: FlatValues = {}
     tensors: list[str] = []
-    _flatten_into(flat, values, "", on_none, tensors)
+    _flatten_into(flat, values, on_none, tensors)
     if tensors:
         _copy_tensors(flat, tensors)
     return flat
@@ -61,9 +61,9 @@ def flatten(values: Mapping[str, Any], on_none: Callable[[str], None] = _ignore)
 def _flatten_into(
     flat: FlatValues,
     values: Mapping[str, Any],
-    prefix: str,
     on_none: Callable[[str], None],
     tensors: list[str],
+    prefix: str = "",
 ) -> None:
     """Add one level of ``values`` to ``flat``, and the names of device tensors to ``tensors``."""
     for key, value in values.items():
@@ -72,15 +72,13 @@ def _flatten_into(
         name = prefix + key
         # Hot path: floats and 0-d float tensors on the CPU, the most common values.
         kind = type(value)
-        leaf: Any = value
-        if kind in _TENSORS and value.is_cpu and value.ndim == 0:
-            leaf = value.item()
+        leaf: Any = value.item() if kind in _TENSORS and value.is_cpu and not value.ndim else value
         if type(leaf) is float and name not in flat:
             flat[name] = leaf
         elif value is None:
             on_none(name)
         elif isinstance(value, Mapping):
-            _flatten_into(flat, value, f"{name}/", on_none, tensors)
+            _flatten_into(flat, value, on_none, tensors, f"{name}/")
         elif name in flat:
             raise ValueError(f"log got {name!r} twice, once nested and once with a slash")
         else:

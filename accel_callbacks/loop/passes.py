@@ -226,7 +226,8 @@ class Passes:
 
     def _end_batch(self, batch: Any, index: int) -> bool:
         """Fire ``on_train_batch_end`` and vote; return whether the ranks end the epoch here."""
-        loop, run = self._loop, self._loop.run
+        loop = self._loop
+        run = loop.run
         if loop.deferred:
             loop.settle()
         # Whatever the body did with the batch, it is done: a resume must not deliver it again.

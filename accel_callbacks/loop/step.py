@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from accel_callbacks import collectives
 from accel_callbacks.distributed.abort import explain
@@ -81,7 +82,7 @@ class StepEngine:
         if loop.outer is None and not loop.stages:
             loop.own.before_backward()
         # Of loss_parallel, equal on all ranks. A plain tensor is told by its type.
-        if type(loss) is not torch.Tensor and collectives.is_sharded(loss):
+        if type(loss) is not Tensor and collectives.is_sharded(loss):
             loss = loss.full_tensor()  # type: ignore[attr-defined]
         hooks = loop.dispatch.hooks
         for hook in hooks["on_before_backward"]:
