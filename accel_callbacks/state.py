@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,8 +109,8 @@ class GradientState:
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
         """The options of the window by name."""
-        names = ("num_steps", "adjust_scheduler", "sync_with_dataloader")
-        return {name: getattr(self, name) for name in names}
+        plugin = replace(self._window.plugin, num_steps=self.num_steps)
+        return asdict(plugin)
 
     @property
     def active_dataloader(self) -> DataLoaderShard | None:

@@ -188,6 +188,12 @@ class Running:
         variable="ACCEL_FULL_TRACEBACK",
         child=True,
     )
+    as_accelerate: bool = option(
+        False,
+        "let `import accelerate` in the script get this library",
+        variable="ACCEL_AS_ACCELERATE",
+        child=True,
+    )
     numa_binding: str | None = option(
         None,
         "bind processes to cores",

@@ -29,6 +29,8 @@ def main() -> None:
     del sys.argv[:2]
     _enable_faulthandler()
     try:
+        if os.environ.get("ACCEL_AS_ACCELERATE") == "1":
+            _stand_in_for_accelerate()
         if kind == "script":
             _run_script(name)
         else:
@@ -40,6 +42,18 @@ def main() -> None:
     else:
         return
     sys.exit(1)  # outside of the except block, so that no frame of the script stays alive
+
+
+def _stand_in_for_accelerate() -> None:
+    """Let the script's ``import accelerate`` get this library."""
+    # Not with this file's folder, whose modules have names that others look for too.
+    first = sys.path.pop(0)
+    try:
+        from accel_callbacks.compat import install
+
+        install()
+    finally:
+        sys.path.insert(0, first)
 
 
 def _set_first_path(place: str) -> None:

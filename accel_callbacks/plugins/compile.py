@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from accel_callbacks.errors import nearest
@@ -65,15 +65,18 @@ class TorchDynamoPlugin(KwargsHandler):
         ['bias', 'weight']
     """
 
-    backend: DynamoBackend | str | Callable[..., Any] = DynamoBackend.NO
-    mode: str = "default"
-    fullgraph: bool = False
+    backend: DynamoBackend | str | Callable[..., Any] | None = DynamoBackend.NO
+    mode: str | None = "default"
+    fullgraph: bool | None = False
     dynamic: bool | None = None
     options: Mapping[str, Any] | None = None
     disable: bool = False
     use_regional_compilation: bool = False
 
     def __post_init__(self) -> None:
+        for field in fields(self):  # None is not given: scripts pass on what may not be set
+            if getattr(self, field.name) is None:
+                object.__setattr__(self, field.name, field.default)
         if not callable(self.backend):
             object.__setattr__(self, "backend", _read_backend(self.backend))
         if self.mode not in _MODES:

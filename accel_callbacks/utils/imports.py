@@ -147,7 +147,7 @@ def is_cuda_available() -> bool:
     return torch.cuda.is_available()
 
 
-def is_mps_available() -> bool:
+def is_mps_available(min_version: str = "1.12") -> bool:
     """Return whether torch sees an Apple GPU.
 
     Example:
@@ -157,7 +157,7 @@ def is_mps_available() -> bool:
     """
     import torch
 
-    return torch.backends.mps.is_available()
+    return is_torch_version(">=", min_version) and torch.backends.mps.is_available()
 
 
 def is_xpu_available() -> bool:

@@ -382,6 +382,7 @@ def test_gradient_state_follows_the_loop():
         "num_steps": 2,
         "adjust_scheduler": False,
         "sync_with_dataloader": False,
+        "sync_each_batch": False,
     }
     assert "num_steps" in repr(state)
     assert (state.in_dataloader, state.active_dataloader, state.remainder) == (False, None, -1)

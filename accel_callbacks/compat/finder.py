@@ -1,0 +1,112 @@
+"""A finder of modules that answers ``import accelerate`` with names of this library."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from accel_callbacks.compat.names import MODULES, resolve
+
+__all__ = ["VERSION", "install", "is_installed"]
+
+#: The release of Accelerate whose names there are; the part behind it shows in reports.
+VERSION = "1.15.0"
+_LOCAL = f"{VERSION}+accel.callbacks"
+# They ask once whether there is an accelerate, and remember the answer.
+_ASKERS = ("transformers", "diffusers", "peft", "trl", "sentence_transformers")
+
+
+class _Distribution(importlib.metadata.Distribution):
+    """The metadata of a distribution named accelerate."""
+
+    def read_text(self, filename: str) -> str | None:
+        if filename != "METADATA":
+            return None
+        return f"Metadata-Version: 2.1\nName: accelerate\nVersion: {_LOCAL}\n"
+
+    def locate_file(self, path: Any) -> Any:
+        return Path(__file__).parent / path
+
+
+class _AliasModule(ModuleType):
+    """A module of Accelerate, whose names come from the table when they are first asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        value = resolve(self.__name__, name)
+        setattr(self, name, value)
+        return value
+
+
+class AliasFinder(MetaPathFinder, Loader):
+    """Finds accelerate and its submodules in the table of names."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return the spec of a module of Accelerate, None for others."""
+        if fullname not in MODULES:
+            return None
+        is_package = any(name.startswith(f"{fullname}.") for name in MODULES)
+        return ModuleSpec(fullname, self, origin=__file__, is_package=is_package)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return an empty module."""
+        return _AliasModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the package its version."""
+        if module.__name__ == "accelerate":
+            module.__version__ = _LOCAL  # type: ignore[attr-defined]
+
+    def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
+        """Return the metadata that packages look for before they import accelerate."""
+        name = getattr(context, "name", None)
+        return [_Distribution()] if name in (None, "accelerate") else []
+
+
+def is_installed() -> bool:
+    """Return whether ``import accelerate`` gets this library.
+
+    Example:
+        >>> from accel_callbacks import compat
+        >>> compat.is_installed()
+        False
+    """
+    return any(isinstance(finder, AliasFinder) for finder in sys.meta_path)
+
+
+def install() -> None:
+    """Let ``import accelerate`` get this library, in this process and for as long as it runs.
+
+    An Accelerate that is installed stays as it is; other processes find it.
+
+    Raises:
+        RuntimeError: accelerate, or a package that looks for it at its import, is imported already.
+
+    Example:
+        In the first lines of a script:
+
+        >>> from accel_callbacks import compat
+        >>> compat.install()  # doctest: +SKIP
+        >>> from transformers import Trainer  # doctest: +SKIP
+    """
+    if is_installed():
+        return
+    late = _imported(("accelerate", *_ASKERS))
+    if late:
+        raise RuntimeError(
+            f"{late[0]} is imported already, and has looked for accelerate: call "
+            "accel_callbacks.compat.install() in the first line of the script, or start it with "
+            "python -m accel_callbacks.as_accelerate."
+        )
+    sys.meta_path.insert(0, AliasFinder())
+
+
+def _imported(names: Iterable[str]) -> Sequence[str]:
+    return [name for name in names if name in sys.modules]
