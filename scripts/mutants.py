@@ -167,9 +167,6 @@ agreement
     tests/distributed/test_one_rank_forward.py
     tests/distributed/test_pipeline_ranks.py
     tests/distributed/test_tensor_parallel.py
-zero
-    accel_callbacks/strategies/zero_state.py
-    tests/accel_callbacks/strategies/test_zero_state.py
 copies
     checkpoint_io/async_save/staging.py
     checkpoint_io/async_save/background.py

@@ -29,6 +29,7 @@ from checkpoint_io import (
 )
 from checkpoint_io.folder.folder import Fallback
 from checkpoint_io.format.manifest import seal
+from checkpoint_io.storage.local import LocalStore
 
 
 def fill(folder: CheckpointFolder, *steps: int, run_id: str = "r1") -> None:
@@ -462,7 +463,6 @@ def test_after_a_torn_attempt_every_failure_says_so(tmp_path: Path, problem: Exc
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The folders that were listed, with a slash, and the manifests that were opened, in turn."""
     from checkpoint_io.storage.fsspec_store import FsspecStore
-    from checkpoint_io.storage.local import LocalStore
 
     seen: list[str] = []
     for kind, listing in ((LocalStore, "_scan"), (FsspecStore, "_names")):
@@ -573,3 +573,40 @@ def test_names_are_one_listing(tmp_path: Path, looks: list[str]) -> None:
     del looks[:]
     assert folder.names() == ["logs", "step-00000001"]
     assert looks == ["x/"]
+
+
+def test_an_age_that_no_token_dates_is_not_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A listing may not show a manifest yet that can be read, and not show it any more later."""
+    folder = CheckpointFolder(tmp_path)
+    fill(folder, 1, 2)
+    usual = LocalStore.versions
+    monkeypatch.setattr(
+        LocalStore, "versions", lambda store, name: {**usual(store, name), "step-00000002": ""}
+    )
+    assert folder.next_generation() == 3
+    (tmp_path / "step-00000002" / "manifest.json").unlink()
+    assert folder.next_generation() == 2
+
+
+def test_all_names_must_be_there_unless_told_otherwise(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    folder.save(1, {"model": {"a": torch.ones(2)}})
+    targets = {"model": {"a": torch.zeros(2), "b": torch.zeros(2)}}
+    with pytest.raises(StateMismatchError, match="b"):
+        folder.load_latest(into=targets)
+    folder.load_latest(into=targets, strict=False)
+    assert targets["model"]["a"].tolist() == [1.0, 1.0]
+
+
+def test_each_checkpoint_that_is_skipped_is_reported_once(tmp_path: Path, flip_bit: Any) -> None:
+    reports: list[str] = []
+    folder = CheckpointFolder(tmp_path, on_warning=reports.append)
+    fill(folder, 1, 2, 3, 4)
+    os.truncate(tmp_path / "step-00000004" / "manifest.json", 100)
+    for step in (2, 3):  # each is one more attempt, before which the folder is listed again
+        flip_bit(next((tmp_path / f"step-0000000{step}").glob("tensors-*")), 4100)
+    assert folder.load_latest().state["step"] == 1
+    assert [report.split(":")[0] for report in reports[:1]] == ["skipped step-00000004"]
+    assert [report.startswith("passed over ") for report in reports] == [False, True, True]
