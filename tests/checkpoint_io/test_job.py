@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import checkpoint_io.saver.save as job_module
 from checkpoint_io import (
     CheckpointConflictError,
     CheckpointError,
+    CheckpointWarning,
     LeaseError,
     Manifest,
     SaveJob,
@@ -25,6 +27,7 @@ from checkpoint_io import (
     save,
     verify,
 )
+from checkpoint_io.errors import UnsettledWriteError
 from checkpoint_io.format.names import (
     MANIFEST,
     kind_of,
@@ -33,7 +36,9 @@ from checkpoint_io.format.names import (
     tensors_name,
 )
 from checkpoint_io.format.safetensors import DTYPES, NAMES
+from checkpoint_io.storage.fsspec_store import FsspecStore
 from checkpoint_io.storage.local import LocalStore
+from checkpoint_io.storage.open import open_store
 from tests.support import warm
 
 
@@ -371,3 +376,99 @@ def test_a_save_that_may_not_write_commits_nothing(tmp_path: Path, call: int) ->
     assert seen[0] == there
     assert files_in(tmp_path) == there
     assert load(tmp_path).state == {"step": 1}
+
+
+class Commits:
+    """A `replace` that takes effect or not, and raises; then the manifest may be unreadable."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        kind: Any,
+        error: BaseException,
+        *,
+        takes_effect: bool = False,
+        readable: bool = True,
+    ) -> None:
+        replace, opened = kind.replace, kind.open
+
+        def failing(store: Any, *args: Any, **options: Any) -> None:
+            if takes_effect:
+                replace(store, *args, **options)
+            if not readable:
+                monkeypatch.setattr(kind, "open", broken)
+            raise error
+
+        def broken(store: Any, name: str) -> Any:
+            if name == MANIFEST:
+                raise OSError("the network is down")
+            return opened(store, name)
+
+        monkeypatch.setattr(kind, "replace", failing)
+
+
+def place_of(kind: Any, tmp_path: Path) -> str:
+    return str(tmp_path) if kind is LocalStore else f"memory://commits-{tmp_path.name}"
+
+
+LOST = ConnectionError("no answer")
+REFUSED = CheckpointError("the store says no: nothing was committed")
+UNSETTLED = UnsettledWriteError("it may arrive yet")
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "options", "says"),
+    [
+        # A rename is done or not, and so is what a store has answered.
+        (LocalStore, OSError("the disk is full"), {}, "nothing was committed"),
+        (FsspecStore, REFUSED, {}, "nothing was committed"),
+        # A request whose answer is lost may be executed later.
+        (FsspecStore, LOST, {}, "could not be checked, so nothing was removed"),
+        (FsspecStore, UNSETTLED, {}, "could not be checked, so nothing was removed"),
+        (FsspecStore, REFUSED, {"readable": False}, "could not be checked"),
+        (LocalStore, OSError("full"), {"readable": False}, "could not be checked"),
+    ],
+)
+def test_a_commit_that_fails_removes_files_only_if_nobody_can_come_to_name_them(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: Any,
+    error: Exception,
+    options: dict[str, bool],
+    says: str,
+) -> None:
+    url = place_of(kind, tmp_path)
+    save(url, {"w": torch.zeros(3)})
+    store = open_store(url)
+    before = set(store.sizes())
+    with monkeypatch.context() as patched:
+        Commits(patched, kind, error, **options)
+        with pytest.raises(CheckpointError, match=says):
+            save(url, {"w": torch.ones(3)})
+    left = {name for name in store.sizes() if kind_of(name)} - before
+    assert bool(left) is (says != "nothing was committed")
+    assert load(url).state["w"].tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("kind", [LocalStore, FsspecStore])
+def test_an_error_after_the_commit_is_none_of_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    url = place_of(kind, tmp_path)
+    with monkeypatch.context() as patched, warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)  # older files are kept on a disk
+        Commits(patched, kind, LOST, takes_effect=True)
+        manifest = save(url, {"w": torch.ones(3)})
+    assert manifest == read_manifest(url)
+    assert load(url).state["w"].tolist() == [1.0] * 3
+
+
+def test_an_interrupt_after_the_commit_is_raised_and_the_checkpoint_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = place_of(FsspecStore, tmp_path)
+    with monkeypatch.context() as patched:
+        Commits(patched, FsspecStore, KeyboardInterrupt(), takes_effect=True)
+        with pytest.raises(KeyboardInterrupt):
+            save(url, {"w": torch.ones(3)})
+    assert load(url).state["w"].tolist() == [1.0] * 3
