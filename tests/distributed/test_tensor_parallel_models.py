@@ -11,6 +11,7 @@ import torch
 
 from accel_callbacks import Accelerator, ParallelismConfig, TorchTensorParallelConfig
 from accel_callbacks.strategies.tensor_plan import plan_of, propose_plan
+from tests.support.rounding import reordered
 from tests.support.sharded import quiet
 
 # Slow, because each process imports transformers; test_tensor_parallel.py has layers of their kind.
@@ -177,13 +178,11 @@ def alone(kind: str) -> list[float]:
 @pytest.mark.parametrize("kind", [*MODELS, *PROPOSED])
 def test_it_trains_as_on_one_process_and_resumes_on_one(pool, tmp_path, kind):
     for numbers in pool.run(trains, kind, {"tp_size": 2}, str(tmp_path / "state")):
-        assert numbers == pytest.approx(alone(kind), abs=1e-6, rel=1e-6)
-    assert resumes(kind, str(tmp_path / "state")) == pytest.approx(
-        alone(kind)[-3:], abs=1e-6, rel=1e-6
-    )
+        assert numbers == reordered(alone(kind))
+    assert resumes(kind, str(tmp_path / "state")) == reordered(alone(kind)[-3:])
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v2", "granite_swa", "t5"])
 def test_its_parts_are_sharded_too(pool_of_4, kind):
     for numbers in pool_of_4.run(trains, kind, {"tp_size": 2, "dp_shard_size": 2}):
-        assert numbers == pytest.approx(alone(kind), abs=2e-6, rel=2e-6)
+        assert numbers == reordered(alone(kind))
