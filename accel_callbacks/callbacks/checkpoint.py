@@ -370,7 +370,7 @@ class Checkpoint(ResumableState):
             info
             for info in _valid_in(folder)
             if info.manifest.metadata.get("run_id") == run.run_id
-            and info.manifest.metadata.get("step", 0) <= run.global_step
+            and _reached(info.manifest.metadata) <= (run.global_step, run.epochs_done)
         ]
         names = {info.name: info.path for info in infos}
         normal = [info.path for info in infos if not is_exception_checkpoint(info.name)]
@@ -475,6 +475,14 @@ def _valid_in(folder: CheckpointFolder) -> list[CheckpointInfo]:
 
 def _position(run: TrainingRun) -> Position:
     return run.global_step, run.epochs_done, run.epoch_open
+
+
+def _reached(metadata: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the steps and the epochs that were done when a checkpoint was saved.
+
+    The last step of an epoch may be saved twice, before and after the evaluation at its end.
+    """
+    return metadata.get("step", 0), metadata.get("epochs_done", 0)
 
 
 class Schedule:

@@ -232,6 +232,7 @@ class Checkpointer:
             "run_name": run.name,
             "step": run.global_step,
             "epoch": run.current_epoch,
+            "epochs_done": run.epochs_done,
         }
         if extra is not None:
             labels |= extra.labels()

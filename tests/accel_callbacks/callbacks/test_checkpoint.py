@@ -248,6 +248,27 @@ def test_a_resume_of_checkpoints_without_a_score_has_no_best(tmp_path):
     assert (resumed.best_path, resumed.last_path) == (None, str(tmp_path / "step-00000004"))
 
 
+def test_the_score_at_the_end_of_an_epoch_is_not_of_a_run_resumed_before_it(tmp_path):
+    """The last step of the epoch is saved twice: when it ends, and with the score of the epoch."""
+    best: list[str | None] = []
+
+    def save_inside(run):
+        if run.global_step == 4:
+            run.accelerator.save_state(tmp_path / "inside")
+
+    class Notes(Callback):
+        def on_train_epoch_end(self, run, model):
+            best.append(saver.best_path)
+
+    saver = Checkpoint(tmp_path / "all", every_n_steps=4, monitor="val")
+    fit(saver, epochs=1, scores=[0.5], each_step=save_inside)
+    assert saver.best_path == str(tmp_path / "all" / "step-00000004")
+    saver = Checkpoint(tmp_path / "all", every_n_steps=4, monitor="val")
+    fit(Notes(), saver, epochs=1, scores=[0.5], resume=str(tmp_path / "inside"))
+    assert best == [None]
+    assert saver.best_path == str(tmp_path / "all" / "step-00000004")
+
+
 def test_with_a_monitor_one_best_stays_unless_told_otherwise(tmp_path):
     folder = checkpoint_io.CheckpointFolder(tmp_path)
     for step, value in enumerate((3.0, 1.0, 2.0)):

@@ -390,7 +390,7 @@ def test_metadata_and_the_run_are_in_the_manifest(tmp_path):
     accel.save_state(tmp_path / "c", metadata={"val": 0.5})
     metadata = checkpoint_io.read_manifest(tmp_path / "c").metadata
     run_id = accel.current_run.run_id
-    labels = {"run_id": run_id, "run_name": "run", "step": 1, "epoch": 0}
+    labels = {"run_id": run_id, "run_name": "run", "step": 1, "epoch": 0, "epochs_done": 0}
     assert metadata == {**labels, "val": 0.5}
 
 
