@@ -224,6 +224,15 @@ def test_a_monitored_score_counts_for_one_checkpoint_only(tmp_path):
     assert saver.best_path == str(tmp_path / "step-00000006")
 
 
+def test_a_state_has_the_best_path_as_well():
+    saver, other = (Checkpoint("runs", monitor="val") for _ in range(2))
+    saver._record.read({"val": 0.5})
+    saver._record.add_save((3, 1, False), "runs/step-00000003")
+    other.load_state_dict(saver.state_dict())
+    assert other.best_path == "runs/step-00000003"
+    assert other.state_dict() == saver.state_dict()
+
+
 def test_a_policy_sees_the_scores(tmp_path):
     policy = checkpoint_io.keep_best(1, "val")
     saver = Checkpoint(tmp_path, every="1 epoch", monitor="val", keep=policy)

@@ -447,6 +447,19 @@ def test_the_callback_can_skip_but_not_the_finished_run(gate):
     assert {2, 8} <= set(kept(gate)) <= {2, 8}
 
 
+def test_a_callback_that_lets_training_wait_skips_nothing_for_the_save_of_another(gate):
+    job = Job(saver(gate, async_save=False, when_busy="skip", keep_last=None))
+
+    def body(index: int) -> None:
+        if index == 1:
+            gate.shut()
+            job.save(gate, "by-hand")
+            threading.Timer(0.3, gate.open).start()
+
+    fit(job, body=body)
+    assert kept(gate) == [2, 4, 6, 8]
+
+
 def test_what_a_checkpoint_says_of_the_callback_is_right_after_a_resume(gate):
     def best() -> Checkpoint:
         return saver(gate, every_n_steps=None, monitor="loss", every_n_epochs=1)
