@@ -20,6 +20,7 @@ import checkpoint_io
 from accel_callbacks import Accelerator, Callback, ResumeError
 from accel_callbacks.callbacks import Checkpoint
 from accel_callbacks.checkpoint.open import describe_foreign_folder
+from checkpoint_io.storage.local import LocalStore
 from checkpoint_io.storage.local_read import LocalReader
 
 LAYERS = 24
@@ -506,6 +507,27 @@ def test_the_newest_falls_back_to_the_one_before_even_half_way(tmp_path, verify,
     assert same(frozen_copy(model, optimizer), wanted)
     assert accel.current_run.resumed_from == older
     step(accel, model, optimizer)
+
+
+def test_a_failure_that_is_no_damage_costs_no_progress(tmp_path, monkeypatch, capsys):
+    older, newer, _ = damaged_at_the_end(tmp_path)
+    accel, model, optimizer = prepared(1, project_dir=tmp_path)
+    before = frozen_copy(model, optimizer)
+    usual = LocalStore.fetch
+
+    def without_network(store, spans, deliver):
+        if store.url == newer and any(span.begin >= 4096 for span in spans):  # past the headers
+            raise OSError("the network is down")
+        usual(store, spans, deliver)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalStore, "fetch", without_network)
+        patched.setattr(LocalStore, "fetch_into", without_network)
+        with pytest.raises(OSError, match="the network is down"):
+            accel.load_state()
+    assert same(frozen_copy(model, optimizer), before)
+    assert "passed over" not in capsys.readouterr().err
+    assert accel.load_state() == older  # now that what is damaged can be seen
 
 
 def test_a_run_falls_back_too(tmp_path, capsys):
