@@ -23,9 +23,10 @@ _SUBMODULES = (
 MODULES = frozenset({"accelerate", *(f"accelerate.{name}" for name in _SUBMODULES)})
 
 _TWINS = "accel_callbacks.compat.twins"
+_HELPERS = "accel_callbacks.compat.helpers"
 _CONSTANTS = "accel_callbacks.compat.constants"
 # In this order: what others reach into, then what is the same.
-_HOMES = (_TWINS, "accel_callbacks", "accel_callbacks.utils", _CONSTANTS)
+_HOMES = (_TWINS, "accel_callbacks", "accel_callbacks.utils", _HELPERS, _CONSTANTS)
 
 _SAGEMAKER = (
     "SageMaker's own launcher is not here: start the script on its machines by accel launch."

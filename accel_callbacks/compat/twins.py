@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 from typing import Any, cast
 
-import torch
-
 from accel_callbacks import accelerator, state
 from accel_callbacks.data import config
 from accel_callbacks.distributed.topology import destroy_topology, is_initialized
@@ -23,7 +21,6 @@ __all__ = [
     "LaunchConfig",
     "PartialState",
     "default_config_file",
-    "get_module_class_from_name",
     "load_config_from_file",
 ]
 
@@ -161,11 +158,6 @@ default_config_file = str(default_path(os.environ))
 def load_config_from_file(config_file: str | None) -> LaunchConfig:
     """Return the values of a config file, the default one if None."""
     return LaunchConfig(read_config(config_file or default_config_file))
-
-
-def get_module_class_from_name(module: torch.nn.Module, name: str) -> type[Any] | None:
-    """Return the class of this name of the module or one inside of it, None without one."""
-    return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
 
 
 for _twin, _home in (

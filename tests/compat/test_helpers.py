@@ -1,0 +1,91 @@
+"""Small functions of Accelerate: what they return."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+import torch
+
+from accel_callbacks.compat import helpers
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU())
+        self.second = torch.nn.Linear(1, 1)
+
+
+MODEL = Block()
+CALLS: list[tuple[str, tuple[Any, ...], Any]] = [
+    ("str_to_bool", ("YES",), 1),
+    ("str_to_bool", ("off",), 0),
+    ("str_to_bool", ("t", True), True),
+    ("parse_flag_from_env", ("ACCEL_TEST_FLAG",), True),
+    ("parse_flag_from_env", ("ACCEL_TEST_NONE",), False),
+    ("parse_choice_from_env", ("ACCEL_TEST_FLAG",), "On"),
+    ("parse_choice_from_env", ("ACCEL_TEST_NONE",), "no"),
+    ("get_int_from_env", (["ACCEL_TEST_NONE", "ACCEL_TEST_NUMBER"], 1), 7),
+    ("get_int_from_env", (["ACCEL_TEST_NONE"], 1), 1),
+    ("are_libraries_initialized", ("torch", "no_such_library"), ["torch"]),
+    ("merge_dicts", ({"a": {"b": 1}, "c": 2}, {"a": {"d": 3}, "c": 4}), None),
+    ("convert_bytes", (5,), "5 bytes"),
+    ("convert_bytes", (1536,), "1.5 KB"),
+    ("convert_bytes", (3 * 2**50,), "3.0 PB"),
+    ("get_pretty_name", (Block,), "Block"),
+    ("get_pretty_name", (MODEL,), "Block"),
+    ("get_module_class_from_name", (MODEL, "ReLU"), torch.nn.ReLU),
+    ("get_module_class_from_name", (MODEL, "Conv2d"), None),
+    ("model_has_dtensor", (MODEL,), False),
+    ("has_compiled_regions", (MODEL,), False),
+    ("is_peft_model", (MODEL,), False),
+    ("is_weights_only_available", (), True),
+    ("is_xccl_available", (), False),
+    ("is_rocm_available", (), False),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"), CALLS, ids=[f"{n}-{i}" for i, (n, *_) in enumerate(CALLS)]
+)
+def test_a_call_returns_what_it_does_there(monkeypatch, name, arguments, expected):
+    monkeypatch.setenv("ACCEL_TEST_FLAG", "On")
+    monkeypatch.setenv("ACCEL_TEST_NUMBER", "7")
+    if name == "merge_dicts":
+        expected = {"a": {"b": 1, "d": 3}, "c": 2}
+    result = getattr(helpers, name)(*arguments)
+    assert result == expected
+    assert type(result) is type(expected)
+
+
+def test_modules_come_after_those_inside_of_them():
+    names = [name for name, _ in helpers.get_module_children_bottom_up(MODEL, return_fqns=True)]
+    assert names == ["first.0", "first.1", "first", "second", ""]
+    assert helpers.get_module_children_bottom_up(MODEL)[-1] is MODEL
+
+
+def test_lines_of_an_environment_file():
+    given = {"A": "1", "B": "two words", "C": "", "D": "x"}
+    assert helpers.convert_dict_to_env_variables(given) == ["A=1\n", "D=x\n"]
+
+
+def test_a_truth_value_that_is_none():
+    with pytest.raises(ValueError, match=r"invalid truth value maybe: use one of"):
+        helpers.str_to_bool("maybe")
+
+
+def test_a_port_that_is_listened_on():
+    with socket.socket() as server:
+        server.bind(("localhost", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        assert helpers.is_port_in_use(port)
+    assert not helpers.is_port_in_use(port)
+
+
+def test_a_compiled_block_is_found():
+    model = Block()
+    model.second.compile(backend="eager")
+    assert helpers.has_compiled_regions(model)
