@@ -84,8 +84,11 @@ def is_package_available(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def available_check(name: str) -> Callable[[], bool]:
+def available_check(name: str) -> Callable[..., bool]:
     """Return the function ``is_<package>_available`` of this name.
+
+    It takes ``min_version`` of the package; ``check_device``, ``check_is_tpu`` and
+    ``check_is_gpu``, for which torch must see such a device; and ``init_hccl``, without effect.
 
     Raises:
         AttributeError: there is no such function.
@@ -94,7 +97,32 @@ def available_check(name: str) -> Callable[[], bool]:
     package = short if short in _KNOWN else _OTHER_NAMES.get(short)
     if package is None or name != f"is_{short}_available":
         raise AttributeError(name)
-    return functools.partial(is_package_available, package)
+    return functools.partial(_is_available, package, short)
+
+
+def _is_available(
+    package: str,
+    device: str,
+    min_version: str | None = None,
+    *,
+    check_device: bool = False,
+    check_is_tpu: bool = False,
+    check_is_gpu: bool = False,
+    init_hccl: bool = False,
+) -> bool:
+    if not is_package_available(package):
+        return False
+    if check_is_tpu or check_is_gpu:
+        torch_xla: Any = importlib.import_module(package)
+        kinds = ("TPU",) if check_is_tpu else ("GPU", "CUDA")
+        return torch_xla.runtime.device_type() in kinds
+    if check_device:
+        importlib.import_module(package)  # which adds its device to torch
+        import torch
+
+        module = getattr(torch, device, None)
+        return module is not None and bool(module.is_available())
+    return min_version is None or compare_versions(package, ">=", min_version)
 
 
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
@@ -160,8 +188,8 @@ def is_mps_available(min_version: str = "1.12") -> bool:
     return is_torch_version(">=", min_version) and torch.backends.mps.is_available()
 
 
-def is_xpu_available() -> bool:
-    """Return whether torch sees an Intel GPU.
+def is_xpu_available(check_device: bool = False) -> bool:
+    """Return whether torch sees an Intel GPU, which is checked in any case.
 
     Example:
         >>> from accel_callbacks.utils import is_xpu_available
@@ -173,8 +201,11 @@ def is_xpu_available() -> bool:
     return torch.xpu.is_available()
 
 
-def is_bf16_available() -> bool:
+def is_bf16_available(ignore_tpu: bool = False) -> bool:
     """Return whether ``mixed_precision="bf16"`` works on the accelerator, or else the CPU.
+
+    Args:
+        ignore_tpu: without effect, since each TPU has it.
 
     Example:
         >>> from accel_callbacks.utils import is_bf16_available
