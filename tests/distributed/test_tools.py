@@ -181,7 +181,7 @@ def fails_otherwise(both: bool) -> None:
     train()
 
 
-@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("both", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_another_error_of_one_process_ends_the_search_on_all(pool, both):
     (first, _), (second, text) = pool.outcomes(fails_otherwise, both)
     assert (first, second) == ("KeyError", "RemoteError")
