@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -98,7 +98,7 @@ def install() -> None:
     """
     if is_installed():
         return
-    late = _imported(("accelerate", *_ASKERS))
+    late = [name for name in ("accelerate", *_ASKERS) if name in sys.modules]
     if late:
         raise RuntimeError(
             f"{late[0]} is imported already, and has looked for accelerate: call "
@@ -106,7 +106,3 @@ def install() -> None:
             "python -m accel_callbacks.as_accelerate."
         )
     sys.meta_path.insert(0, AliasFinder())
-
-
-def _imported(names: Iterable[str]) -> Sequence[str]:
-    return [name for name in names if name in sys.modules]

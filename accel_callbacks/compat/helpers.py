@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import socket
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from accel_callbacks.collectives import is_sharded
+from accel_callbacks.utils.imports import is_package_available
 
 __all__ = [
     "are_libraries_initialized",
@@ -181,7 +181,7 @@ def is_peft_model(model: torch.nn.Module) -> bool:
 
 def is_4bit_bnb_available() -> bool:
     """Return whether bitsandbytes is installed."""
-    return importlib.util.find_spec("bitsandbytes") is not None
+    return is_package_available("bitsandbytes")
 
 
 is_8bit_bnb_available = is_4bit_bnb_available
@@ -189,9 +189,8 @@ is_8bit_bnb_available = is_4bit_bnb_available
 
 def is_torchdata_stateful_dataloader_available() -> bool:
     """Return whether torchdata with its StatefulDataLoader is installed."""
-    return (
-        importlib.util.find_spec("torchdata") is not None
-        and importlib.util.find_spec("torchdata.stateful_dataloader") is not None
+    return is_package_available("torchdata") and is_package_available(
+        "torchdata.stateful_dataloader"
     )
 
 

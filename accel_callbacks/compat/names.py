@@ -44,6 +44,7 @@ _FP8 = (
 )
 #: Names that can be imported and not used, with the reason.
 NOT_PROVIDED: dict[str, str] = {
+    "DeepSpeedSchedulerWrapper": _DEEPSPEED,
     **dict.fromkeys(
         ("SageMakerDistributedType", "prepare_sagemager_args_inputs"),
         _SAGEMAKER,
@@ -64,8 +65,6 @@ NOT_PROVIDED: dict[str, str] = {
         _FP8,
     ),
 }
-
-NOT_PROVIDED["DeepSpeedSchedulerWrapper"] = _DEEPSPEED
 
 
 class NotProvided(NotImplementedError):
