@@ -16,6 +16,7 @@ from typing import Any
 
 import checkpoint_io
 from accel_callbacks.cli.ckpt_copy import copy, place_of, refuse_held
+from accel_callbacks.cli.ckpt_deepspeed import DeepSpeedEntry, deepspeed_entry
 from accel_callbacks.cli.parser import CommandError
 from accel_callbacks.local_files import split_path
 from accel_callbacks.utils.text import age_of, printable, shape_of, size_of, table, to_json
@@ -24,7 +25,7 @@ from checkpoint_io.folder import remove_all, remove_checkpoint
 from checkpoint_io.format import MANIFEST, save_id_of
 from checkpoint_io.loader import manifest_of
 from checkpoint_io.storage import Store, open_store, protocol_of
-from checkpoint_io.weights import open_weights
+from checkpoint_io.weights import deepspeed_folder, open_weights
 
 _LABELS = ("step", "run_name", "run_id")  # what save_state writes into the metadata
 
@@ -65,10 +66,11 @@ def storage_options(pairs: Sequence[str]) -> dict[str, Any]:
     return options
 
 
-def _folders(
-    args: Namespace, options: Mapping[str, Any]
-) -> list[tuple[checkpoint_io.CheckpointFolder, list[checkpoint_io.FolderEntry]]]:
-    """Return the folders of checkpoints at the place and one level below it, oldest entries first.
+_Survey = list[tuple[checkpoint_io.CheckpointFolder, list[checkpoint_io.FolderEntry]]]
+
+
+def _survey(args: Namespace, options: Mapping[str, Any]) -> _Survey:
+    """Return the folder at the place and those one level below it, with all folders in them.
 
     One level, because a project keeps its checkpoints in a folder of its own.
     """
@@ -76,7 +78,16 @@ def _folders(
     entries = here.survey()
     below = [e.path for e in entries if e.status == "foreign" and not e.name.startswith(".")]
     folders = [checkpoint_io.CheckpointFolder(path, storage_options=options) for path in below]
-    surveyed = [(here, entries), *((folder, folder.survey()) for folder in folders)]
+    return [(here, entries), *((folder, folder.survey()) for folder in folders)]
+
+
+def _folders(args: Namespace, options: Mapping[str, Any]) -> _Survey:
+    """Return the folders of checkpoints at the place, oldest entries first."""
+    return _own(_survey(args, options))
+
+
+def _own(surveyed: _Survey) -> _Survey:
+    """Return the folders with checkpoints of this package, and these, oldest first."""
     own = [(folder, [e for e in found if e.status != "foreign"]) for folder, found in surveyed]
     return [(folder, sorted(found, key=_age)) for folder, found in own if found]
 
@@ -103,24 +114,34 @@ def _folder(args: Namespace, options: Mapping[str, Any]) -> checkpoint_io.Checkp
 
 def _list(args: Namespace, options: Mapping[str, Any]) -> int:
     """Print a line per checkpoint, the newest of each folder last."""
-    found = _folders(args, options)
-    entries = [entry for _, entries in found for entry in entries]
+    surveyed = _survey(args, options)
+    entries = [entry for _, entries in _own(surveyed) for entry in entries]
+    others = _deepspeed(surveyed, options)
     if args.json:
-        print(to_json([_facts(entry) for entry in entries]))
-    elif entries:
+        print(to_json([*map(_facts, entries), *(other.facts() for other in others)]))
+    elif entries or others:
         root = checkpoint_io.CheckpointFolder(args.place, storage_options=options).url
-        rows = [_row(entry, root) for entry in entries]
+        rows = [*(_row(entry, root) for entry in entries), *(other.row(root) for other in others)]
         print(table(("NAME", "STEP", "RUN", "RUN-ID", "SCORE", "SIZE", "AGE", "STATUS"), rows))
-    if not entries:
+    if not entries and not others:
         text = f"no checkpoints in {args.place}{_instead(args.place, options)}"
         print(printable(text), file=sys.stderr)
-    return 0 if entries else 1
+    return 0 if entries or others else 1
 
 
 def _instead(place: str, options: Mapping[str, Any]) -> str:
     """Return a hint if the place is itself a checkpoint."""
-    there = MANIFEST in open_store(place, options).sizes()
+    store = open_store(place, options)
+    present = store.sizes()
+    there = MANIFEST in present or deepspeed_folder(store, present) is not None
     return f": it is one, `accel ckpt show {place}` lists its tensors" if there else ""
+
+
+def _deepspeed(surveyed: _Survey, options: Mapping[str, Any]) -> list[DeepSpeedEntry]:
+    """Return the checkpoints of DeepSpeed among folders, oldest first."""
+    paths = [e.path for _, found in surveyed for e in found if e.status == "foreign"]
+    entries = [entry for path in paths if (entry := deepspeed_entry(path, options)) is not None]
+    return sorted(entries, key=lambda entry: (entry.step or 0, entry.path))
 
 
 def _row(entry: checkpoint_io.FolderEntry, root: str) -> tuple[str, ...]:
@@ -262,10 +283,12 @@ def _verdicts(args: Namespace, options: Mapping[str, Any]) -> Iterator[dict[str,
     try:
         checkpoint_io.read_manifest(args.place, tensors=False, storage_options=options)
     except checkpoint_io.CheckpointNotFoundError as error:
-        entries = [entry for _, entries in _folders(args, options) for entry in entries]
-        if not entries:
+        if deepspeed_entry(args.place, options) is None:
+            surveyed = _survey(args, options)
+            paths = [entry.path for _, entries in _own(surveyed) for entry in entries]
+            paths += [entry.path for entry in _deepspeed(surveyed, options)]
+        if not paths:
             raise CommandError(str(error), exit_code=1) from error
-        paths = [entry.path for entry in entries]
     except checkpoint_io.CheckpointError:
         pass  # _verdict reports it
     for path in paths:
@@ -282,6 +305,9 @@ def _verdict(path: str, sizes_only: bool, options: Mapping[str, Any]) -> dict[st
     try:
         checkpoint_io.verify(path, full=not sizes_only, storage_options=options)
     except checkpoint_io.CheckpointNotFoundError as error:
+        other = deepspeed_entry(path, options)
+        if other is not None:
+            return other.verdict(sizes_only)
         return {"status": "unfinished", "reason": str(error)}
     except checkpoint_io.CheckpointError as error:
         return {"status": "damaged", "reason": str(error)}

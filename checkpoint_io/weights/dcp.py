@@ -26,7 +26,13 @@ from checkpoint_io.sharding.dtensor import is_dtensor, local_of
 from checkpoint_io.sharding.planner import plan_reads
 from checkpoint_io.storage.open import RangeReader, Store, child_name
 from checkpoint_io.weights.source import Wanted, WeightFile, WeightInfo
-from checkpoint_io.weights.torch_pickle import Name, Record, read_inert, read_restricted
+from checkpoint_io.weights.torch_pickle import (
+    Name,
+    Record,
+    natural_numbers,
+    read_inert,
+    read_restricted,
+)
 
 DCP_METADATA = ".metadata"
 
@@ -196,7 +202,7 @@ def _storage(metadata: Record, where: str) -> dict[tuple[str, tuple[int, ...]], 
             key, offset = index.fields.get("fqn"), index.fields.get("offset")
             if isinstance(key, str):
                 with _described(key, where):
-                    found[key, () if offset is None else _numbers(offset)] = place
+                    found[key, () if offset is None else natural_numbers(offset)] = place
     return found
 
 
@@ -238,7 +244,7 @@ def _info(entry: Record, key: str, where: str) -> WeightInfo:
         dtype = getattr(torch, name.text.removeprefix("torch.")) if isinstance(name, Name) else None
         if not isinstance(dtype, torch.dtype):
             raise ValueError("its dtype is unknown")
-        return WeightInfo(dtype, _numbers(entry.fields["size"]))
+        return WeightInfo(dtype, natural_numbers(entry.fields["size"]))
 
 
 def _pieces(
@@ -257,7 +263,10 @@ def _pieces(
         if not isinstance(chunks, list):
             raise ValueError("its pieces are not a list")
         for chunk in chunks:
-            offsets, sizes = _numbers(chunk.fields["offsets"]), _numbers(chunk.fields["sizes"])
+            offsets, sizes = (
+                natural_numbers(chunk.fields["offsets"]),
+                natural_numbers(chunk.fields["sizes"]),
+            )
             if 0 in sizes:
                 continue  # torch stores nothing for it, or nothing worth reading
             place = storage.get((key, offsets)) or storage[key, ()]
@@ -287,14 +296,3 @@ def _check_boxes(pieces: Sequence[_Piece], shape: tuple[int, ...]) -> None:
         raise ValueError("pieces overlap")
     if total != math.prod(shape):
         raise ValueError("pieces are missing")
-
-
-def _numbers(value: Any) -> tuple[int, ...]:
-    """Return the numbers of a torch.Size."""
-    if isinstance(value, Record):
-        (value,) = value.args
-    if not isinstance(value, (tuple, list)) or len(value) > _MAX_DEPTH:
-        raise ValueError("it has a size that is not a short list of numbers")
-    if any(not isinstance(n, int) or isinstance(n, bool) or not 0 <= n < 2**63 for n in value):
-        raise ValueError("it has a size that is not a list of natural numbers")
-    return tuple(value)

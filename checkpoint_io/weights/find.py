@@ -16,6 +16,7 @@ from checkpoint_io.progress import TransferProgress
 from checkpoint_io.storage.local import LocalStore, local_folder
 from checkpoint_io.storage.open import Store, open_store
 from checkpoint_io.weights.dcp import DCP_METADATA, DcpSource
+from checkpoint_io.weights.deepspeed import DeepSpeedSource, deepspeed_folder
 from checkpoint_io.weights.safetensors import SafetensorsSource
 from checkpoint_io.weights.source import Wanted, WeightFile, WeightInfo, WeightSource
 from checkpoint_io.weights.torch_pickle import TorchSource
@@ -75,6 +76,8 @@ def _open_folder(
     for name in (TORCH_SINGLE, TORCH_INDEX):
         if name in present:
             return _open_file(store, present, name)
+    if (tagged := deepspeed_folder(store, present)) is not None:
+        return DeepSpeedSource(tagged)
     for kind in (r".+\.index\.json", r".+\.safetensors", r".+\.(?:bin|pt|pth)"):
         # a single shard, left by a killed save or copy, is not the model
         names = [

@@ -68,7 +68,8 @@ def load_model(
             a dict of tensors and is read with `weights_only=True`; an `.index.json`; a folder
             with `model.safetensors`, or an index and its shards, or `pytorch_model.bin`; a
             checkpoint of this package (of it, `models/<model_index>`, or else `model`); a folder
-            of `torch.distributed.checkpoint` (of it, the model), whose pickles are not executed.
+            of `torch.distributed.checkpoint` (of it, the model), or one that DeepSpeed wrote (of
+            it, the weights that the optimizer steps with), whose pickles are not executed.
         only: which stored names to load: glob patterns or a function; default all.
         rename: prefixes of stored names mapped to their replacements, or a function.
         strict: missing and unexpected names, and patterns that match nothing, are errors.

@@ -23,6 +23,7 @@ from checkpoint_io.saver.collect import identity
 from checkpoint_io.storage.local import local_folder
 from checkpoint_io.storage.open import Store, open_store
 from checkpoint_io.weights.dcp import DCP_METADATA, DcpSource
+from checkpoint_io.weights.deepspeed import deepspeed_folder
 from checkpoint_io.weights.find import INDEX, SINGLE, open_weights
 from checkpoint_io.weights.save import plan_files, write_files
 from checkpoint_io.weights.source import WeightInfo, WeightSource
@@ -129,7 +130,12 @@ def _near(url: str, options: Mapping[str, Any] | None) -> str:
             return f"; it is a folder of checkpoints, of which {newest.path} is the newest"
         store = open_store(url, options)
         signs = {SINGLE, INDEX, DCP_METADATA, MANIFEST}
-        names = [name for name in store.folders() if signs & store.child(name).sizes().keys()]
+        files = {name: store.child(name).sizes() for name in store.folders()}
+        names = [
+            name
+            for name, present in files.items()
+            if signs & present.keys() or deepspeed_folder(store.child(name), present) is not None
+        ]
     except Exception:  # only a hint is lost
         return ""
     return f"; there are weights in its {', '.join(names[:3])}" if names else ""
@@ -150,7 +156,8 @@ def _check_destination(source: WeightSource, store: Store, overwrite: bool) -> N
             f"{store.url} is the folder that is read: name another destination"
         )
     present = store.sizes()
-    if MANIFEST in present or DCP_METADATA in present:
+    other = deepspeed_folder(store, present) is not None
+    if other or MANIFEST in present or DCP_METADATA in present:
         raise CheckpointConflictError(f"{store.url} holds a checkpoint: name another folder")
     model = [n for n in present if n in (SINGLE, INDEX) or n.endswith(".safetensors")]
     if model and not overwrite:

@@ -35,6 +35,7 @@ from checkpoint_io.weights.source import (
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 _READ_AHEAD = 4 * 1024 * 1024
+_MAX_DIMENSIONS = 64  # those that torch allows
 _MAX_REPEATS = 64  # uses of stored bytes, by tied names or in expanded tensors
 _SMALL = 64 * 1024 * 1024  # bytes that tensors may take in any case
 
@@ -63,7 +64,10 @@ class TorchSource:
                 if weight_map is None or weight_map.get(key) == file.label:
                     self._state[key] = tensor
         check_weight_map(where, weight_map, self._state.keys())
-        _refuse_repetition(self._state, where)
+        storages = [tensor.untyped_storage() for tensor in self._state.values()]
+        held = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        wanted = sum(tensor.nbytes for tensor in self._state.values())
+        refuse_repetition(wanted, sum(held.values()), where)
         self.infos = {key: WeightInfo(t.dtype, tuple(t.shape)) for key, t in self._state.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -94,9 +98,9 @@ def read_torch_file(file: WeightFile) -> dict[str, torch.Tensor]:
 
 def read_restricted(reader: RangeReader, where: str) -> Any:
     """Return what one `torch.save` wrote into a part of a file, with the same restrictions."""
-    stream = io.BufferedReader(_RangeFile(reader), _READ_AHEAD)
+    stream = io.BufferedReader(RangeFile(reader), _READ_AHEAD)
     try:
-        _refuse_compressed(stream, where)
+        refuse_compressed(stream, where)
         stream.seek(0)
         return torch.load(stream, map_location="cpu", weights_only=True)
     except (OSError, MemoryError, CorruptCheckpointError):
@@ -107,9 +111,9 @@ def read_restricted(reader: RangeReader, where: str) -> Any:
 
 def _unpickle(file: WeightFile, reader: RangeReader, is_zip: bool) -> Any:
     """Read a file with torch; map a local one, so that only the copied tensors are read."""
-    stream = io.BufferedReader(_RangeFile(reader), _READ_AHEAD)
+    stream = io.BufferedReader(RangeFile(reader), _READ_AHEAD)
     if is_zip:
-        _refuse_compressed(stream, file.where)
+        refuse_compressed(stream, file.where)
         stream.seek(0)
     folder = local_folder(file.store)
     if is_zip and folder is not None:
@@ -118,7 +122,7 @@ def _unpickle(file: WeightFile, reader: RangeReader, is_zip: bool) -> Any:
     return torch.load(stream, map_location="cpu", weights_only=True)
 
 
-def _refuse_compressed(stream: IO[bytes], where: str) -> None:
+def refuse_compressed(stream: IO[bytes], where: str) -> None:
     """Refuse compressed archives, which torch.save never writes."""
     # a small one could expand until it fills the memory
     with zipfile.ZipFile(stream) as archive:
@@ -129,11 +133,14 @@ def _refuse_compressed(stream: IO[bytes], where: str) -> None:
             )
 
 
-def _refuse_repetition(state: Mapping[str, torch.Tensor], where: str) -> None:
-    """Refuse expanded tensors: a few stored bytes could be repeated until they fill the memory."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in state.values()}
-    held = sum(storage.nbytes() for storage in storages.values())
-    wanted = sum(tensor.nbytes for tensor in state.values())
+def refuse_repetition(wanted: int, held: int, where: str) -> None:
+    """Raise CorruptCheckpointError if a few stored bytes would fill the memory.
+
+    Args:
+        wanted: bytes of all tensors.
+        held: bytes that are stored.
+        where: the location, for messages.
+    """
     if wanted > _MAX_REPEATS * held + _SMALL:
         raise CorruptCheckpointError(
             f"{where} was refused: its tensors would take {wanted} bytes, and it stores {held} of "
@@ -182,8 +189,12 @@ def _is_weight(key: object, value: object) -> bool:
     )
 
 
-class _RangeFile(io.RawIOBase):
-    """A stored file as a seekable Python file."""
+class RangeFile(io.RawIOBase):
+    """A stored file as a seekable Python file.
+
+    Args:
+        reader: the open file.
+    """
 
     def __init__(self, reader: RangeReader) -> None:
         self._reader = reader
@@ -220,19 +231,41 @@ class _RangeFile(io.RawIOBase):
         return count
 
 
-def read_inert(document: bytes, where: str) -> Any:
-    """Read a pickle as plain values, :class:`Name` and :class:`Record`.
+def read_inert(
+    document: bytes, where: str, kind: str = "the metadata of torch.distributed.checkpoint"
+) -> Any:
+    """Read a pickle as plain values, :class:`Name`, :class:`Record` and :class:`PersistentId`.
+
+    Args:
+        document: the pickle.
+        where: its location, for messages.
+        kind: what it should be, for messages.
 
     Raises:
-        CorruptCheckpointError: it is damaged, or holds opcodes that torch's metadata never has.
+        CorruptCheckpointError: it is damaged, or holds opcodes that torch never writes.
     """
     try:
         return _Machine().run(document)
     except Exception as error:  # pickletools raises errors of many types for damaged input
         raise CorruptCheckpointError(
-            f"{where}: it cannot be read as the metadata of torch.distributed.checkpoint "
+            f"{where}: it cannot be read as {kind} "
             f"({type(error).__name__}: {error!s:.200}); copy it again"
         ) from error
+
+
+def natural_numbers(value: Any) -> tuple[int, ...]:
+    """Return the numbers of a shape: a list, a tuple or a `torch.Size` of :func:`read_inert`.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if isinstance(value, Record):
+        (value,) = value.args
+    if not isinstance(value, (tuple, list)) or len(value) > _MAX_DIMENSIONS:
+        raise ValueError("it has a size that is not a short list of numbers")
+    if any(not isinstance(n, int) or isinstance(n, bool) or not 0 <= n < 2**63 for n in value):
+        raise ValueError("it has a size that is not a list of natural numbers")
+    return tuple(value)
 
 
 @dataclass(frozen=True)
@@ -240,6 +273,17 @@ class Name:
     """The name of a class or function, which is not imported."""
 
     text: str
+
+
+@dataclass(eq=False, repr=False)
+class PersistentId:
+    """A reference to something outside of the pickle, such as the memory of a tensor.
+
+    Args:
+        value: says what is referred to.
+    """
+
+    value: Any
 
 
 @dataclass(eq=False, repr=False)
@@ -326,8 +370,8 @@ class _Machine:
     def assign(self, pairs: list[Any]) -> None:
         """Set keys and values of the dict or the record on top."""
         top = self._stack[-1]
-        # no tuples or numbers as keys: nested or huge ones can be made so that hashing never ends
-        if not all(isinstance(key, (str, Name, Record)) for key in pairs[::2]):
+        # no tuples or huge numbers as keys: they can be made so that hashing never ends
+        if not all(isinstance(key, (str, Name, Record)) or _is_index(key) for key in pairs[::2]):
             raise ValueError("a key is neither text nor an object")
         if isinstance(top, Record):
             top.items.append(pairs)
@@ -338,6 +382,10 @@ class _Machine:
         """Replace a function and its arguments, on top, by the record of their call."""
         parts = [self._stack.pop() for _ in range(count)][::-1]
         self._stack.append(Record(parts[0], tuple(parts[1:]) if count > 2 else parts[1]))
+
+    def refer(self, _: Any) -> None:
+        """Replace an id, on top, by what refers to it."""
+        self._stack.append(PersistentId(self._stack.pop()))
 
     def build(self, _: Any) -> None:
         """Pop a state and keep it in the record below."""
@@ -354,6 +402,10 @@ class _Machine:
         parts = self._stack[-count:]
         del self._stack[-count:]
         self._stack.append(tuple(parts))
+
+
+def _is_index(key: Any) -> bool:
+    return isinstance(key, int) and -(2**63) <= key < 2**63
 
 
 _VALUES = {
@@ -388,6 +440,7 @@ _DO: Mapping[str, Callable[[_Machine, Any], Any]] = {
     "NEWOBJ": lambda m, a: m.make(2),
     "NEWOBJ_EX": lambda m, a: m.make(3),
     "BUILD": _Machine.build,
+    "BINPERSID": _Machine.refer,
     "MEMOIZE": _Machine.put,
     "PUT": _Machine.put,
     "BINPUT": _Machine.put,
