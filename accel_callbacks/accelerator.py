@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property
 from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,9 +30,6 @@ from accel_callbacks.callbacks.dispatch.ledger import CallbackReport
 from accel_callbacks.callbacks.dispatch.registration import configured
 from accel_callbacks.checkpoint.folder_leases import FolderLeases
 from accel_callbacks.checkpoint.project import ProjectConfiguration, chosen_project
-from accel_callbacks.checkpoint.selection import Only, Rename
-from accel_callbacks.checkpoint.trained_parameters import require_prepared_steps
-from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
 from accel_callbacks.collectives.metrics import gather_counted, gather_counted_objects
 from accel_callbacks.config import PRECISIONS, resolve_config
 from accel_callbacks.data.config import DataLoaderConfiguration, checked_config, checked_rng_types
@@ -67,11 +64,7 @@ from accel_callbacks.modeling.prepare import ModelRequest, Preparer, is_schedule
 from accel_callbacks.optimizer import AcceleratedOptimizer
 from accel_callbacks.plugins.base import KwargsHandler, sort_handlers
 from accel_callbacks.plugins.compile import DynamoBackend, TorchDynamoPlugin
-from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin
-from accel_callbacks.plugins.deepspeed_config import FilledConfig
-from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.gradient_accumulation import GradientAccumulationPlugin, chosen_steps
-from accel_callbacks.plugins.megatron import MegatronLMPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.parallelism_handlers import TorchTensorParallelPlugin
 from accel_callbacks.plugins.precision import AutocastKwargs
@@ -83,7 +76,13 @@ from accel_callbacks.tracking.trackers import Tracking
 
 if TYPE_CHECKING:
     from accel_callbacks.checkpoint.checkpointer import Checkpointer
+    from accel_callbacks.checkpoint.selection import Only, Rename
+    from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
     from accel_callbacks.loop.contexts import Evaluate
+    from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin
+    from accel_callbacks.plugins.deepspeed_config import FilledConfig
+    from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
+    from accel_callbacks.plugins.megatron import MegatronLMPlugin
     from accel_callbacks.profiler import ProfileKwargs
     from accel_callbacks.state import AcceleratorState, GradientState
     from accel_callbacks.strategies.pipeline_parallel import PipelinedModel
@@ -291,20 +290,8 @@ class Accelerator(ProcessControl, MediaLogging):
             window=self.window,
             local_metrics=self.loop.local_metrics,
         )
-        self.training_state = TrainingState(
-            self.strategy,
-            self.precision,
-            self.loop,
-            self.tracking,
-            self.project_configuration,
-            self.models,
-            self.optimizers,
-            self.schedulers,
-            self.loaders,
-        )
-        self.registered = self.training_state.registered
-        self.pre_hooks = self.training_state.pre_hooks
-        self.loop.require_prepared_steps = partial(require_prepared_steps, self.training_state)
+        self.loop.require_prepared_steps = self._require_prepared_steps
+        self.loop.capture_random = lambda: self.training_state.random_state()
         self._first_steps = FirstSteps(self.loop, self.strategy, self.precision)
         self._step = StepEngine(
             self.strategy,
@@ -345,6 +332,29 @@ class Accelerator(ProcessControl, MediaLogging):
         raise AttributeError(f"{owner!r} object has no attribute {name!r}. {ATTRIBUTES[name]}")
 
     # --- what it is made of -------------------------------------------------------------------
+
+    @cached_property
+    def training_state(self) -> TrainingState:
+        """The parts whose states make up a checkpoint."""
+        # Imported here, because a loop that saves nothing has no use for it.
+        from accel_callbacks.checkpoint.training_state import TrainingState
+
+        return TrainingState(
+            self.strategy,
+            self.precision,
+            self.loop,
+            self.tracking,
+            self.project_configuration,
+            self.models,
+            self.optimizers,
+            self.schedulers,
+            self.loaders,
+        )
+
+    def _require_prepared_steps(self) -> None:
+        from accel_callbacks.checkpoint.trained_parameters import require_prepared_steps
+
+        require_prepared_steps(self.training_state)
 
     @property
     def device(self) -> torch.device:
@@ -1389,7 +1399,7 @@ class Accelerator(ProcessControl, MediaLogging):
             >>> average.n_averaged
             tensor(0)
         """
-        self.registered.add(*objects, **named)
+        self.training_state.registered.add(*objects, **named)
 
     def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call ``hook(models, weights, output_dir)`` in :meth:`save_state`, on all ranks.
@@ -1420,7 +1430,7 @@ class Accelerator(ProcessControl, MediaLogging):
             >>> "model.txt" in os.listdir(path)
             True
         """
-        return self.pre_hooks.on_save(hook)
+        return self.training_state.pre_hooks.on_save(hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call ``hook(models, input_dir)`` in :meth:`load_state`, on all ranks.
@@ -1440,7 +1450,7 @@ class Accelerator(ProcessControl, MediaLogging):
             >>> handle = accel.register_load_state_pre_hook(lambda models, input_dir: None)
             >>> handle.remove()
         """
-        return self.pre_hooks.on_load(hook)
+        return self.training_state.pre_hooks.on_load(hook)
 
     # --- models -------------------------------------------------------------------------------
 
@@ -2050,7 +2060,7 @@ class Accelerator(ProcessControl, MediaLogging):
         self._loaders.clear()
         for group in (self.models, self.optimizers, self.schedulers):
             group.clear()
-        self.registered.clear()
+        self.training_state.registered.clear()
         self.loop.saves.free_memory()
         self.loop.forget()
         self.loop.run.start_over()

@@ -10,7 +10,6 @@ from accel_callbacks import foreign_names
 from accel_callbacks.errors import nearest
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.compile import TorchDynamoPlugin, choose_plugin
-from accel_callbacks.plugins.megatron import MegatronLMPlugin
 from accel_callbacks.plugins.parallelism import AXES, ParallelismConfig
 from accel_callbacks.plugins.parallelism_handlers import TorchContextParallelConfig
 from accel_callbacks.plugins.precision import AORecipeKwargs
@@ -18,6 +17,7 @@ from accel_callbacks.plugins.precision import AORecipeKwargs
 if TYPE_CHECKING:
     from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin, DeepSpeedPlugins
     from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
+    from accel_callbacks.plugins.megatron import MegatronLMPlugin
 
 __all__ = [
     "AcceleratorConfig",
@@ -466,6 +466,8 @@ def launched_megatron(
     """
     if config.distributed_type != "MEGATRON_LM":
         return plugin
+    from accel_callbacks.plugins.megatron import MegatronLMPlugin
+
     given = plugin or MegatronLMPlugin()
     left = {name: v for name, v in config.megatron.items() if getattr(given, name) is None}
     try:

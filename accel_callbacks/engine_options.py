@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from accel_callbacks import plugins
 from accel_callbacks.config import (
     AcceleratorConfig,
     accumulated,
@@ -21,9 +22,6 @@ from accel_callbacks.config import (
 )
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.compile import TorchDynamoPlugin
-from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin, DeepSpeedPlugins
-from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
-from accel_callbacks.plugins.megatron import MegatronLMPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.parallelism_handlers import TorchTensorParallelPlugin
 from accel_callbacks.strategies import create_strategy
@@ -31,6 +29,9 @@ from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.distributed.topology import Topology
+    from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin, DeepSpeedPlugins
+    from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
+    from accel_callbacks.plugins.megatron import MegatronLMPlugin
     from accel_callbacks.strategies.base import Strategy
 
 __all__ = ["EngineOptions", "resolve_engine"]
@@ -104,17 +105,17 @@ def resolve_engine(
         TypeError: a plugin is of another class.
         ValueError: two arguments contradict each other or the launch.
     """
-    _check_plugin("parallelism_config", parallelism_config, ParallelismConfig)
-    _check_plugin("fsdp_plugin", fsdp_plugin, FullyShardedDataParallelPlugin)
-    _check_plugin("torch_tp_plugin", torch_tp_plugin, TorchTensorParallelPlugin)
-    _check_plugin("megatron_lm_plugin", megatron_lm_plugin, MegatronLMPlugin)
+    _check_plugin("parallelism_config", parallelism_config, "ParallelismConfig")
+    _check_plugin("fsdp_plugin", fsdp_plugin, "FullyShardedDataParallelPlugin")
+    _check_plugin("torch_tp_plugin", torch_tp_plugin, "TorchTensorParallelPlugin")
+    _check_plugin("megatron_lm_plugin", megatron_lm_plugin, "MegatronLMPlugin")
     if torch_tp_plugin is not None:
         parallelism_config = _tensor_parallel(torch_tp_plugin, parallelism_config)
     if deepspeed_plugin is not None and deepspeed_plugins is not None:
         raise ValueError("give deepspeed_plugin or deepspeed_plugins, not both.")
     named = deepspeed_plugins if deepspeed_plugin is None else deepspeed_plugin
     for plugin in named.values() if isinstance(named, Mapping) else [named]:
-        _check_plugin("deepspeed_plugin", plugin, DeepSpeedPlugin)
+        _check_plugin("deepspeed_plugin", plugin, "DeepSpeedPlugin")
     deepspeed = launched_deepspeed(named, config)
     if deepspeed is not None:
         config = of_deepspeed(config, deepspeed.active)
@@ -130,7 +131,7 @@ def resolve_engine(
     if megatron is not None:
         refuse_beside_megatron(parallelism, fsdp, deepspeed)
         config = accumulated(config, megatron)
-        handlers = Handlers({**handlers.by_class, MegatronLMPlugin: megatron})
+        handlers = Handlers({**handlers.by_class, plugins.MegatronLMPlugin: megatron})
         set_by_script |= {"megatron_lm", *(f"megatron.{field.name}" for field in fields(megatron))}
     dynamo = launched_plugin(dynamo_backend, dynamo_plugin, config)
     return EngineOptions(
@@ -149,15 +150,14 @@ def _tensor_parallel(
     return ParallelismConfig(tp_size=plugin.tp_size)
 
 
-def _check_plugin(name: str, value: Any, kind: type[Any]) -> None:
-    """Raise TypeError for an argument of another class."""
-    if value is None or isinstance(value, kind):
+def _check_plugin(name: str, value: Any, kind: str) -> None:
+    """Raise TypeError for an argument of another class than the plugin of this name."""
+    if value is None or isinstance(value, getattr(plugins, kind)):
         return
     origin = ""
-    if type(value).__name__ == kind.__name__:  # imported from another library by the same name
+    if type(value).__name__ == kind:  # imported from another library by the same name
         origin = f" of {type(value).__module__}, another library"
-        value = kind.__name__
+        value = kind
     raise TypeError(
-        f"{name}={value}{origin} must be a {kind.__name__}: "
-        f"`from accel_callbacks import {kind.__name__}`."
+        f"{name}={value}{origin} must be a {kind}: `from accel_callbacks import {kind}`."
     )

@@ -10,8 +10,11 @@ import torch
 
 from accel_callbacks.checkpoint.frozen_weights import check_same_model, differing_weights
 from accel_callbacks.checkpoint.selection import Selection
-from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
-from accel_callbacks.data.stream import stream_problems
+from accel_callbacks.checkpoint.training_state import (
+    RestoreReport,
+    TrainingState,
+    with_local_state,
+)
 from accel_callbacks.errors import ResumeError, nearest
 from accel_callbacks.offload.placeholder import unwritable
 from accel_callbacks.warning import warn
@@ -317,7 +320,7 @@ def rank_part(
         for i, loader in enumerate(training.loaders)
         if selection.takes(f"loaders/{i}") and str(i) in state["loaders"]
     }
-    problems = stream_problems(prepared, state["loaders"], own)
+    problems = _stream_problems(prepared, state["loaders"], own)
     text = "".join(f"a stream does not go on exactly: {problem}; " for problem in problems)
     if saved != here:
         unit = "processes" if copies == training.strategy.copies == 1 else "data ranks"
@@ -330,6 +333,25 @@ def rank_part(
     if text:
         warn(text.removesuffix("; ") + ".")
     return own
+
+
+def _stream_problems(
+    prepared: Mapping[str, Any], loaders: Mapping[str, Any], local: Mapping[str, Any] | None
+) -> list[str]:
+    """Return why loaders that are resumed in mid-epoch cannot continue exactly.
+
+    Args:
+        prepared: the prepared loaders.
+        loaders: their saved states.
+        local: the state that this rank saved for itself, ``None`` if no rank of this index did.
+    """
+    states = {key: with_local_state(loaders, local, key) for key in prepared}
+    problems = {
+        key: prepared[key].resume_problem(state)
+        for key, state in states.items()
+        if state["trained"] and not state["finished"] and state["position"]
+    }
+    return [problem for problem in problems.values() if problem is not None]
 
 
 def _other_world(change: str, kept: int, *, exact: bool, selection: Selection) -> str:

@@ -32,8 +32,11 @@ from accel_callbacks.checkpoint.open_window import OpenWindow, read_window, rest
 from accel_callbacks.checkpoint.project import number_of
 from accel_callbacks.checkpoint.selection import Selection, all_keys
 from accel_callbacks.checkpoint.trained_parameters import require_saved
-from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
-from accel_callbacks.data.stream import with_local_state
+from accel_callbacks.checkpoint.training_state import (
+    RestoreReport,
+    TrainingState,
+    with_local_state,
+)
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.rng import devices_of, restore_rng
 from accel_callbacks.errors import NO_MODEL, ResumeError

@@ -15,7 +15,6 @@ from accel_callbacks.checkpoint.project import ProjectConfiguration
 from accel_callbacks.checkpoint.registered import PreHooks, Registered
 from accel_callbacks.checkpoint.tensor_file import writable_folder
 from accel_callbacks.data.loader import DataLoaderShard
-from accel_callbacks.data.stream import split_local_states
 from accel_callbacks.distributed.rng import capture_rng, devices_of
 from accel_callbacks.local_files import local_path
 from accel_callbacks.loop.loop import Loop
@@ -27,7 +26,14 @@ from accel_callbacks.strategies import Strategy
 from accel_callbacks.strategies.optimizer_state import parameter_names
 from accel_callbacks.tracking.trackers import Tracking
 
-__all__ = ["ExtraFiles", "RestoreReport", "TrainingState", "without_frozen"]
+__all__ = [
+    "ExtraFiles",
+    "RestoreReport",
+    "TrainingState",
+    "split_local_states",
+    "with_local_state",
+    "without_frozen",
+]
 
 
 @dataclass
@@ -96,9 +102,6 @@ class TrainingState:
     pre_hooks: PreHooks = field(default_factory=PreHooks)
     load_report: RestoreReport | None = None
 
-    def __post_init__(self) -> None:
-        self.loop.capture_random = self._random_state
-
     @property
     def bare_models(self) -> list[torch.nn.Module]:
         """The prepared models as the user built them."""
@@ -115,7 +118,7 @@ class TrainingState:
         names = parameter_names(self.bare_models)
         # First: a stream that is asked for its position may draw its next samples.
         random = loop.random_at_stop if loop.run.epoch_open else None
-        rng, own = random or self._random_state()
+        rng, own = random or self.random_state()
         shared: dict[str, Any] = {
             "models": _numbered([strategy.local_state_dict(model) for model in self.models]),
             "optimizers": _numbered(
@@ -197,8 +200,15 @@ class TrainingState:
         owned = self.strategy.replaces_optimizers
         return [None if owned else _dotted(type(o.optimizer)) for o in self.optimizers]
 
-    def _random_state(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Return the state of the random generators, and of those that belong to the loaders."""
+    def random_state(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Return the state of the random generators, and of those that belong to the loaders.
+
+        Example:
+            >>> from accel_callbacks import Accelerator
+            >>> rng, of_loaders = Accelerator(cpu=True).training_state.random_state()
+            >>> sorted(rng)[:1], of_loaders
+            (['numpy'], [])
+        """
         rng = capture_rng(self.device, devices_of(self.models))
         return rng, [loader.random_state() for loader in self.loaders]
 
@@ -329,6 +339,30 @@ def _dotted(kind: type) -> str:
 
 def _numbered(items: Sequence[Any]) -> dict[str, Any]:
     return {str(index): item for index, item in enumerate(items)}
+
+
+def split_local_states(loaders: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Split this rank's own part off the states of loaders; a note of it stays in them.
+
+    Example:
+        >>> from accel_callbacks.checkpoint.training_state import split_local_states
+        >>> loaders = {"0": {"stream": {"own": {"world": 2}, "position": 4}}, "1": {}}
+        >>> split_local_states(loaders), loaders["0"]
+        ({'0': {'own': {'world': 2}, 'position': 4}}, {'stream': {'own': {'world': 2}}})
+    """
+    streams = {key: state["stream"] for key, state in loaders.items() if "stream" in state}
+    own = {key: stream for key, stream in streams.items() if "own" in stream}
+    for key, stream in own.items():
+        loaders[key]["stream"] = {"own": stream["own"]}
+    return own
+
+
+def with_local_state(
+    loaders: Mapping[str, Mapping[str, Any]], local: Mapping[str, Any] | None, key: str
+) -> dict[str, Any]:
+    """Return the state of a loader, with this rank's own part if there is one."""
+    own = ({} if local is None else local.get("streams", {})).get(key)
+    return {**loaders[key], **({} if own is None else {"stream": own})}
 
 
 def without_frozen(

@@ -22,8 +22,8 @@ from accel_callbacks.collectives.nested import leaves, map_leaves, map_tensors
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.data.order import Generators, Record
 from accel_callbacks.data.shard import ShareSource
-from accel_callbacks.data.sources import Delivery, Setting
-from accel_callbacks.data.stream import State, StatefulSource, StreamSource
+from accel_callbacks.data.sources import Delivery, Setting, State, StatefulSource
+from accel_callbacks.data.stream import StreamSource
 from accel_callbacks.error_text import published_text
 from accel_callbacks.errors import RemoteError
 

@@ -21,8 +21,8 @@ from accel_callbacks.data.iterable import IterableShards, has_state
 from accel_callbacks.data.order import Generators, Record
 from accel_callbacks.data.sampler import mix_seed
 from accel_callbacks.data.shard import ready_kept
-from accel_callbacks.data.sources import Delivery, Setting
-from accel_callbacks.data.stream import State, StatefulSource, StreamSource, leads_to
+from accel_callbacks.data.sources import Delivery, Setting, State, StatefulSource
+from accel_callbacks.data.stream import StreamSource, leads_to
 from accel_callbacks.distributed.failures import share_failure
 
 __all__ = ["AgreedSource", "can_shard", "own_shards"]

@@ -14,8 +14,7 @@ from torch.utils.data._utils import signal_handling
 from accel_callbacks.data.base_seed import base_seed_generator, draw_base_seed
 from accel_callbacks.data.device import Feed
 from accel_callbacks.data.order import Record
-from accel_callbacks.data.sources import Delivery, Source
-from accel_callbacks.data.stream import StatefulSource
+from accel_callbacks.data.sources import Delivery, Source, StatefulSource
 from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.distributed.worker_process import end_workers_at_exit, stopped_workers
 from accel_callbacks.warning import warn

@@ -20,13 +20,11 @@ from torch.utils.data import (
 from accel_callbacks import collectives
 from accel_callbacks.data.config import DataLoaderConfiguration, checked_rng_types
 from accel_callbacks.data.device import Feed, device_feed
-from accel_callbacks.data.iterable import IterableShards, has_state
 from accel_callbacks.data.loader import DataLoaderShard, LoopEvents, stop_workers
 from accel_callbacks.data.sampler import BatchSamplerShard, SeedableRandomSampler, mix_seed
 from accel_callbacks.data.shard import BatchPlan, SamplePlan, ShareSource
 from accel_callbacks.data.skip import SkipDataLoader, skip_first_batches
 from accel_callbacks.data.sources import Setting, Source
-from accel_callbacks.data.stream import StreamSource, check_even
 
 __all__ = ["Loaders", "order_seed", "prepare_data_loader", "prepare_loader", "share_of"]
 
@@ -312,7 +310,10 @@ def _open_shares(loader: DataLoader[Any], setting: Setting) -> Source:
 
 def _open_stream(loader: DataLoader[Any], setting: Setting) -> Source:
     """Return the source of an iterable dataset, of samples or of ready batches."""
+    # Imported here, because most datasets are map-style.
     from accel_callbacks.data.huggingface import can_shard, own_shards
+    from accel_callbacks.data.iterable import IterableShards, has_state
+    from accel_callbacks.data.stream import StreamSource, check_even
 
     batch_size = share_of(loader.batch_size, setting)
     config, dataset = setting.config, cast(Iterable[Any], loader.dataset)

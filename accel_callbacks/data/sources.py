@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -11,7 +12,10 @@ import torch
 from accel_callbacks.data.config import DataLoaderConfiguration
 from accel_callbacks.data.order import Generators, Record
 
-__all__ = ["Delivery", "Setting", "Source"]
+__all__ = ["Delivery", "Setting", "Source", "State", "StatefulSource"]
+
+#: A ``Delivery.state``, from which a pass continues.
+State = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -155,3 +159,21 @@ class Source(Protocol):
 
     def deliver(self, items: Iterator[Any]) -> Iterator[tuple[Any, Delivery]]:
         """Yield each batch of the torch loader with its counts."""
+
+
+class StatefulSource(ABC):
+    """A source whose position is more than a count of samples.
+
+    Attributes:
+        fresh_workers: persistent workers of the last pass cannot be used for the current one.
+    """
+
+    fresh_workers: bool
+
+    @abstractmethod
+    def restore(self, state: State | None) -> None:
+        """Store a ``Delivery.state``, for a pass that starts there or later in that epoch."""
+
+    @abstractmethod
+    def problem(self, state: State | None) -> str | None:
+        """Return why a resume from this state cannot be exact, ``None`` if it is."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from typing import Any, NamedTuple
@@ -24,39 +23,11 @@ from accel_callbacks.data.order import (
 from accel_callbacks.data.own_division import told_of_division
 from accel_callbacks.data.sampler import mix_seed
 from accel_callbacks.data.shard import ready_kept
-from accel_callbacks.data.sources import Delivery
+from accel_callbacks.data.sources import Delivery, State, StatefulSource
 from accel_callbacks.data.worker_copies import told_of_copies
 from accel_callbacks.warning import warn
 
-__all__ = [
-    "StatefulSource",
-    "StreamSource",
-    "check_even",
-    "leads_to",
-    "split_local_states",
-    "stream_problems",
-    "with_local_state",
-]
-
-State = Mapping[str, Any]
-
-
-class StatefulSource(ABC):
-    """A source whose position is more than a count of samples.
-
-    Attributes:
-        fresh_workers: persistent workers of the last pass cannot be used for the current one.
-    """
-
-    fresh_workers: bool
-
-    @abstractmethod
-    def restore(self, state: State | None) -> None:
-        """Store a ``Delivery.state``, for a pass that starts there or later in that epoch."""
-
-    @abstractmethod
-    def problem(self, state: State | None) -> str | None:
-        """Return why a resume from this state cannot be exact, ``None`` if it is."""
+__all__ = ["StreamSource", "check_even", "leads_to"]
 
 
 class StreamSource(StatefulSource):
@@ -448,46 +419,3 @@ def check_even(even: bool, batch_size: int | None) -> None:
             "a loader with batch_size=None reads ready batches, which cannot be split: give it a "
             "batch_size, or leave even_batches on."
         )
-
-
-def split_local_states(loaders: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Split this rank's own part off the states of loaders; a note of it stays in them.
-
-    Example:
-        >>> from accel_callbacks.data.stream import split_local_states
-        >>> loaders = {"0": {"stream": {"own": {"world": 2}, "position": 4}}, "1": {}}
-        >>> split_local_states(loaders), loaders["0"]
-        ({'0': {'own': {'world': 2}, 'position': 4}}, {'stream': {'own': {'world': 2}}})
-    """
-    streams = {key: state["stream"] for key, state in loaders.items() if "stream" in state}
-    own = {key: stream for key, stream in streams.items() if "own" in stream}
-    for key, stream in own.items():
-        loaders[key]["stream"] = {"own": stream["own"]}
-    return own
-
-
-def with_local_state(
-    loaders: Mapping[str, Mapping[str, Any]], local: Mapping[str, Any] | None, key: str
-) -> dict[str, Any]:
-    """Return the state of a loader, with this rank's own part if there is one."""
-    own = ({} if local is None else local.get("streams", {})).get(key)
-    return {**loaders[key], **({} if own is None else {"stream": own})}
-
-
-def stream_problems(
-    prepared: Mapping[str, Any], loaders: Mapping[str, Any], local: Mapping[str, Any] | None
-) -> list[str]:
-    """Return why loaders that are resumed in mid-epoch cannot continue exactly.
-
-    Args:
-        prepared: the prepared loaders.
-        loaders: their saved states.
-        local: the state that this rank saved for itself, ``None`` if no rank of this index did.
-    """
-    states = {key: with_local_state(loaders, local, key) for key in prepared}
-    problems = {
-        key: prepared[key].resume_problem(state)
-        for key, state in states.items()
-        if state["trained"] and not state["finished"] and state["position"]
-    }
-    return [problem for problem in problems.values() if problem is not None]

@@ -12,7 +12,6 @@ from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.errors import NO_MODEL, ResumeError
 from accel_callbacks.logging import notice
 from accel_callbacks.loop.loop import Loop
-from accel_callbacks.loop.resumed_skip import told_of_skips
 from accel_callbacks.loop.run import length_of
 from accel_callbacks.loop.step_boundary import StepBoundary
 from accel_callbacks.warning import warn
@@ -140,7 +139,12 @@ class Passes:
         # The dict stays the same object; its tuples are replaced when callbacks come and go.
         hooks = dispatch.hooks
         index, batch, peeked = -1, None, False
-        batches = told_of_skips(loader, loop) if loader.resumes else loader.batches()
+        batches = loader.batches()
+        if loader.resumes:
+            # Imported here, because most passes begin at their start.
+            from accel_callbacks.loop.resumed_skip import told_of_skips
+
+            batches = told_of_skips(loader, loop, batches)
         asked = perf_counter()
         try:
             for batch in batches:

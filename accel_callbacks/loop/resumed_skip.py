@@ -19,7 +19,7 @@ _SKIPPED = (
 )
 
 
-def told_of_skips(loader: DataLoaderShard, loop: Loop) -> Iterator[Any]:
+def told_of_skips(loader: DataLoaderShard, loop: Loop, batches: Iterator[Any]) -> Iterator[Any]:
     """Yield the rest of a resumed epoch; warn if as many batches are idle as were done before.
 
     A batch is idle if no prepared model was called and nothing went backward. A single one is no
@@ -28,6 +28,7 @@ def told_of_skips(loader: DataLoaderShard, loop: Loop) -> Iterator[Any]:
     Args:
         loader: begins a pass in the middle of an epoch.
         loop: has the prepared models.
+        batches: of the loader.
     """
     done = idle = 0
     called: list[Any] = []
@@ -37,7 +38,6 @@ def told_of_skips(loader: DataLoaderShard, loop: Loop) -> Iterator[Any]:
         for model in loop.models
         if getattr(model, "_compiled_call_impl", None) is None
     ]
-    batches = loader.batches()
     try:
         for batch in batches:
             done = done or loader.batch_index

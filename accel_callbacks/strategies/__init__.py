@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from accel_callbacks._lazy import lazy_names
 from accel_callbacks.distributed.topology import DistributedType, Topology
 from accel_callbacks.plugins.base import Handlers
-from accel_callbacks.plugins.deepspeed import DeepSpeedPlugins
-from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.strategies.base import Strategy
 
 if TYPE_CHECKING:
+    from accel_callbacks.plugins.deepspeed import DeepSpeedPlugins
+    from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
     from accel_callbacks.strategies.ddp import DDP as DDP
     from accel_callbacks.strategies.fsdp import FSDP as FSDP
     from accel_callbacks.strategies.pipeline_parallel import PipelineParallel as PipelineParallel
@@ -103,6 +103,7 @@ def create_strategy(
     )
     shards = parallelism is not None and parallelism.dp_shard_enabled
     if fsdp is not None or shards or both:
+        from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
         from accel_callbacks.strategies.fsdp import FSDP
 
         return FSDP(topology, handlers, parallelism, fsdp or FullyShardedDataParallelPlugin())

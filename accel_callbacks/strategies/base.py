@@ -22,10 +22,6 @@ from accel_callbacks.logging import notice
 from accel_callbacks.modeling.compile import original, regions
 from accel_callbacks.offload.placeholder import unwritable
 from accel_callbacks.plugins.base import Handlers
-from accel_callbacks.plugins.deepspeed import DeepSpeedPlugins
-from accel_callbacks.plugins.deepspeed_config import FilledConfig
-from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
-from accel_callbacks.plugins.megatron import MegatronLMPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.parallelism_handlers import (
     DeepSpeedSequenceParallelConfig,
@@ -39,6 +35,9 @@ from accel_callbacks.strategies.optimizer_state import (
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
+    from accel_callbacks.plugins.deepspeed import DeepSpeedPlugins
+    from accel_callbacks.plugins.deepspeed_config import FilledConfig
+    from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
     from accel_callbacks.strategies.context_parallel import ContextParallel
 
 __all__ = ["SetUp", "Strategy"]
@@ -259,6 +258,11 @@ class Strategy(ABC):
 
     def checkpoint_activations(self, model: torch.nn.Module) -> None:
         """Compute blocks again in backward if the options say so; before the model is compiled."""
+        if not self.handlers.by_class:
+            return
+        # Imported here, because few runs have options of Megatron-LM.
+        from accel_callbacks.plugins.megatron import MegatronLMPlugin
+
         megatron = self.handlers.get(MegatronLMPlugin)
         if megatron is None or not megatron.activation_checkpointing:
             return

@@ -58,7 +58,7 @@ def test_freed_is_all_that_was_prepared_and_it_can_be_prepared_anew(method):
     assert (model, optimizer, data, scheduler) == (None,) * 4
     assert [ref() for ref in refs] == [None] * 4
     assert state_of(accel) == [0, 0, 0, 0, 0]
-    assert accel.registered.names == []
+    assert accel.training_state.registered.names == []
     assert accel.free_memory() == []
     one_training(accel)
     assert state_of(accel) == [1, 1, 1, 1, 4]

@@ -159,7 +159,7 @@ def test_nothing_changes_if_one_object_refuses_its_state(save, tmp_path):
     assert (a.value, c.value) == (8, 9)
     assert torch.equal(unlike.weight, weight)
     assert not torch.equal(unlike.weight, model.weight)
-    assert other.registered.state_dict()["objects"].keys() == {"a", "b", "c"}
+    assert other.training_state.registered.state_dict()["objects"].keys() == {"a", "b", "c"}
 
 
 def test_nothing_changes_if_the_checkpoint_does_not_fit(save):
@@ -177,11 +177,11 @@ def test_one_object_is_saved_once(save):
     accel = Accelerator(cpu=True)
     accel.register_for_checkpointing(one, one)
     accel.register_for_checkpointing(one)
-    assert accel.registered.names == ["Counter"]
+    assert accel.training_state.registered.names == ["Counter"]
     accel.register_for_checkpointing(mine=one)
     accel.register_for_checkpointing(mine=one)
     accel.register_for_checkpointing(one)
-    assert accel.registered.names == ["mine"]
+    assert accel.training_state.registered.names == ["mine"]
     with pytest.raises(ValueError, match="registered as 'mine' already"):
         accel.register_for_checkpointing(yours=one)
 
@@ -205,7 +205,7 @@ def test_all_objects_that_cannot_be_registered_are_listed_and_none_is_registered
     assert "int lacks state_dict and load_state_dict" in lines[0]
     assert "the class Counter" in lines[1]
     assert lines[2].endswith("OnlySaves lacks load_state_dict")
-    assert accel.registered.names == []
+    assert accel.training_state.registered.names == []
 
 
 def test_an_object_that_would_need_pickle_is_named_at_save_time(tmp_path):
@@ -225,7 +225,8 @@ def test_an_object_that_would_need_pickle_is_named_at_save_time(tmp_path):
 def test_objects_belong_to_one_accelerator(tmp_path):
     one, other = Accelerator(cpu=True), Accelerator(cpu=True)
     one.register_for_checkpointing(Counter())
-    assert (one.registered.names, other.registered.names) == (["Counter"], [])
+    assert one.training_state.registered.names == ["Counter"]
+    assert other.training_state.registered.names == []
 
 
 def test_a_run_restores_registered_objects(tmp_path):
