@@ -25,7 +25,11 @@ FORBIDDEN_ARROWS = {
     "loggers": {"accel_callbacks", "checkpoint_io", "examples", "tests"},
 }
 MAY_UNPICKLE_TENSORS = {"checkpoint_io/weights/torch_pickle.py"}
-MAY_WRITE_ENVIRON = {"accel_callbacks/launch/environment.py"}
+MAY_WRITE_ENVIRON = {
+    "accel_callbacks/launch/environment.py",
+    # Functions of Accelerate by which scripts change variables themselves.
+    "accel_callbacks/compat/environment.py",
+}
 RENAMES_AND_SYNCS = {"os.replace", "os.rename", "os.renames", "os.fsync", "os.fdatasync"}
 #: Files that import each other, those imports included that run late or only for type checkers.
 #: Each entry is one whole circle. The list only shrinks.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from enum import Enum, EnumMeta
+from typing import Any
 
 import torch
 
@@ -66,3 +68,37 @@ BETA_TP_AVAILABLE_PYTORCH_VERSION = "2.3.0"
 BETA_TP_AVAILABLE_TRANSFORMERS_VERSION = "4.52.0"
 BETA_CP_AVAILABLE_PYTORCH_VERSION = "2.6.0"
 BETA_SP_AVAILABLE_DEEPSPEED_VERSION = "0.18.2"
+
+
+class EnumWithContains(EnumMeta):
+    """A type of enumerations of which values are members too."""
+
+    def __contains__(cls, item: object) -> bool:
+        return item in list(cls)
+
+
+class BaseEnum(Enum, metaclass=EnumWithContains):
+    """An enumeration whose text is its value."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    @classmethod
+    def list(cls) -> Any:
+        """Return the values."""
+        return [member.value for member in cls]
+
+
+class ComputeEnvironment(str, BaseEnum):
+    """Where a launch runs."""
+
+    LOCAL_MACHINE = "LOCAL_MACHINE"
+    AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
+
+
+class FP8BackendType(str, BaseEnum):
+    """Packages that compute in fp8, of which this library has torchao."""
+
+    TE = "TE"
+    MSAMP = "MSAMP"
+    AO = "AO"

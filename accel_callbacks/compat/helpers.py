@@ -2,100 +2,64 @@
 
 from __future__ import annotations
 
-import os
-import socket
+import functools
+import importlib
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, TypeVar, cast
 
 import torch
 
 from accel_callbacks.collectives import is_sharded
-from accel_callbacks.utils.imports import is_package_available
+from accel_callbacks.data.device import send_to_device
+from accel_callbacks.distributed.topology import DistributedType
+from accel_callbacks.state import PartialState
+from accel_callbacks.utils.imports import (
+    available_check,
+    compare_versions,
+    is_package_available,
+    is_torch_version,
+)
+from accel_callbacks.utils.operations import find_batch_size
 
 __all__ = [
-    "are_libraries_initialized",
+    "CannotPadNestedTensorWarning",
     "convert_bytes",
-    "convert_dict_to_env_variables",
-    "get_int_from_env",
+    "deepspeed_required",
+    "do_nothing",
     "get_module_children_bottom_up",
     "get_module_class_from_name",
     "get_pretty_name",
+    "get_sampler",
     "has_compiled_regions",
+    "ignorant_find_batch_size",
     "is_4bit_bnb_available",
     "is_8bit_bnb_available",
+    "is_amdsmi_available",
+    "is_bitsandbytes_multi_backend_available",
+    "is_habana_gaudi1",
+    "is_import_timer_available",
+    "is_numpy_available",
     "is_peft_model",
-    "is_port_in_use",
+    "is_pippy_available",
     "is_rocm_available",
+    "is_sagemaker_available",
+    "is_torch_distributed_available",
     "is_torchdata_stateful_dataloader_available",
+    "is_tqdm_available",
+    "is_transformer_engine_mxfp8_available",
     "is_weights_only_available",
     "is_xccl_available",
     "merge_dicts",
     "model_has_dtensor",
-    "parse_choice_from_env",
-    "parse_flag_from_env",
-    "str_to_bool",
+    "move_to_device",
+    "test_launch",
+    "torchao_required",
 ]
 
-_TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
-_FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
-_FORBIDDEN = frozenset(";\n<> ")  # in lines of an environment file
+F = TypeVar("F", bound=Callable[..., Any])
+
 _UNITS = ("bytes", "KB", "MB", "GB", "TB", "PB")
-
-
-# --- the environment --------------------------------------------------------------------------
-
-
-def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """Return 1 for a text that means yes, 0 for one that means no.
-
-    Args:
-        value: the text, in any case.
-        to_bool: return True or False instead.
-
-    Raises:
-        ValueError: it means neither.
-    """
-    text = value.lower()
-    if text not in _TRUE | _FALSE:
-        raise ValueError(f"invalid truth value {value}: use one of {sorted(_TRUE | _FALSE)}.")
-    return text in _TRUE if to_bool else int(text in _TRUE)
-
-
-def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Return whether a variable means yes; the default without it."""
-    return bool(str_to_bool(os.environ.get(key, str(default))))
-
-
-def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """Return the text of a variable; the default without it."""
-    return os.environ.get(key, str(default))
-
-
-def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
-    """Return the first of some variables that is a number of at least 0; the default without it."""
-    numbers = (int(os.environ.get(key, -1)) for key in env_keys)
-    return next((number for number in numbers if number >= 0), default)
-
-
-def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    """Return the lines of an environment file, without values that such a file cannot have."""
-    return [
-        f"{key}={value}\n"
-        for key, value in current_env.items()
-        if key and value and _FORBIDDEN.isdisjoint(key + value)
-    ]
-
-
-def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Return those of some libraries that are imported already."""
-    return [name for name in library_names if name in sys.modules]
-
-
-def is_port_in_use(port: int | None = None) -> bool:
-    """Return whether something listens on a port of this machine, 29500 by default."""
-    with socket.socket() as probe:
-        return probe.connect_ex(("localhost", 29500 if port is None else port)) == 0
 
 
 # --- values -----------------------------------------------------------------------------------
@@ -176,6 +140,68 @@ def is_peft_model(model: torch.nn.Module) -> bool:
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
+# --- data -------------------------------------------------------------------------------------
+
+
+def get_sampler(dataloader: torch.utils.data.DataLoader[Any]) -> Any:
+    """Return the sampler from which a loader's batches come, None for a stream."""
+    sampler = getattr(dataloader, "sampler", None)
+    batches = sampler if isinstance(sampler, torch.utils.data.BatchSampler) else None
+    return getattr(batches or getattr(dataloader, "batch_sampler", None), "sampler", None)
+
+
+#: Neither raises for structures without tensors.
+ignorant_find_batch_size = find_batch_size
+
+
+def move_to_device(state: Any, device: Any) -> Any:
+    """Return the state of an optimizer with its tensors on a device."""
+    return send_to_device(state, device)
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested tensor was not padded."""
+
+
+# --- decorators, and functions of nothing -----------------------------------------------------
+
+
+def deepspeed_required(func: F) -> F:
+    """Decorate a function to raise where DeepSpeed does not train."""
+
+    @functools.wraps(func)
+    def required(*args: Any, **kwargs: Any) -> Any:
+        if PartialState().distributed_type != DistributedType.DEEPSPEED:
+            raise ValueError(
+                f"{func.__name__} is for DeepSpeed: pass the Accelerator a deepspeed_plugin, or "
+                "start the script by `accel launch --use_deepspeed`."
+            )
+        return func(*args, **kwargs)
+
+    return cast(F, required)
+
+
+def torchao_required(func: F) -> F:
+    """Decorate a function to raise where torchao is not installed."""
+
+    @functools.wraps(func)
+    def required(*args: Any, **kwargs: Any) -> Any:
+        if not is_package_available("torchao"):
+            raise ImportError(f"{func.__name__} needs torchao: pip install torchao")
+        return func(*args, **kwargs)
+
+    return cast(F, required)
+
+
+def do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Do nothing, with any arguments."""
+
+
+def test_launch() -> None:
+    """Check that the processes of a launch find each other."""
+    PartialState().wait_for_everyone()
+
+
 # --- what there is ----------------------------------------------------------------------------
 
 
@@ -208,3 +234,59 @@ def is_xccl_available() -> bool:
     """Return whether torch has the collectives of Intel's GPUs."""
     is_built = getattr(torch.distributed, "is_xccl_available", None)
     return bool(is_built and is_built())
+
+
+def is_amdsmi_available() -> bool:
+    """Return whether amdsmi is installed."""
+    return is_package_available("amdsmi")
+
+
+def is_bitsandbytes_multi_backend_available() -> bool:
+    """Return whether bitsandbytes is installed, and knows devices other than NVIDIA's."""
+    if not is_package_available("bitsandbytes"):
+        return False
+    bitsandbytes: Any = importlib.import_module("bitsandbytes")
+    return "multi_backend" in getattr(bitsandbytes, "features", ())
+
+
+def is_habana_gaudi1() -> bool:
+    """Return whether torch sees a Gaudi of the first generation."""
+    if not available_check("is_hpu_available")():
+        return False
+    tool: Any = importlib.import_module("habana_frameworks.torch.utils.experimental")
+    return bool(tool._get_device_type() == tool.synDeviceType.synDeviceGaudi)
+
+
+def is_import_timer_available() -> bool:
+    """Return whether import_timer is installed."""
+    return is_package_available("import_timer")
+
+
+def is_numpy_available(min_version: str = "1.25.0") -> bool:
+    """Return whether numpy of a release or a newer one is installed."""
+    return compare_versions("numpy", ">=", min_version)
+
+
+def is_pippy_available() -> bool:
+    """Return whether torch has pipelines."""
+    return is_torch_version(">=", "2.4.0")
+
+
+def is_sagemaker_available() -> bool:
+    """Return whether sagemaker is installed."""
+    return is_package_available("sagemaker")
+
+
+def is_torch_distributed_available() -> bool:
+    """Return whether torch is built for several processes."""
+    return torch.distributed.is_available()
+
+
+def is_tqdm_available() -> bool:
+    """Return whether tqdm is installed."""
+    return is_package_available("tqdm")
+
+
+def is_transformer_engine_mxfp8_available() -> bool:
+    """Return False: Transformer Engine is not used here."""
+    return False

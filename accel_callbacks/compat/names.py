@@ -11,7 +11,8 @@ __all__ = ["MODULES", "NOT_PROVIDED", "NotProvided", "resolve"]
 
 _SUBMODULES = (
     *("accelerator", "big_modeling", "checkpointing", "commands", "commands.config"),
-    *("commands.launch", "data_loader", "hooks", "inference", "launchers", "local_sgd", "logging"),
+    *("commands.config.default", "commands.launch"),
+    *("data_loader", "hooks", "inference", "launchers", "local_sgd", "logging"),
     *("memory_utils", "optimizer", "parallelism_config", "scheduler", "state", "tracking", "utils"),
     *("utils.ao", "utils.bnb", "utils.constants", "utils.dataclasses", "utils.deepspeed"),
     *("utils.environment", "utils.fsdp_utils", "utils.imports", "utils.launch"),
@@ -22,11 +23,29 @@ _SUBMODULES = (
 #: The modules of Accelerate that can be imported.
 MODULES = frozenset({"accelerate", *(f"accelerate.{name}" for name in _SUBMODULES)})
 
-_TWINS = "accel_callbacks.compat.twins"
-_HELPERS = "accel_callbacks.compat.helpers"
-_CONSTANTS = "accel_callbacks.compat.constants"
-# In this order: what others reach into, then what is the same.
-_HOMES = (_TWINS, "accel_callbacks", "accel_callbacks.utils", _HELPERS, _CONSTANTS)
+_ROOM = "accel_callbacks.compat"
+# In this order: what others reach into, what is the same, what is in terms of it.
+_HOMES = (
+    *(f"{_ROOM}.twins", "accel_callbacks", "accel_callbacks.utils"),
+    *(f"{_ROOM}.{name}" for name in ("helpers", "environment", "constants", "models", "commands")),
+)
+_CLOSED = frozenset(home for home in _HOMES if home.startswith(_ROOM))
+#: Names that are another one here, or in a module of their own.
+_OTHER_NAMES = {
+    "DataLoaderAdapter": "accel_callbacks.data.loader:DataLoaderShard",
+    "DataLoaderStateMixin": "accel_callbacks.data.loader:DataLoaderShard",
+    "on_main_process": "accel_callbacks.tracking.general_tracker:on_main_process",
+    # Not among the homes: they import `loggers`, which a file beside the script may hide.
+    **{
+        name: f"{_ROOM}.trackers:{name}"
+        for name in (
+            *("LOGGER_TYPE_TO_CLASS", "ClearMLTracker", "CometMLTracker", "DVCLiveTracker"),
+            *("MLflowTracker", "SwanLabTracker", "TensorBoardTracker", "TrackioTracker"),
+            *("WandBTracker", "filter_trackers", "get_available_trackers"),
+            "register_tracker_class",
+        )
+    },
+}
 
 _SAGEMAKER = (
     "SageMaker's own launcher is not here: start the script on its machines by accel launch."
@@ -38,13 +57,53 @@ _MEGATRON = (
 _DEEPSPEED = (
     "a schedule of DeepSpeed's own is prepared as any other, and is an AcceleratedScheduler here."
 )
+_AIM = "Aim has no tracker here: write one as a GeneralTracker, or log with another tool."
+_DEEPSPEED_ENGINE = (
+    "a DeepSpeed engine is a strategy here, and is not wrapped by a class of its own."
+)
+_STATE_PARTS = (
+    "parts of a state are not written or read alone: call save_state() and load_state() of the "
+    "Accelerator."
+)
+_REGISTERED = (
+    "objects are saved with the state: pass them to register_for_checkpointing() of the "
+    "Accelerator."
+)
+_PIPPY = "stages are cut by prepare_pippy(), or by prepare_pipeline() of the Accelerator."
+_LAUNCH = (
+    "processes are started by `accel launch`, notebook_launcher() and launch_command(), which make "
+    "their variables and commands themselves."
+)
+_SHARED_STATE = "what processes share is held by the process group here, and not by a dict."
+_XLA_INSTALL = "nothing is installed by a function here: pip install torch_xla"
+_STEP_PATCH = "prepared optimizers know of their steps: read step_was_skipped of the optimizer."
+_NUMA = "processes are bound to cores by `accel launch --numa_binding node`."
 _FP8 = (
     "fp8 is that of torchao here, AORecipeKwargs: the kernels of Transformer Engine and MS-AMP are "
     "not used."
 )
 #: Names that can be imported and not used, with the reason.
 NOT_PROVIDED: dict[str, str] = {
+    "AimTracker": _AIM,
     "DeepSpeedSchedulerWrapper": _DEEPSPEED,
+    "ThreadLocalSharedDict": _SHARED_STATE,
+    "install_xla": _XLA_INSTALL,
+    "patch_optimizer_step": _STEP_PATCH,
+    **dict.fromkeys(("DeepSpeedEngineWrapper", "DeepSpeedOptimizerWrapper"), _DEEPSPEED_ENGINE),
+    **dict.fromkeys(("load_accelerator_state", "save_accelerator_state"), _STATE_PARTS),
+    **dict.fromkeys(("load_custom_state", "save_custom_state"), _REGISTERED),
+    **dict.fromkeys(
+        ("build_pipeline", "find_pippy_batch_size", "generate_device_map", "pippy_forward"),
+        _PIPPY,
+    ),
+    **dict.fromkeys(
+        (
+            *("PrepareForLaunch", "prepare_deepspeed_cmd_env", "prepare_multi_gpu_env"),
+            *("prepare_simple_launcher_cmd_env", "prepare_tpu"),
+        ),
+        _LAUNCH,
+    ),
+    **dict.fromkeys(("override_numa_affinity", "set_numa_affinity"), _NUMA),
     **dict.fromkeys(
         ("SageMakerDistributedType", "prepare_sagemager_args_inputs"),
         _SAGEMAKER,
@@ -86,18 +145,32 @@ def resolve(module: str, name: str) -> Any:
     Raises:
         AttributeError: there is no such name.
     """
-    for home in _HOMES:
-        try:
-            value = getattr(importlib.import_module(home), name)
-        except (AttributeError, ImportError):
-            continue
-        if not isinstance(value, ModuleType):
-            return value
+    if name in _OTHER_NAMES:
+        module_name, _, other = _OTHER_NAMES[name].partition(":")
+        return getattr(importlib.import_module(module_name), other)
+    home = home_of(name)
+    if home is not None:
+        return getattr(importlib.import_module(home), name)
     if name in NOT_PROVIDED:
         return _placeholder(f"{module}.{name}", NOT_PROVIDED[name])
     raise AttributeError(
         f"{module}.{name}: this library, which stands in for accelerate, has no such name."
     )
+
+
+def home_of(name: str) -> str | None:
+    """Return the module that has a name of Accelerate, None if it is nowhere."""
+    for home in _HOMES:
+        module = importlib.import_module(home)
+        try:
+            value = getattr(module, name)
+        except (AttributeError, ImportError):
+            continue
+        # What a module of this room imports is not what it stands for.
+        own = home not in _CLOSED or name in getattr(module, "__all__", (name,))
+        if own and not isinstance(value, ModuleType):
+            return home
+    return None
 
 
 def _placeholder(name: str, reason: str) -> type[Any]:

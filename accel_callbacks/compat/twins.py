@@ -5,23 +5,18 @@ Each is one of this library's classes, and trains with its parts.
 
 from __future__ import annotations
 
-import os
 from typing import Any, cast
 
 from accel_callbacks import accelerator, state
 from accel_callbacks.data import config
 from accel_callbacks.distributed.topology import destroy_topology, is_initialized
-from accel_callbacks.launch.config_file import default_path, read_config
 
 __all__ = [
     "Accelerator",
     "AcceleratorState",
     "DataLoaderConfiguration",
     "GradientState",
-    "LaunchConfig",
     "PartialState",
-    "default_config_file",
-    "load_config_from_file",
 ]
 
 _POSITIONAL = (
@@ -105,6 +100,11 @@ class Accelerator(accelerator.Accelerator):
                     "DataLoaderConfiguration(split_batches=True)."
                 )
             options["dataloader_config"] = loaders = DataLoaderConfiguration(split_batches=True)
+        if options.get("log_with") is not None:
+            # Imported here, because it imports `loggers`, which a file beside the script may hide.
+            from accel_callbacks.compat.trackers import registered
+
+            options["log_with"] = registered(options["log_with"])
         # Schedules are written for Accelerate's, which take a step for each process.
         splits = loaders is not None and loaders.split_batches
         options.setdefault("scheduler_steps_per_process", not splits)
@@ -135,29 +135,6 @@ class Accelerator(accelerator.Accelerator):
     @property
     def _dataloaders(self) -> list[Any]:
         return self.loaders
-
-
-class LaunchConfig:
-    """The values of a config file.
-
-    Args:
-        values: by their keys in the file.
-    """
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self._values = values
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the values by their keys."""
-        return dict(self._values)
-
-
-default_config_file = str(default_path(os.environ))
-
-
-def load_config_from_file(config_file: str | None) -> LaunchConfig:
-    """Return the values of a config file, the default one if None."""
-    return LaunchConfig(read_config(config_file or default_config_file))
 
 
 for _twin, _home in (

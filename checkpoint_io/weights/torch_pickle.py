@@ -10,20 +10,24 @@ bytes of pickle make a value that contains itself, or one that holds another 2**
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import pickletools
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+import numpy as np
 import torch
 
 from checkpoint_io.errors import CorruptCheckpointError
+from checkpoint_io.local_files import split_path
 from checkpoint_io.progress import TransferProgress
 from checkpoint_io.storage.local import local_folder
-from checkpoint_io.storage.open import RangeReader
+from checkpoint_io.storage.open import RangeReader, open_store
 from checkpoint_io.weights.source import (
     Destination,
     Rows,
@@ -107,6 +111,46 @@ def read_restricted(reader: RangeReader, where: str) -> Any:
         raise
     except Exception as error:  # torch raises errors of many types for damaged input
         raise _refusal(where, error) from error
+
+
+def load_restricted(file: str | os.PathLike[str] | IO[bytes], map_location: Any = None) -> Any:
+    """Return what one `torch.save` wrote: tensors, numpy arrays and plain values.
+
+    Args:
+        file: path or fsspec URL, or an open file that can seek.
+        map_location: as of `torch.load`.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, or holds objects of other classes.
+    """
+    with ExitStack() as stack:
+        if isinstance(file, (str, os.PathLike)):
+            where = os.fspath(file)
+            folder, name = split_path(where)
+            store = open_store(folder or ".")
+            reader = stack.enter_context(WeightFile(store, name, name).open())
+            stream: IO[bytes] = io.BufferedReader(RangeFile(reader), _READ_AHEAD)
+        else:
+            stream, where = file, str(getattr(file, "name", "the open file"))
+        try:
+            if stream.read(4) == b"PK\x03\x04":
+                refuse_compressed(stream, where)
+            stream.seek(0)
+            with torch.serialization.safe_globals(_array_parts()):
+                return torch.load(stream, map_location=map_location, weights_only=True)
+        except (OSError, MemoryError, CorruptCheckpointError):
+            raise
+        except Exception as error:  # torch raises errors of many types for damaged input
+            raise _refusal(where, error) from error
+
+
+def _array_parts() -> list[Any]:
+    """Return what pickles of numbers of numpy call, by its names there; none of it runs code."""
+    makers = {"_reconstruct": np.empty(0).__reduce__()[0], "scalar": np.float64(0).__reduce__()[0]}
+    modules = ("numpy.core.multiarray", "numpy._core.multiarray")  # of numpy 1 and 2
+    named = [(make, f"{module}.{name}") for name, make in makers.items() for module in modules]
+    types = {type(np.dtype(code)) for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"]}
+    return [*named, *types, type(np.dtype(bool)), np.ndarray, np.dtype, codecs.encode]
 
 
 def _unpickle(file: WeightFile, reader: RangeReader, is_zip: bool) -> Any:

@@ -9,6 +9,12 @@ import pytest
 import torch
 
 from accel_callbacks.compat import helpers
+from accel_callbacks.compat.environment import (
+    convert_dict_to_env_variables,
+    is_port_in_use,
+    str_to_bool,
+)
+from accel_callbacks.compat.names import resolve
 
 
 class Block(torch.nn.Module):
@@ -43,6 +49,19 @@ CALLS: list[tuple[str, tuple[Any, ...], Any]] = [
     ("is_peft_model", (MODEL,), False),
     ("is_weights_only_available", (), True),
     ("is_xccl_available", (), False),
+    ("is_pippy_available", (), True),
+    ("is_tqdm_available", (), True),
+    ("is_sagemaker_available", (), False),
+    ("is_transformer_engine_mxfp8_available", (), False),
+    ("ignorant_find_batch_size", (["a", torch.ones(3)],), 3),
+    ("do_nothing", (1, 2), None),
+    ("get_current_device_type", (), ("cuda", "MULTI_GPU")),
+    ("check_cuda_p2p_ib_support", (), True),
+    ("fsdp2_canonicalize_names", ({"_orig_mod.a._checkpoint_wrapped_module.w": 1},), {"a.w": 1}),
+    ("find_first_last_linear_layers", (MODEL,), ("first.0", "second")),
+    ("filter_linear_layers", (MODEL.second, "second", []), False),
+    ("get_model_tp_size", (MODEL,), None),
+    ("has_repeated_blocks", (MODEL,), False),
     ("is_rocm_available", (), False),
 ]
 
@@ -55,7 +74,7 @@ def test_a_call_returns_what_it_does_there(monkeypatch, name, arguments, expecte
     monkeypatch.setenv("ACCEL_TEST_NUMBER", "7")
     if name == "merge_dicts":
         expected = {"a": {"b": 1, "d": 3}, "c": 2}
-    result = getattr(helpers, name)(*arguments)
+    result = resolve("accelerate.utils", name)(*arguments)
     assert result == expected
     assert type(result) is type(expected)
 
@@ -68,12 +87,12 @@ def test_modules_come_after_those_inside_of_them():
 
 def test_lines_of_an_environment_file():
     given = {"A": "1", "B": "two words", "C": "", "D": "x"}
-    assert helpers.convert_dict_to_env_variables(given) == ["A=1\n", "D=x\n"]
+    assert convert_dict_to_env_variables(given) == ["A=1\n", "D=x\n"]
 
 
 def test_a_truth_value_that_is_none():
     with pytest.raises(ValueError, match=r"invalid truth value maybe: use one of"):
-        helpers.str_to_bool("maybe")
+        str_to_bool("maybe")
 
 
 def test_a_port_that_is_listened_on():
@@ -81,8 +100,8 @@ def test_a_port_that_is_listened_on():
         server.bind(("localhost", 0))
         server.listen()
         port = server.getsockname()[1]
-        assert helpers.is_port_in_use(port)
-    assert not helpers.is_port_in_use(port)
+        assert is_port_in_use(port)
+    assert not is_port_in_use(port)
 
 
 def test_a_compiled_block_is_found():

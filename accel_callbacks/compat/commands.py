@@ -1,0 +1,92 @@
+"""Names of ``accelerate.commands``: the launch command, and config files."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from accel_callbacks.cli import launch
+from accel_callbacks.cli.config import defaults
+from accel_callbacks.cli.parser import CommandParser
+from accel_callbacks.launch.config_file import default_path, read_config, write_config
+from accel_callbacks.launch.machine import detect_machine
+
+__all__ = [
+    "LaunchConfig",
+    "default_config_file",
+    "launch_command",
+    "launch_command_parser",
+    "load_config_from_file",
+    "write_basic_config",
+]
+
+default_config_file = default_json_config_file = str(default_path(os.environ))
+
+
+class LaunchConfig:
+    """The values of a config file.
+
+    Args:
+        values: by their keys in the file.
+    """
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the values by their keys."""
+        return dict(self._values)
+
+
+def load_config_from_file(config_file: str | None) -> LaunchConfig:
+    """Return the values of a config file, the default one if None."""
+    return LaunchConfig(read_config(config_file or default_config_file))
+
+
+def write_basic_config(
+    mixed_precision: str = "no", save_location: str = default_config_file
+) -> Path | bool:
+    """Write a config file that fits this machine.
+
+    Args:
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``.
+        save_location: path of the file.
+
+    Returns:
+        The path, False if there is such a file already, which stays.
+    """
+    if Path(save_location).exists():
+        print(f"{save_location} is there already, and stays: pass another save_location.")
+        return False
+    return write_config(save_location, defaults(detect_machine(os.environ), mixed_precision))
+
+
+def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """Return the parser of ``accel launch``.
+
+    Args:
+        subparsers: of a command line in which it is the subcommand ``launch``.
+    """
+    name, text = "accel launch", "start a script on one or more processes"
+    parser = CommandParser(prog=name, description=text)
+    launch.configure(parser)
+    if subparsers is not None:
+        options = {"parents": [parser], "add_help": False, "conflict_handler": "resolve"}
+        inner: argparse.ArgumentParser = subparsers.add_parser("launch", **options)
+        inner.set_defaults(func=launch_command)
+        return inner
+    return parser
+
+
+def launch_command(args: argparse.Namespace) -> None:
+    """Launch what :func:`launch_command_parser` has read, with this library for Accelerate.
+
+    Raises:
+        SystemExit: a process failed; with its exit code.
+    """
+    args.as_accelerate = True
+    code = launch.run(args)
+    if code:
+        raise SystemExit(code)

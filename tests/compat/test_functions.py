@@ -1,0 +1,280 @@
+"""Functions and classes of Accelerate that do something: files, trackers, variables, models."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import loggers
+from accel_callbacks import Accelerator
+from accel_callbacks.compat.names import NOT_PROVIDED, resolve
+from checkpoint_io import CorruptCheckpointError
+
+
+def name(key: str, module: str = "accelerate.utils"):
+    return resolve(module, key)
+
+
+# --- names ------------------------------------------------------------------------------------
+
+
+def test_each_public_name_of_accelerate_is_there_or_says_why_not():
+    accelerate = pytest.importorskip("accelerate", reason="scripts/test_adapters has it")
+    modules = ("", ".utils", ".state", ".data_loader", ".tracking", ".checkpointing", ".inference")
+    lacking = []
+    for suffix in modules:
+        module = __import__(f"accelerate{suffix}", fromlist=["_"])
+        for key, value in vars(module).items():
+            home = getattr(value, "__module__", "") or ""
+            if key.startswith("_") or not callable(value) or not home.startswith("accelerate"):
+                continue
+            try:
+                resolve(module.__name__, key)
+            except AttributeError:
+                lacking.append(f"{module.__name__}.{key}")
+    assert accelerate.__version__.startswith("1.15")
+    assert lacking == []
+
+
+def test_a_module_of_the_room_that_imports_a_name_does_not_provide_it():
+    with pytest.raises(AttributeError, match=r"has no such name"):
+        resolve("accelerate.utils", "changed_environment")
+
+
+# --- variables --------------------------------------------------------------------------------
+
+
+def test_variables_are_patched_cleared_and_purged(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_A", "before")
+    monkeypatch.delenv("ACCELERATE_B", raising=False)
+    with name("patch_environment")(accelerate_a=1, accelerate_b="x"):
+        assert (os.environ["ACCELERATE_A"], os.environ["ACCELERATE_B"]) == ("1", "x")
+    assert os.environ["ACCELERATE_A"] == "before"
+    assert "ACCELERATE_B" not in os.environ
+    with name("clear_environment")():
+        assert dict(os.environ) == {}
+    assert os.environ["ACCELERATE_A"] == "before"
+
+    @name("purge_accelerate_environment")
+    class Cases:
+        def test_one(self):
+            os.environ["ACCELERATE_B"] = "left"
+
+    class More(Cases):
+        def test_two(self):
+            del os.environ["ACCELERATE_A"]
+
+    Cases().test_one()
+    More().test_two()
+    assert os.environ["ACCELERATE_A"] == "before"
+    assert "ACCELERATE_B" not in os.environ
+
+
+def test_ranks_that_mpi_gives(monkeypatch):
+    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
+    monkeypatch.setenv("PMI_SIZE", "4")
+    information = name("get_cpu_distributed_information")()
+    assert vars(information) == {
+        **{"rank": 3, "world_size": 4, "local_rank": 0, "local_world_size": 1},
+    }
+
+
+# --- trackers ---------------------------------------------------------------------------------
+
+
+def test_a_tracker_by_class_is_what_log_with_makes_by_name(tmp_path):
+    kind = name("TensorBoardTracker", "accelerate.tracking")
+    pytest.importorskip("tensorboard")
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=str(tmp_path))
+    accelerator.init_trackers("run")
+    assert isinstance(accelerator.trackers[0], kind)
+    assert not isinstance(accelerator.trackers[0], name("WandBTracker", "accelerate.tracking"))
+    accelerator.end_training()
+
+
+def test_a_tracker_by_class_logs_alone_and_in_an_accelerator(tmp_path):
+    pytest.importorskip("tensorboard")
+    kind = name("TensorBoardTracker", "accelerate.tracking")
+    alone = kind("alone", tmp_path)
+    assert isinstance(alone, name("GeneralTracker", "accelerate.tracking"))
+    alone.start()
+    alone.store_init_configuration({"lr": 0.1})
+    alone.log({"loss": torch.tensor(0.5)}, step=1)
+    assert alone.writer is alone.tracker is not None
+    alone.finish()
+    accelerator = name("Accelerator", "accelerate")(cpu=True, log_with=kind("inside", tmp_path))
+    accelerator.init_trackers("run")
+    accelerator.log({"loss": 0.25}, step=2)
+    accelerator.end_training()
+    for run in ("alone", "inside"):
+        assert any(path.stat().st_size for path in (tmp_path / run).glob("events*")), run
+
+
+def test_a_registered_class_is_known_by_its_name(tmp_path):
+    class Lines(name("GeneralTracker", "accelerate.tracking")):
+        name = "lines"
+        requires_logging_directory = True
+
+        def __init__(self, run_name: str, logging_dir: str) -> None:
+            super().__init__()
+            self.path = Path(logging_dir, run_name)
+
+        @property
+        def tracker(self):
+            return self.path
+
+        def log(self, values, step=None, **kwargs):
+            self.path.write_text(json.dumps([step, values]))
+
+    tracking = "accelerate.tracking"
+    name("register_tracker_class", tracking)(Lines)
+    try:
+        with pytest.raises(ValueError, match="logging_dir"):
+            name("filter_trackers", tracking)("lines")
+        accelerator = name("Accelerator", "accelerate")(
+            cpu=True, log_with="lines", project_dir=str(tmp_path)
+        )
+        accelerator.init_trackers("run")
+        accelerator.log({"loss": 1.5}, step=3)
+        accelerator.end_training()
+    finally:
+        del name("LOGGER_TYPE_TO_CLASS", tracking)["lines"]
+    assert json.loads((tmp_path / "run").read_text()) == [3, {"loss": 1.5}]
+    with pytest.raises(ValueError, match="must be a subclass of GeneralTracker"):
+        name("register_tracker_class", tracking)(dict)
+
+
+def test_trackers_that_there_are():
+    available = name("get_available_trackers", "accelerate.tracking")()
+    installed = loggers.installed_trackers()
+    assert ("tensorboard" in available) == ("tensorboard" in installed)
+    assert "jsonl" not in available
+
+
+# --- files ------------------------------------------------------------------------------------
+
+
+def test_what_is_saved_is_loaded(tmp_path):
+    path = tmp_path / "weights.bin"
+    name("save")({"a": torch.arange(3)}, path)
+    assert name("load")(path)["a"].tolist() == [0, 1, 2]
+    with pytest.raises(TypeError, match="flat dicts of tensors"):
+        name("save")([1], path)
+
+
+def test_pickles_are_read_without_running_them(tmp_path):
+    states = {"step": 3, "numpy": np.random.get_state(), "python": random.getstate()}
+    path = tmp_path / "states.pkl"
+    torch.save(states, path)
+    for source in (path, path.open("rb")):
+        read = name("load")(source)
+        assert read["step"] == 3
+        assert read["python"] == states["python"]
+        assert np.array_equal(read["numpy"][1], states["numpy"][1])
+    torch.save({"of a class": Path("x")}, path)
+    with pytest.raises(CorruptCheckpointError, match="only full unpickling can create"):
+        name("load")(path)
+
+
+def test_weights_of_a_file_by_a_device_map(tmp_path):
+    name("save")({"a.w": torch.ones(1), "b": torch.ones(1)}, tmp_path / "model.safetensors")
+    weights = name("load_state_dict")(str(tmp_path / "model.safetensors"), {"a": "meta"})
+    assert {key: tensor.device.type for key, tensor in weights.items()} == {
+        **{"a.w": "meta", "b": "cpu"}
+    }
+
+
+def test_weights_that_share_memory_are_written_once():
+    shared = torch.ones(2, 3)
+    weights = {"a": shared, "b": shared, "c": torch.ones(2, 3).T, "d": "text"}
+    cleaned = name("clean_state_dict_for_safetensors")(weights)
+    assert list(cleaned) == ["a", "c", "d"]
+    assert cleaned["c"].is_contiguous()
+
+
+def test_a_basic_config_is_written_once(tmp_path):
+    write = name("write_basic_config")
+    path = tmp_path / "config.yaml"
+    assert write("bf16", str(path)) == path
+    assert name("load_config_from_file")(str(path)).to_dict()["mixed_precision"] == "bf16"
+    assert write("no", str(path)) is False
+
+
+def test_the_parser_of_a_launch_reads_options_of_accelerate(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import accelerate; print(accelerate.__version__)")
+    words = ["--num_processes", "1", "--cpu", str(script), "--flag"]
+    args = name("launch_command_parser", "accelerate.commands.launch")().parse_args(words)
+    assert args.program == [str(script), "--flag"]
+
+
+# --- models -----------------------------------------------------------------------------------
+
+
+def block() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+
+
+def test_blocks_are_compiled_in_place():
+    model = torch.nn.Sequential(block(), block())
+    assert name("compile_regions")(model, backend="eager") is model
+    assert all(part._compiled_call_impl is not None for part in model)
+    assert name("has_repeated_blocks")(model)
+
+
+def test_parameters_of_an_optimizer_are_switched():
+    model, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    name("fsdp2_switch_optimizer_parameters")(optimizer, {p.data_ptr: q for p, q in pairs})
+    assert optimizer.param_groups[0]["params"] == list(other.parameters())
+    with pytest.raises(KeyError, match="has no shard"):
+        name("fsdp2_switch_optimizer_parameters")(optimizer, {})
+
+
+def test_tied_weights_stay_tied_where_they_are_made_anew():
+    with torch.device("meta"):
+        model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
+    model["b"].weight = model["a"].weight
+    model._tied_weights_keys = ["a.weight", "b.weight"]
+
+    def make(module):
+        return module.to_empty(device="cpu", recurse=False)
+
+    retied = name("ensure_weights_retied")(make, model, "cpu")
+    for part in model.values():
+        retied(part)
+    assert model["a"].weight is model["b"].weight
+    assert model["a"].weight.device.type == "cpu"
+
+
+def test_a_pipeline_on_one_process_is_the_model():
+    model = torch.nn.Sequential(block(), block())
+    assert name("prepare_pippy", "accelerate.inference")(model, split_points=["1"]) is model
+    assert model.hf_split_points == ["1"]
+
+
+def test_whole_weights_are_loaded():
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    name("fsdp2_load_full_state_dict")(None, model, other.state_dict())
+    assert torch.equal(model.weight, other.weight)
+
+
+def test_autocast_is_that_of_the_run(monkeypatch):
+    monkeypatch.setenv("ACCEL_MIXED_PRECISION", "bf16")
+    with name("get_mixed_precision_context_manager")(native_amp=True):
+        assert torch.nn.Linear(1, 1)(torch.ones(1)).dtype == torch.bfloat16
+    with name("get_mixed_precision_context_manager")():
+        assert torch.nn.Linear(1, 1)(torch.ones(1)).dtype == torch.float32
+
+
+def test_each_reason_says_what_to_do_instead():
+    assert all(len(reason) > 40 for reason in NOT_PROVIDED.values())

@@ -1,0 +1,40 @@
+"""Functions of Accelerate, by which this library stands in for it, on two processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accel_callbacks import PartialState
+from accel_callbacks.compat.models import copy_tensor_to_devices, prepare_pippy
+
+pytestmark = pytest.mark.distributed
+
+
+def staged():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+    inputs = torch.randn(4, 2)
+    with torch.no_grad():
+        expected = model(inputs)
+        PartialState(cpu=True)
+        pipeline = prepare_pippy(model, split_points=["2"], example_args=(inputs,))
+        return torch.allclose(pipeline(inputs), expected, atol=1e-6), pipeline.hf_split_points
+
+
+def copied():
+    rank = PartialState(cpu=True).process_index
+    tensor = torch.arange(3, dtype=torch.int16) if rank == 1 else None
+    try:
+        return copy_tensor_to_devices(tensor).tolist(), copy_tensor_to_devices()
+    except ValueError as error:
+        return copy_tensor_to_devices(tensor).tolist(), str(error)
+
+
+def test_a_pipeline_for_inference_returns_what_the_model_does(pool):
+    assert pool.run(staged) == [(True, ["2"])] * 2
+
+
+def test_a_tensor_of_one_process_is_copied_to_all(pool):
+    text = "copy_tensor_to_devices: no process has a tensor; pass it on one."
+    assert pool.run(copied) == [([0, 1, 2], text)] * 2
