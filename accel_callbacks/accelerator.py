@@ -2123,6 +2123,7 @@ def _parts() -> list[tuple[str, type[Any]]]:
         ("project_config={}", ProjectConfiguration),
         ("gradient_accumulation_plugin={}", plugins.GradientAccumulationPlugin),
         ("dynamo_plugin={}", plugins.TorchDynamoPlugin),
+        ("deepspeed_plugin={}", plugins.DeepSpeedPlugin),
     ]
     handlers = (plugins.DistributedDataParallelKwargs, plugins.GradScalerKwargs)
     return own + [("kwargs_handlers=[{}]", handler) for handler in handlers]

@@ -330,14 +330,6 @@ def test_several_models_have_a_plugin_each(pool) -> None:
     assert pool.run(_selected)[0] == [2, 3]
 
 
-def test_the_extra_is_named_where_deepspeed_is_missing(monkeypatch) -> None:
-    import importlib.util
-
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"accel-callbacks\[deepspeed\]"):
-        Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin())
-
-
 def _skipped(stage: int) -> Any:
     job = prepared(f"zero{stage}")
     accel, model, optimizer, _, schedule = job

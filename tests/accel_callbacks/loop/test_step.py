@@ -431,6 +431,8 @@ def test_reduce_on_plateau_takes_its_metric():
         ("logging_dir", "project_config=ProjectConfiguration(logging_dir=...)"),
         ("sync_each_batch", "GradientAccumulationPlugin(sync_each_batch=...)"),
         ("find_unused_parameters", "[DistributedDataParallelKwargs(find_unused_parameters=...)]"),
+        ("hf_ds_config", "deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=...)"),
+        ("deepspeed_config", "Did you mean 'deepspeed_plugin'?"),
         ("zzz", "has no option 'zzz'."),
     ],
 )

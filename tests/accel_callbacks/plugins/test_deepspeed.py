@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib.util
 import json
 import os
 import time
@@ -160,3 +161,22 @@ def test_a_lock_that_nobody_holds_is_found(tmp_path: Path, monkeypatch: Any, cap
     os.utime(lock, (time.time() - 3600,) * 2)
     with pytest.raises(RuntimeError, match="remove the file"), building():
         pass
+
+
+@pytest.mark.parametrize("given", ["deepspeed_plugin", "deepspeed_plugins", "launch", "file"])
+def test_no_deepspeed_is_an_error_that_says_what_to_install(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(ZERO), encoding="utf-8")
+    options: dict[str, Any] = {
+        "deepspeed_plugin": {"deepspeed_plugin": DeepSpeedPlugin()},
+        "deepspeed_plugins": {"deepspeed_plugins": {"teacher": DeepSpeedPlugin()}},
+        "file": {"deepspeed_plugin": DeepSpeedPlugin(str(path))},
+    }.get(given, {})
+    if given == "launch":
+        monkeypatch.setenv("ACCEL_DISTRIBUTED_TYPE", "DEEPSPEED")
+        monkeypatch.setenv("ACCEL_DEEPSPEED_CONFIG_FILE", str(path))
+    with pytest.raises(ImportError, match=r"pip install 'accel-callbacks\[deepspeed\]'"):
+        Accelerator(cpu=True, **options)
