@@ -172,7 +172,8 @@ class BorrowedWeights(AbstractContextManager[str]):
             model = self._training.models[index]
             here = strategy.local_state_dict(model)
             if not strategy.loads_in_place(model) or not all(map(reads.is_view, saved.values())):
-                given[index] = reads.replace(saved)
+                part = partial(strategy.read_target, model)
+                given[index] = reads.replace(saved, part=part)
                 continue
             for name, view in saved.items():
                 target = here[name]

@@ -45,6 +45,7 @@ from accel_callbacks.logging import notice
 from accel_callbacks.strategies.optimizer_state import parameter_names
 
 if TYPE_CHECKING:
+    from accel_callbacks.strategies.base import Strategy
     from checkpoint_io import CheckpointReader, TensorView
 
 __all__ = [
@@ -64,6 +65,9 @@ __all__ = [
 
 _KINDS = ("models", "optimizers", "schedulers", "loaders")
 _WHERE = "load_state"
+
+
+NewPart = Callable[[tuple[int, ...], torch.dtype], "torch.Tensor | None"]
 
 
 class InPlaceReads:
@@ -134,6 +138,7 @@ class InPlaceReads:
         current: Any = None,
         parameter: torch.Tensor | None = None,
         key: Any = None,
+        part: NewPart | None = None,
     ) -> Any:
         """Return a part of a saved state with tensors in place of its views.
 
@@ -144,21 +149,31 @@ class InPlaceReads:
             current: the same part of the current state, if there is one.
             parameter: the parameter that the part belongs to; without one, tensors are on the CPU.
             key: the name of the part.
+            part: makes tensors of which a rank reads its part, by shape and dtype.
         """
         if isinstance(saved, Mapping):
             inner = current if isinstance(current, Mapping) else {}
-            return {k: self.replace(v, inner.get(k), parameter, k) for k, v in saved.items()}
+            return {k: self.replace(v, inner.get(k), parameter, k, part) for k, v in saved.items()}
         if isinstance(saved, (list, tuple)):
             here = current if isinstance(current, (list, tuple)) else ()
             filled = [*here, *[None] * len(saved)]
             return type(saved)(
-                self.replace(value, filled[i], parameter, key) for i, value in enumerate(saved)
+                self.replace(value, filled[i], parameter, key, part)
+                for i, value in enumerate(saved)
             )
-        return self._leaf(saved, current, parameter, key) if self.is_view(saved) else saved
+        if not self.is_view(saved):
+            return saved
+        return self._leaf(saved, current, parameter, key, part)
 
-    def _leaf(self, view: TensorView, current: Any, parameter: Any, key: Any) -> Any:
+    def _leaf(
+        self, view: TensorView, current: Any, parameter: Any, key: Any, part: NewPart | None
+    ) -> Any:
         if view.is_array:
             return self._new(view, None, key).numpy()
+        sharded = None if part is None else part(view.shape, view.dtype)
+        if sharded is not None:
+            self._pairs.append((view, sharded))
+            return sharded
         if not self._reusable(current, view):
             return self._new(view, parameter, key)
         self._storages.add(_storage(local_part(current)))
@@ -478,7 +493,8 @@ def _place_weights(
             for name, view in saved.items():
                 reads.into(name, view, here[name])
         else:
-            given[index] = reads.replace(saved)
+            part = partial(training.strategy.read_target, model)
+            given[index] = reads.replace(saved, part=part)
     return given
 
 
@@ -487,13 +503,18 @@ def _place_states(
 ) -> dict[int, dict[str, Any]]:
     """Return optimizer states with tensors to be read in place of views."""
     return {
-        index: place_optimizer_state(training.optimizers[index].optimizer, saved, reads)
+        index: place_optimizer_state(
+            training.optimizers[index].optimizer, saved, reads, training.strategy
+        )
         for index, saved in optimizers.items()
     }
 
 
 def place_optimizer_state(
-    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], reads: InPlaceReads
+    optimizer: torch.optim.Optimizer,
+    saved: Mapping[str, Any],
+    reads: InPlaceReads,
+    strategy: Strategy,
 ) -> dict[str, Any]:
     """Return a saved state by position with tensors to be read in place of its views.
 
@@ -501,10 +522,14 @@ def place_optimizer_state(
         optimizer: as the user made it; tensors of its state that fit are used again.
         saved: from ``Strategy.fit_optimizer_state``.
         reads: gets the tensors.
+        strategy: knows which of them a rank reads in part.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    part = partial(strategy.read_target, optimizer)
     states = {
-        place: reads.replace(state, optimizer.state.get(parameters[place]), parameters[place])
+        place: reads.replace(
+            state, optimizer.state.get(parameters[place]), parameters[place], part=part
+        )
         for place, state in saved["state"].items()
     }
     return {**reads.replace({**saved, "state": {}}), "state": states}

@@ -521,6 +521,24 @@ class Strategy(ABC):
         """Return whether writing into the tensors of :meth:`local_state_dict` loads a model."""
         return is_plain(self.unwrap(model))
 
+    def read_target(
+        self,
+        owner: torch.nn.Module | torch.optim.Optimizer,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+    ) -> torch.Tensor | None:
+        """Return a new tensor of which this rank reads its part alone, None to read it whole.
+
+        Collective the first time. :meth:`load_model_state_dict` and
+        :meth:`load_optimizer_state_dict` take it.
+
+        Args:
+            owner: the prepared model, or the optimizer inside of the prepared one.
+            shape: of the stored tensor.
+            dtype: of the stored tensor.
+        """
+        return None
+
     def reduce_gradients(self) -> None:
         """Collective: bring the gradients of an open window into ``parameter.grad``.
 

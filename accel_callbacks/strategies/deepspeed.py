@@ -663,11 +663,6 @@ class DeepSpeed(Strategy):
                 part.clamp_(-clip_value * scale, clip_value * scale)
 
     @property
-    def keeps_weights_apart(self) -> bool:
-        """True in stage 3."""
-        return any(own.engine.zero_optimization_stage() == 3 for own in self._optimizers.values())
-
-    @property
     def replaces_optimizers(self) -> bool:
         """True: DeepSpeed may take a fused or offloaded variant."""
         return True
@@ -728,6 +723,21 @@ class DeepSpeed(Strategy):
         engine = self._engine_of(model)
         return (engine is None or not is_zero(engine)) and is_plain(self.unwrap(model))
 
+    def read_target(
+        self,
+        owner: torch.nn.Module | torch.optim.Optimizer,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+    ) -> torch.Tensor | None:
+        """Return rows for a tensor of a model or optimizer under ZeRO, which is gathered later."""
+        if isinstance(owner, EngineOptimizer):
+            engine = owner.engine
+        else:
+            engine = self._engine_of(owner) if isinstance(owner, torch.nn.Module) else None
+        if engine is None or not is_zero(engine):
+            return None
+        return self._rows.empty(shape, dtype)
+
     def load_model_state_dict(self, model: torch.nn.Module, state: dict[str, Any]) -> None:
         """Load a state whose tensors are whole and the same on all ranks, or rows."""
         engine = self._engine_of(model)
@@ -761,7 +771,7 @@ class DeepSpeed(Strategy):
     def load_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
     ) -> None:
-        """Load a state by position, whose tensors are whole and the same on all ranks."""
+        """Load a state by position, whose tensors are whole and the same on all ranks, or rows."""
         if not isinstance(optimizer, EngineOptimizer):
             super().load_optimizer_state_dict(optimizer, state)
             return

@@ -51,23 +51,39 @@ class RowMesh:
         """
         if full.dim() == 0 or self._world_size == 1:
             return full.detach().to("cpu", copy=True)
-        # Imported here, because importing it takes a second.
-        from torch.distributed.device_mesh import init_device_mesh
+        first, last = self._own_rows(full.shape[0])
+        own = full.detach()[first:last].to("cpu", copy=True).contiguous()
+        return self._sharded(own, full.shape)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a new DTensor of a shape, to be read into; collective the first time.
+
+        Args:
+            shape: of the whole tensor; one without rows is plain, and so is any on one rank.
+            dtype: its dtype.
+        """
+        if not shape or self._world_size == 1:
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+        first, last = self._own_rows(shape[0])
+        own = torch.empty((last - first, *shape[1:]), dtype=dtype, device="cpu")
+        return self._sharded(own, torch.Size(shape))
+
+    def _own_rows(self, count: int) -> tuple[int, int]:
+        if self._mesh is None:
+            # Imported here, because importing it takes a second.
+            from torch.distributed.device_mesh import init_device_mesh
+
+            self._mesh = init_device_mesh("cpu", (self._world_size,), mesh_dim_names=("zero",))
+        size = -(-count // self._world_size)
+        first = min(self._mesh.get_local_rank() * size, count)
+        return first, min(first + size, count)
+
+    def _sharded(self, rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         from torch.distributed.tensor import DTensor, Shard
 
-        if self._mesh is None:
-            self._mesh = init_device_mesh("cpu", (self._world_size,), mesh_dim_names=("zero",))
-        size = -(-full.shape[0] // self._world_size)
-        rank = self._mesh.get_local_rank()
-        first = min(rank * size, full.shape[0])
-        own = full.detach()[first : min(first + size, full.shape[0])]
+        stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
-            own.to("cpu", copy=True).contiguous(),
-            self._mesh,
-            [Shard(0)],
-            run_check=False,
-            shape=full.shape,
-            stride=torch.empty(full.shape, device="meta").stride(),
+            rows, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
         )
 
 

@@ -243,7 +243,7 @@ def load_fsdp_optimizer(
         reader = checkpoint_io.open_checkpoint(where)
         saved = strategy.fit_optimizer_state(reader.state["optimizer"], inner, names)
         reads = InPlaceReads(reader)
-        state = place_optimizer_state(inner, saved, reads)
+        state = place_optimizer_state(inner, saved, reads, strategy)
         reads.run(False)
         strategy.load_optimizer_state_dict(inner, state)
 

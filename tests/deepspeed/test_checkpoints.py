@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 pytest.importorskip("deepspeed", reason="deepspeed is not installed: scripts/test_deepspeed")
 
 import checkpoint_io
+from accel_callbacks.gradients import local_part
 from tests.deepspeed.jobs import difference, finish, prepared, train, weights
 from tests.distributed.conftest import free_port
 from tests.support.rounding import ABSOLUTE
@@ -113,6 +114,37 @@ def test_bf16_keeps_the_weights_that_the_optimizer_steps_with(
     assert difference(pool.run(_loaded, layout, path, "bf16")[0], end) == 0.0
     assert checkpoint_io.load(path).state["models"]["0"]["2.weight"].dtype == torch.float32
     pool.run(_loaded, "ddp", path, "bf16")  # and another engine goes on
+
+
+def _bytes_read(layout: str, folder: str) -> tuple[int, int]:
+    """Load; return the bytes of the tensors that were read into, and of all that are stored."""
+    read = 0
+    original = checkpoint_io.CheckpointReader.read
+
+    def counted(self: Any, pairs: Any, **options: Any) -> None:
+        nonlocal read
+        pairs = list(pairs)
+        read += sum(local_part(target).nbytes for _, target in pairs)
+        original(self, pairs, **options)
+
+    job = prepared(layout)
+    checkpoint_io.CheckpointReader.read = counted
+    try:
+        job[0].load_state(folder)
+    finally:
+        checkpoint_io.CheckpointReader.read = original
+    finish(job[0])
+    manifest = checkpoint_io.read_manifest(folder)
+    names = [*manifest.tensors, *manifest.aliases]
+    stored = [manifest.tensors[manifest.aliases.get(name, name)] for name in names]
+    return read, sum(chunk.end - chunk.begin for entry in stored for chunk in entry.chunks)
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3"])
+def test_a_rank_reads_its_rows_and_not_the_whole_model(pool, saved, layout: str) -> None:
+    for source in ("zero3", "ddp"):
+        for read, stored in pool.run(_bytes_read, layout, str(saved[0] / source)):
+            assert 0.4 * stored < read < 0.6 * stored
 
 
 def _model_saved(layout: str, folder: str) -> Any:
