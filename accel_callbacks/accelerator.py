@@ -2064,6 +2064,8 @@ class Accelerator(ProcessControl, MediaLogging):
         self.loop.saves.free_memory()
         self.loop.forget()
         self.loop.run.start_over()
+        if self.loop.pass_ends is not None:
+            self.loop.pass_ends.count_from_here()
         return release_memory(*objects)
 
     clear = free_memory

@@ -403,4 +403,4 @@ def join_uneven_inputs(
     finally:
         counts.closed = False
         if loop.pass_ends is not None:
-            loop.pass_ends.begin_evenly()
+            loop.pass_ends.count_from_here()

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from weakref import WeakMethod, ref
 
+import torch.distributed as dist
+
 from accel_callbacks import collectives
 from accel_callbacks.distributed.abort import abort_run
 from accel_callbacks.distributed.heartbeat import current_heartbeat, report_progress
@@ -48,11 +50,12 @@ class PassEnds:
         self, position: Callable[[], _Position], trains_together: Callable[[], bool]
     ) -> None:
         self._position, self._trains_together = position, trains_together
-        self._uneven, self._origin = 0, position()
+        self._restarts, self._origin = 0, position()
         self.in_pass = self._ended = self._given_up = False
         self._seen: set[str] = set()
         self._checks, self._compared = 0, self._progress()
         self._thread = threading.get_ident()
+        self._group: Callable[[], object] = _reference(dist.group.WORLD)
         collectives.before_collectives("passes", WeakMethod(self.check))
         here = ref(self)
         report_progress(lambda: () if (ends := here()) is None else ends._progress())
@@ -65,21 +68,21 @@ class PassEnds:
         """Note that a pass has ended, or may have."""
         self.in_pass, self._ended = False, True
 
-    def begin_evenly(self) -> None:
-        """Count from here: the ranks have had unequal numbers of batches, as they were meant to."""
-        self._uneven, self._origin = self._uneven + 1, self._position()
+    def count_from_here(self) -> None:
+        """Count from here: what was before is over, or had unequal numbers as it was meant to."""
+        self._restarts, self._origin = self._restarts + 1, self._position()
         self.in_pass = self._ended = False
         self._compared = self._progress()
 
     def _progress(self) -> tuple[int, ...]:
-        """Return what tells how far this rank is: blocks of uneven inputs, epoch, batches, steps.
+        """Return what tells how far this rank is: restarts of the count, epoch, batches, steps.
 
-        Batches and steps are those since the last such block.
+        Batches and steps are those since the count was restarted.
         """
         epoch, batches, steps = self._position()
         first, batches_before, steps_before = self._origin
         since = batches - batches_before if epoch == first else batches
-        return self._uneven, epoch, since, steps - steps_before
+        return self._restarts, epoch, since, steps - steps_before
 
     def check(self, operation: str) -> None:
         """Wait until all ranks have ended their pass, where this one has and did not wait yet.
@@ -90,15 +93,27 @@ class PassEnds:
         Raises:
             RuntimeError: another rank goes on with a batch that this one does not have.
         """
-        if not self._ended and (self.in_pass or operation in self._seen):
+        if self._thread != threading.get_ident():
             return
-        if self._given_up or self._thread != threading.get_ident():
+        if self._group() is not dist.group.WORLD:
+            self._begin_in_group()
+        if self._given_up or (not self._ended and (self.in_pass or operation in self._seen)):
             return
         self._seen.add(operation)
         self._ended, mine = False, self._progress()
         if mine != self._compared and self._trains_together():
             self._compared = mine
             self._meet(operation, mine)
+
+    def _begin_in_group(self) -> None:
+        """Count from here: the ranks have joined another group, each from another place.
+
+        That is so after an attempt of :func:`find_executable_batch_size` that failed on one.
+        """
+        self._group = _reference(dist.group.WORLD)
+        self._checks, self._given_up = 0, False
+        self._seen.clear()
+        self.count_from_here()
 
     def _meet(self, operation: str, mine: tuple[int, ...]) -> None:
         watch = current_heartbeat()
@@ -131,6 +146,11 @@ class PassEnds:
                 return
             time.sleep(pause)
             pause = min(2 * pause, longest)
+
+
+def _reference(group: object) -> Callable[[], object]:
+    """Return what returns a group, which it does not keep alive; None without one."""
+    return (lambda: None) if group is None else ref(group)
 
 
 def _goes_on(progress: Sequence[int], mine: Sequence[int]) -> bool:

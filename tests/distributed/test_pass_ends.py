@@ -11,7 +11,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_callbacks import Accelerator, FullyShardedDataParallelPlugin
+from accel_callbacks import (
+    Accelerator,
+    FullyShardedDataParallelPlugin,
+    find_executable_batch_size,
+)
 from accel_callbacks.callbacks import EarlyStopping
 from tests.distributed.conftest import Pool
 from tests.support.sharded import quiet
@@ -109,6 +113,27 @@ def test_a_rank_that_runs_out_says_so_before_it_leaves(fresh_pool, tmp_path, lay
         assert kind_of_error in ("RuntimeError", "RemoteError")
         assert "rank 1 ran out of data after 5 batches, and rank 0 goes on with batch 6" in text
         assert "join_uneven_inputs" in text
+
+
+def uneven_after_a_failure() -> None:
+    """Ranks that join again after rank 1 ran out of memory, each at another place of its loop."""
+    accel = accelerator()
+
+    @find_executable_batch_size(starting_batch_size=2)
+    def train(size: int) -> None:
+        accel.free_memory()
+        model, optimizer = trained(accel)
+        if size == 2 and not accel.is_main_process:
+            raise MemoryError
+        epoch(accel, model, optimizer, batches(accel, "own", (6, 5)))
+        accel.end_training()
+
+    train()
+
+
+def test_a_rank_that_runs_out_says_so_after_an_attempt_that_failed_too(fresh_pool):
+    for _, text in fresh_pool.outcomes(uneven_after_a_failure):
+        assert "rank 1 ran out of data after 5 batches, and rank 0 goes on with batch 6" in text
 
 
 # --- right as it is -------------------------------------------------------------------------------
