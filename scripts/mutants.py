@@ -288,6 +288,81 @@ config
     tests/cli/test_config.py
     tests/cli/test_config_launch.py
     tests/cli/test_launch_plan.py
+offload
+    accel_callbacks/offload/align.py
+    accel_callbacks/offload/assignment.py
+    accel_callbacks/offload/attachment.py
+    accel_callbacks/offload/budgets.py
+    accel_callbacks/offload/casting.py
+    accel_callbacks/offload/checkpoint_weights.py
+    accel_callbacks/offload/contents.py
+    accel_callbacks/offload/device_copies.py
+    accel_callbacks/offload/device_map.py
+    accel_callbacks/offload/dispatch.py
+    accel_callbacks/offload/file_pages.py
+    accel_callbacks/offload/folder.py
+    accel_callbacks/offload/hooks.py
+    accel_callbacks/offload/offload_index.py
+    accel_callbacks/offload/placeholder.py
+    accel_callbacks/offload/placement.py
+    accel_callbacks/offload/planner.py
+    accel_callbacks/offload/quantize.py
+    accel_callbacks/offload/residence.py
+    accel_callbacks/offload/sizes.py
+    accel_callbacks/offload/source.py
+    accel_callbacks/offload/spill.py
+    accel_callbacks/offload/tensors.py
+    accel_callbacks/offload/traffic_report.py
+    accel_callbacks/offload/units.py
+    accel_callbacks/offload/views.py
+    accel_callbacks/offload/weights.py
+    accel_callbacks/offload/whole_model.py
+    accel_callbacks/offload/window.py
+    tests/accel_callbacks/offload/test_budgets.py
+    tests/accel_callbacks/offload/test_casting.py
+    tests/accel_callbacks/offload/test_device_copies.py
+    tests/accel_callbacks/offload/test_device_map.py
+    tests/accel_callbacks/offload/test_dispatch.py
+    tests/accel_callbacks/offload/test_dispatch_devices.py
+    tests/accel_callbacks/offload/test_dispatch_views.py
+    tests/accel_callbacks/offload/test_fetching.py
+    tests/accel_callbacks/offload/test_folder.py
+    tests/accel_callbacks/offload/test_hooks.py
+    tests/accel_callbacks/offload/test_memory_limit.py
+    tests/accel_callbacks/offload/test_placeholder.py
+    tests/accel_callbacks/offload/test_plan.py
+    tests/accel_callbacks/offload/test_quantize.py
+    tests/accel_callbacks/offload/test_reads.py
+    tests/accel_callbacks/offload/test_residence.py
+    tests/accel_callbacks/offload/test_sizes.py
+    tests/accel_callbacks/offload/test_source.py
+    tests/accel_callbacks/offload/test_tensors.py
+    tests/accel_callbacks/offload/test_traffic_report.py
+    tests/accel_callbacks/offload/test_training.py
+    tests/accel_callbacks/offload/test_units.py
+    tests/accel_callbacks/offload/test_uses.py
+    tests/accel_callbacks/offload/test_weights.py
+    tests/accel_callbacks/offload/test_whole_model.py
+    tests/accel_callbacks/offload/test_window.py
+plugins
+    accel_callbacks/plugins/base.py
+    accel_callbacks/plugins/compile.py
+    accel_callbacks/plugins/ddp.py
+    accel_callbacks/plugins/deepspeed.py
+    accel_callbacks/plugins/deepspeed_config.py
+    accel_callbacks/plugins/deepspeed_dummies.py
+    accel_callbacks/plugins/fsdp.py
+    accel_callbacks/plugins/gradient_accumulation.py
+    accel_callbacks/plugins/megatron.py
+    accel_callbacks/plugins/parallelism.py
+    accel_callbacks/plugins/parallelism_handlers.py
+    accel_callbacks/plugins/precision.py
+    accel_callbacks/plugins/process_group.py
+    tests/accel_callbacks/plugins/test_deepspeed.py
+    tests/accel_callbacks/plugins/test_fsdp.py
+    tests/accel_callbacks/plugins/test_megatron.py
+    tests/accel_callbacks/plugins/test_parallelism.py
+    tests/accel_callbacks/plugins/test_plugins.py
 """
 
 
