@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from accel_callbacks.collectives import is_sharded, shard_like
+from accel_callbacks.collectives import full_tensor, is_sharded, shard_like
 from accel_callbacks.errors import ResumeError, nearest
 from accel_callbacks.gradients import local_part
 from accel_callbacks.offload.placeholder import AbsentWeight
+from accel_callbacks.strategies.zero_state import RowMesh, ZeroWeight, zero_weight
 
 __all__ = ["Averages", "Rule", "local_part"]
 
@@ -25,8 +26,9 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 class Averages:
     """The averages of the floating-point weights of some models.
 
-    Sharded tensors stay sharded. Offloaded ones, which are not trained, are left out. Averages of
-    half-precision weights are kept in float32, which does not round small updates away.
+    Sharded tensors stay sharded, flat parts of ZeRO stage 3 too. Offloaded ones, which are not
+    trained, are left out. Averages of half-precision weights are kept in float32, which does not
+    round small updates away.
 
     Args:
         models: as the user built them.
@@ -60,6 +62,8 @@ class Averages:
         self.models = list(models)
         self._device = None if device is None else torch.device(device)
         self._weights: list[torch.Tensor] = []  # tied ones once
+        self._zero: dict[int, ZeroWeight] = {}  # by index: those of which ZeRO keeps flat parts
+        self._rows: RowMesh | None = None  # in which these are saved
         self._names: list[str] = []  # "<number of the model>.<first name>" of each weight
         self._offloaded: set[str] = set()  # likewise
         self._aliases: list[tuple[str, str, int]] = []  # model, name, index; all names of each
@@ -82,6 +86,8 @@ class Averages:
                 continue
             if id(tensor) not in indices:
                 indices[id(tensor)] = len(self._weights)
+                if (flat := zero_weight(tensor)) is not None:
+                    self._zero[len(self._weights)] = flat
                 self._weights.append(tensor)
                 self._names.append(f"{number}.{name}")
             self._aliases.append((number, name, indices[id(tensor)]))
@@ -106,12 +112,15 @@ class Averages:
         """
         self.restore()
         if not self._averages:
-            self._averages = [self._new_average(weight) for weight in self._weights]
+            self._averages = [self._new_average(index) for index in range(len(self._weights))]
             return
         groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for weight, average in zip(self._weights, self._averages, strict=True):
+        current_weights = list(map(self._live, range(len(self._weights)))) if self._zero else None
+        for weight, live, average in zip(
+            self._weights, current_weights or self._weights, self._averages, strict=True
+        ):
             if average is not None and (only is None or only(weight)):
-                source, target = local_part(weight), local_part(average)
+                source, target = local_part(live), local_part(average)
                 kind = (source.device, source.dtype, target.device, target.dtype)
                 averaged, current = groups.setdefault(kind, ([], []))
                 averaged.append(target)
@@ -119,10 +128,22 @@ class Averages:
         for averaged, current in groups.values():
             _apply_rule(rule, averaged, current)
 
-    def _new_average(self, weight: torch.Tensor) -> torch.Tensor:
+    def _live(self, index: int) -> torch.Tensor:
+        """Return a weight as it is now: a DTensor, or the flat part that ZeRO keeps of it."""
+        return self._zero[index].part() if index in self._zero else self._weights[index].detach()
+
+    def _put(self, index: int, value: torch.Tensor) -> None:
+        """Set a weight to a value of the form of :meth:`_live`."""
+        if index in self._zero:
+            self._zero[index].write(value)
+        else:
+            _write(self._weights[index], value)
+
+    def _new_average(self, index: int) -> torch.Tensor:
         """Copy a weight in the dtype and to the device of the averages."""
+        weight = self._live(index)
         dtype = torch.float32 if weight.dtype in _LOW_PRECISION else weight.dtype
-        return weight.detach().to(device=self._device or weight.device, dtype=dtype, copy=True)
+        return weight.to(device=self._device or weight.device, dtype=dtype, copy=True)
 
     # --- swapping -----------------------------------------------------------------------------
 
@@ -134,13 +155,14 @@ class Averages:
         another precision. An error or Ctrl-C on the way restores the weights.
         """
         try:
-            for index, weight in enumerate(self._weights):
+            for index in range(len(self._weights)):
                 average = self._averages[index]
                 if index in self._displaced or average is None:
                     continue
+                weight = self._live(index)
                 # From here on an interrupt loses nothing: restore() takes the weight from here.
-                self._displaced[index] = weight.detach().to(average.device, copy=True)
-                _write(weight, average)
+                self._displaced[index] = weight.to(average.device, copy=True)
+                self._put(index, average)
                 if average.dtype == weight.dtype:
                     self._averages[index] = None  # the model holds it, so free this copy
         except BaseException:
@@ -151,32 +173,52 @@ class Averages:
     def restore(self) -> None:
         """Put the weights back into the models; does nothing if they are there."""
         for index in list(self._displaced):
-            weight = self._weights[index]
             if self._averages[index] is None:
-                self._averages[index] = self._new_average(weight)
-            _write(weight, self._displaced[index])
+                self._averages[index] = self._new_average(index)
+            self._put(index, self._displaced[index])
             del self._displaced[index]
 
     def displaced_weights(self, model: str) -> dict[str, torch.Tensor]:
-        """Return the weights of a model, by its number, while it holds the averages."""
+        """Return the weights of a model, by its number, while it holds the averages.
+
+        Collective under ZeRO stage 3.
+        """
+        indices = {index: None for number, _, index in self._aliases if number == model}
+        saved = {i: self._saved(i, self._displaced[i]) for i in indices if i in self._displaced}
         return {
-            name: self._displaced[index]
+            name: saved[index]
             for number, name, index in self._aliases
-            if number == model and index in self._displaced
+            if number == model and index in saved
         }
 
     # --- state --------------------------------------------------------------------------------
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the averages by name; empty before the first update."""
+        """Return the averages by name; empty before the first update.
+
+        Collective under ZeRO stage 3.
+        """
         if not self._averages:
             return {}
         return {
-            name: (weight if average is None else average).detach()
-            for name, weight, average in zip(
-                self._names, self._weights, self._averages, strict=True
-            )
+            name: self._saved(index, self._live(index) if average is None else average)
+            for index, (name, average) in enumerate(zip(self._names, self._averages, strict=True))
         }
+
+    def _saved(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """Return a value of the form of :meth:`_live` as it is saved: with the weight's shape."""
+        if index not in self._zero:
+            return value.detach()
+        return self._mesh().rows(self._zero[index].whole(value))
+
+    def _mesh(self) -> RowMesh:
+        if self._rows is None:
+            self._rows = RowMesh(torch.distributed.get_world_size())
+        return self._rows
+
+    def _shape(self, index: int) -> tuple[int, ...]:
+        whole = self._zero[index] if index in self._zero else self._weights[index]
+        return tuple(whole.shape)
 
     def of_model(self, number: int, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the saved averages of the model with this number, under all names of its weights.
@@ -202,18 +244,22 @@ class Averages:
             By name; nothing of averages that do not fit, which :meth:`load` refuses.
         """
         found = {}
-        for name, weight in zip(self._names, self._weights, strict=True):
+        for index, (name, weight) in enumerate(zip(self._names, self._weights, strict=True)):
             saved = state.get(name)
-            if saved is None or isinstance(saved, torch.Tensor) or not is_sharded(weight):
+            if saved is None or isinstance(saved, torch.Tensor):
                 continue
-            if tuple(saved.shape) == tuple(weight.shape):
+            if tuple(saved.shape) != self._shape(index):
+                continue
+            if index in self._zero:
+                found[name] = self._mesh().empty(saved.shape, saved.dtype)
+            elif is_sharded(weight):
                 place = self._device or weight.device
                 found[name] = torch.empty_like(weight.detach(), dtype=saved.dtype, device=place)
         return found
 
     def _check(self, state: Mapping[str, Any]) -> None:
-        for name, weight in zip(self._names, self._weights, strict=True):
-            _check_saved(name, weight, state)
+        for index, name in enumerate(self._names):
+            _check_saved(name, self._shape(index), state)
         if unknown := sorted(state.keys() - set(self._names) - self._offloaded):
             hint = nearest(unknown[0], self._names)
             raise ResumeError(f"the average of {unknown[0]!r} is only in the checkpoint.{hint}")
@@ -235,8 +281,12 @@ class Averages:
         for index, name in enumerate(self._names):
             target = self._averages[index]
             if target is None:
-                target = self._averages[index] = self._new_average(self._weights[index])
-            _write(target, shard_like(state[name], target))
+                target = self._averages[index] = self._new_average(index)
+            if index in self._zero:
+                whole = full_tensor(state[name])
+                target.copy_(self._zero[index].part_of(whole.to(target.device)))
+            else:
+                _write(target, shard_like(state[name], target))
 
     @torch.no_grad()
     def copy_to(self, model: torch.nn.Module, number: str) -> None:
@@ -250,14 +300,27 @@ class Averages:
         names = [name for name in self._names if name.startswith(f"{number}.")]
         for name in names:
             own = name.partition(".")[2]
-            if own not in targets or targets[own].shape != state[name].shape:
+            if own not in targets or _whole_shape(targets[own]) != state[name].shape:
                 what = "has no" if own not in targets else "has another shape of"
                 raise ValueError(
                     f"{type(model).__name__} {what} {own!r}: copy into a model that is built like "
                     f"the one that was trained.{nearest(own, targets)}"
                 )
         for name in names:
-            _write(targets[name.partition(".")[2]], state[name])
+            target, value = targets[name.partition(".")[2]], state[name]
+            flat = zero_weight(target)
+            if flat is not None:
+                whole = full_tensor(value)
+                flat.write(flat.part_of(whole.to(target.device)))
+            elif is_sharded(value) and not is_sharded(target):
+                target.data.copy_(full_tensor(value))
+            else:
+                _write(target, value)
+
+
+def _whole_shape(tensor: torch.Tensor) -> torch.Size:
+    flat = zero_weight(tensor)
+    return tensor.shape if flat is None else flat.shape
 
 
 def _apply_rule(rule: Rule, averaged: list[torch.Tensor], current: list[torch.Tensor]) -> None:
@@ -280,11 +343,11 @@ def _write(target: torch.Tensor, source: torch.Tensor) -> None:
     local_part(target).data.copy_(local_part(source))
 
 
-def _check_saved(name: str, weight: torch.Tensor, state: Mapping[str, Any]) -> None:
+def _check_saved(name: str, shape: tuple[int, ...], state: Mapping[str, Any]) -> None:
     if name not in state:
         raise ResumeError(f"the checkpoint has no average of {name!r}.{nearest(name, state)}")
-    if tuple(state[name].shape) != tuple(weight.shape):
+    if tuple(state[name].shape) != shape:
         raise ResumeError(
-            f"{name!r} has shape {tuple(weight.shape)} in the model and its average "
+            f"{name!r} has shape {shape} in the model and its average "
             f"{tuple(state[name].shape)} in the checkpoint."
         )

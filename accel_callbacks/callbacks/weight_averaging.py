@@ -79,11 +79,6 @@ class Averaging(ResumableState, ABC):
 
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
         """Reset the average, unless ``load_state`` restored it, and find the trained models."""
-        if getattr(getattr(run.accelerator, "strategy", None), "keeps_weights_apart", False):
-            raise RuntimeError(
-                f"{type(self).__name__} does not see the weights in ZeRO stage 3, which are there "
-                "during a forward alone: use stage 2, or FSDP, whose shards are averaged."
-            )
         self._swap_out()
         known = [] if self._averages is None else self._averages.models  # may be frozen by now
         models = [

@@ -186,11 +186,6 @@ class Strategy(ABC):
         """True if no rank can take a step with a prepared model without the others."""
         return False
 
-    @property
-    def keeps_weights_apart(self) -> bool:
-        """True if parameters are empty outside of a forward and of :meth:`full_parameters`."""
-        return False
-
     def deepspeed_config(self, model: torch.nn.Module) -> FilledConfig:
         """Return what DeepSpeed was given for a prepared model.
 

@@ -17,6 +17,7 @@ from accel_callbacks.errors import ResumeError
 
 __all__ = [
     "RowMesh",
+    "ZeroWeight",
     "gathered_parameter",
     "gradient_parts",
     "is_zero",
@@ -24,6 +25,7 @@ __all__ = [
     "load_optimizer_state",
     "load_parameters",
     "optimizer_state",
+    "zero_weight",
 ]
 
 
@@ -87,6 +89,73 @@ class RowMesh:
         )
 
 
+class ZeroWeight:
+    """A parameter of stage 3, by the part of it that this rank keeps.
+
+    The part is flat and padded; of a trained parameter it is the float32 one of the optimizer.
+
+    Args:
+        parameter: the parameter, which is empty outside of a forward.
+
+    Attributes:
+        shape: of the whole parameter.
+    """
+
+    def __init__(self, parameter: Any) -> None:
+        self._parameter = parameter
+        self.shape = torch.Size(parameter.ds_shape)
+
+    @property
+    def _trained(self) -> bool:
+        return self._parameter.requires_grad and hasattr(self._parameter, "_z3_optimizer")
+
+    def part(self) -> torch.Tensor:
+        """Return the part, in the engine's own memory."""
+        from deepspeed.utils import safe_get_local_fp32_param
+
+        part: torch.Tensor = self._parameter.ds_tensor
+        if self._trained:
+            part = safe_get_local_fp32_param(self._parameter)
+        return part.detach()
+
+    def write(self, part: torch.Tensor) -> None:
+        """Set the part, for the optimizer and for the next forward."""
+        from deepspeed.utils import safe_set_local_fp32_param
+
+        parameter = self._parameter
+        if self._trained:
+            safe_set_local_fp32_param(parameter, part)
+        parameter.ds_tensor.data.copy_(part)
+        if parameter.numel() == parameter.ds_numel:
+            parameter.partition()  # small ones stay gathered: the next forward gathers them anew
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a whole value."""
+        return _local_part(self._parameter, whole)
+
+    def whole(self, part: torch.Tensor) -> torch.Tensor:
+        """Collective: return the whole value, of which each rank passes its part."""
+        import torch.distributed as dist
+
+        parameter = self._parameter
+        own = part.to(parameter.ds_tensor.device)
+        parts = [torch.empty_like(own) for _ in range(parameter.ds_process_group.size())]
+        dist.all_gather(parts, own.contiguous(), group=parameter.ds_process_group)
+        return torch.cat(parts)[: self.shape.numel()].view(self.shape)
+
+
+def zero_weight(tensor: torch.Tensor) -> ZeroWeight | None:
+    """Return a parameter by this rank's part of it, None unless stage 3 shards it.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.strategies.zero_state import zero_weight
+        >>> zero_weight(torch.ones(1)) is None
+        True
+    """
+    return ZeroWeight(tensor) if hasattr(tensor, "ds_id") else None
+
+
 def is_zero(engine: Any) -> bool:
     """Return whether an engine shards optimizer states, so that the stage is 1, 2 or 3."""
     return bool(engine.zero_optimization()) and engine.optimizer is not None
@@ -117,18 +186,13 @@ def load_parameters(engine: Any, values: Mapping[Any, torch.Tensor]) -> None:
         engine: DeepSpeed's.
         values: whole values by parameter; DTensors are gathered one after the other.
     """
-    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+    from deepspeed.utils import safe_set_full_fp32_param
 
     flat_changed = False
     for parameter, value in values.items():
         full = collectives.full_tensor(value).to(parameter.device)
-        if hasattr(parameter, "ds_id"):
-            part = _local_part(parameter, full)
-            if parameter.requires_grad:
-                safe_set_local_fp32_param(parameter, part)
-            parameter.ds_tensor.data.copy_(part)
-            if parameter.numel() == full.numel():  # small ones stay gathered
-                parameter.data.copy_(full.view(parameter.shape))
+        if (weight := zero_weight(parameter)) is not None:
+            weight.write(weight.part_of(full))
             continue
         parameter.data.copy_(full)
         if hasattr(parameter, "_hp_mapping"):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 pytest.importorskip("deepspeed", reason="deepspeed is not installed: scripts/test_deepspeed")
 
 from accel_callbacks import Accelerator, DeepSpeedPlugin, DistributedType, LocalSGD
-from accel_callbacks.callbacks import EMA, Freeze, GradientNorm
+from accel_callbacks.callbacks import Freeze, GradientNorm
 from accel_callbacks.strategies.deepspeed import EngineOptimizer
 from accel_callbacks.utils import DummyOptim, DummyScheduler, get_active_deepspeed_plugin
 from tests.deepspeed.jobs import (
@@ -359,14 +359,10 @@ def test_a_skipped_step_moves_nothing(pool, stage: int) -> None:
 
 
 def _blind_callbacks() -> None:
-    for stage, callback, text in (
-        (3, EMA(), "does not see the weights in ZeRO stage 3"),
-        (2, Freeze({"0": 2}), "Freeze does not work"),
-    ):
-        job = prepared(f"zero{stage}", callbacks=[callback])
-        with pytest.raises(RuntimeError, match=text):
-            train(job)
-        finish(job[0])
+    job = prepared("zero2", callbacks=[Freeze({"0": 2})])
+    with pytest.raises(RuntimeError, match="Freeze does not work"):
+        train(job)
+    finish(job[0])
 
 
 def test_callbacks_that_would_see_nothing_are_refused(pool) -> None:
