@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -207,13 +207,20 @@ class DeepSpeedPlugin(KwargsHandler):
         """
         self._set(**vars(DeepSpeedPlugin(**{**options, **self.given})))
 
-    def filled(self, known: Mapping[str, Known]) -> FilledConfig:
+    def filled(self, known: Mapping[str, Known], unread: Collection[str] = ()) -> FilledConfig:
         """Return the configuration with known values in place of ``"auto"``.
 
+        Args:
+            known: values by long key.
+            unread: long keys that are left out.
+
         Raises:
-            ValueError: a value is ``"auto"`` and not known.
+            ValueError: another value is ``"auto"`` and not known.
         """
-        return fill(self.deepspeed_config, known, self.origins)
+        held = HfDeepSpeedConfig(self.deepspeed_config)
+        for key in unread:
+            held.del_config_sub_tree(key)
+        return fill(held.config, known, self.origins)
 
     def is_auto(self, ds_key_long: str) -> bool:
         """Return whether a key of the configuration is ``"auto"``."""

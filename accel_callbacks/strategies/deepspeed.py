@@ -39,11 +39,17 @@ from accel_callbacks.strategies.zero_state import (
     load_optimizer_state,
     load_parameters,
     optimizer_state,
+    zero_weight,
 )
 
 __all__ = ["DeepSpeed", "EngineOptimizer"]
 
 _LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_BUCKETS = (
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+)
 _TOGETHER = (
     "DeepSpeed sets up a model with its optimizer: pass both to one call, "
     "`model, optimizer = accel.prepare(model, optimizer)`"
@@ -250,6 +256,7 @@ class DeepSpeed(Strategy):
         #: What DeepSpeed was given for each model, with the origin of each value.
         self.filled: WeakKeyDictionary[torch.nn.Module, FilledConfig] = WeakKeyDictionary()
         self._optimizers: WeakKeyDictionary[torch.nn.Module, EngineOptimizer] = WeakKeyDictionary()
+        self._untrained: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()  # engines
         self._called: list[Any] = []  # engines since the last backward
         self._boundary = True
         self._rows = RowMesh(topology.world_size)
@@ -309,12 +316,45 @@ class DeepSpeed(Strategy):
         return model
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Refuse a model alone.
+        """Return a model that is not trained in an engine without an optimizer, in stage 3.
 
         Raises:
-            ValueError: always.
+            ValueError: it is another stage, which shards no parameters.
         """
-        raise ValueError(f"{type(model).__name__} has no optimizer. {_TOGETHER}.")
+        plugin = self.plugins.active
+        if plugin.zero_stage != 3:
+            raise ValueError(
+                f"{type(model).__name__} has no optimizer in this call. {_TOGETHER}. A model that "
+                "is not trained: `accel.prepare_model(model, evaluation_mode=True)`."
+            )
+        return self._untrained_engine(model, plugin)
+
+    def move(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Move a model that is not trained to the device; one that was built sharded stays so."""
+        if any(zero_weight(parameter) is not None for parameter in model.parameters()):
+            return self._untrained_engine(model, self.plugins.active)
+        return super().move(model)
+
+    def _untrained_engine(self, model: torch.nn.Module, plugin: DeepSpeedPlugin) -> torch.nn.Module:
+        """Return an engine that gathers parameters for each forward, and takes no steps."""
+        import deepspeed
+
+        engine: torch.nn.Module | None = self._engine_of(model)
+        if engine is not None:
+            return engine
+        filled = self._filled(plugin, model, None, None)
+        self._join()
+        _mark_experts(model, plugin.transformer_moe_cls_names)
+        with building():
+            made: torch.nn.Module = deepspeed.initialize(
+                model=model, config=filled.config, dist_init_required=False
+            )[0]
+        self.filled[model] = filled
+        self._untrained[model] = made
+        low = _LOW.get(self.precision)
+        if low is not None:
+            _cast_around(model, low)
+        return made
 
     def setup(
         self,
@@ -325,13 +365,17 @@ class DeepSpeed(Strategy):
         """Make an engine of each model and its optimizer.
 
         Raises:
-            ValueError: a model has no optimizer in this call or several, or an optimizer no model.
+            ValueError: a model has no optimizer in this call and is not of stage 3, or several, or
+                an optimizer no model.
         """
         pairs = _pairs(models, optimizers)
         engines: list[torch.nn.Module] = []
         ready: dict[int, EngineOptimizer] = {}
         configured: dict[int, Any] = {}
         for model, optimizer in pairs:
+            if optimizer is None:
+                engines.append(self.wrap(model))
+                continue
             dummy = next(
                 (
                     one
@@ -472,7 +516,10 @@ class DeepSpeed(Strategy):
             **_by_hidden_size(model),
             **_of_dummies(optimizer, dummy),
         }
-        filled = plugin.filled(known)
+        unread = () if optimizer is not None else ("optimizer", "scheduler")
+        if model is None:  # which is not built yet, so its width is not known
+            unread = (*unread, *_BUCKETS)
+        filled = plugin.filled(known, unread)
         config, origins = filled
         # The loop's window divides losses and says when it ends.
         config["gradient_accumulation_steps"] = 1
@@ -512,10 +559,13 @@ class DeepSpeed(Strategy):
     def _engine_of(self, model: torch.nn.Module) -> Any:
         """Return the engine around a model, given that or the model itself; None without one."""
         inner = original(model)
-        for own in self._optimizers.values():
-            if inner is own.engine or inner is original(own.engine.module):
-                return own.engine
+        for engine in self._engines():
+            if inner is engine or inner is original(engine.module):
+                return engine
         return None
+
+    def _engines(self) -> list[Any]:
+        return [*(own.engine for own in self._optimizers.values()), *self._untrained.values()]
 
     def _optimizer_of(self, engine: Any) -> EngineOptimizer:
         return next(own for own in self._optimizers.values() if own.engine is engine)
@@ -691,9 +741,9 @@ class DeepSpeed(Strategy):
                 (one, collectives.broadcast(one.detach().clone()))
                 for one in (module.parameters() if writeback else ())
             ]
-        for own in self._optimizers.values() if writeback else ():
-            mine = {id(one) for one in own.engine.module.parameters()}
-            load_parameters(own.engine, {one: v for one, v in kept if id(one) in mine})
+        for engine in self._engines() if writeback else ():
+            mine = {id(one) for one in engine.module.parameters()}
+            load_parameters(engine, {one: v for one, v in kept if id(one) in mine})
 
     def local_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return rows of each parameter in host memory, float32 where the optimizer has it.
@@ -826,14 +876,14 @@ def _forget_destroyed_groups() -> None:
 
 def _pairs(
     models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
-) -> list[tuple[torch.nn.Module, torch.optim.Optimizer]]:
-    """Return each model with its optimizer.
+) -> list[tuple[torch.nn.Module, torch.optim.Optimizer | None]]:
+    """Return each model with its optimizer, None if it has none.
 
     Raises:
-        ValueError: one has none, or several.
+        ValueError: one has several, or an optimizer no model.
     """
     new = [one for one in optimizers if not isinstance(one, EngineOptimizer)]
-    pairs = []
+    pairs: list[tuple[torch.nn.Module, torch.optim.Optimizer | None]] = []
     for model in models:
         held = {id(one) for one in model.parameters()}
         own = [
@@ -841,18 +891,12 @@ def _pairs(
             for optimizer in new
             if any(id(one) in held for group in optimizer.param_groups for one in group["params"])
         ]
-        name = type(model).__name__
-        if not own:
-            raise ValueError(
-                f"{name} has no optimizer in this call. {_TOGETHER}. A model that is not trained: "
-                "`accel.prepare_model(model, evaluation_mode=True)`."
-            )
         if len(own) > 1:
             raise ValueError(
-                f"{name} has {len(own)} optimizers, and an engine of DeepSpeed steps one: put "
-                "their groups into one optimizer."
+                f"{type(model).__name__} has {len(own)} optimizers, and an engine of DeepSpeed "
+                "steps one: put their groups into one optimizer."
             )
-        pairs.append((model, own[0]))
+        pairs.append((model, own[0] if own else None))
     for optimizer in new:
         if not any(optimizer is own for _, own in pairs):
             raise ValueError(
@@ -941,11 +985,8 @@ def _by_hidden_size(model: torch.nn.Module | None) -> dict[str, Known]:
     if not isinstance(width, int):
         return {}
     origin = f"hidden_size={width} of the model"
-    return {
-        "zero_optimization.reduce_bucket_size": Known(width * width, origin),
-        "zero_optimization.stage3_prefetch_bucket_size": Known(int(0.9 * width * width), origin),
-        "zero_optimization.stage3_param_persistence_threshold": Known(10 * width, origin),
-    }
+    values = (width * width, int(0.9 * width * width), 10 * width)
+    return {key: Known(value, origin) for key, value in zip(_BUCKETS, values, strict=True)}
 
 
 def _of_dummies(optimizer: Any, dummy: Any) -> dict[str, Known]:

@@ -163,19 +163,14 @@ def is_zero(engine: Any) -> bool:
 
 def gathered_parameter(parameter: torch.Tensor) -> torch.Tensor:
     """Collective: return a whole parameter, in float32 if the optimizer steps with that."""
-    from deepspeed.runtime.zero import GatheredParameters
+    if (weight := zero_weight(parameter)) is not None:
+        return weight.whole(weight.part())
+    if parameter.dtype == torch.float32 or not parameter.requires_grad:
+        return parameter.detach()
     from deepspeed.utils import safe_get_full_fp32_param
 
-    sharded = hasattr(parameter, "ds_id")
-    if not sharded and parameter.dtype == torch.float32:
-        return parameter.detach()
-    full = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
-    if full is not None:
-        return full.detach()  # type: ignore[no-any-return]
-    if not sharded:
-        return parameter.detach()
-    with GatheredParameters([parameter]):
-        return parameter.detach().clone()
+    full = safe_get_full_fp32_param(parameter)
+    return parameter.detach() if full is None else full.detach()
 
 
 @torch.no_grad()

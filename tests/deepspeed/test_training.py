@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -324,6 +325,91 @@ def _selected() -> list[int]:
         accel.state.select_deepspeed_plugin("teecher")
     finish(accel)
     return stages
+
+
+def _reference(built: str, precision: str) -> Any:
+    job = prepared("zero3", mixed_precision=precision)
+    accel, model = job[:2]
+    with accel.init_module() if built == "sharded" else nullcontext():
+        reference = net()
+    if built == "evaluation":
+        with accel.init_module():
+            reference = net()
+        reference = accel.prepare_model(reference, evaluation_mode=True)
+    else:
+        reference = accel.prepare(reference)
+    inner = accel.unwrap_model(reference)
+    assert all(parameter.numel() == 0 for parameter in inner.parameters())
+    inputs = torch.ones(2, 7) + accel.process_index
+    kept = weights((accel, reference))
+    for _ in range(2):
+        with torch.no_grad():
+            wanted = reference(inputs)
+        accel.backward((model(inputs) - wanted + 1).square().mean())
+        job[2].step()
+        job[2].zero_grad()
+    assert weights((accel, reference)) == kept
+    with torch.no_grad():
+        assert torch.equal(inner(inputs), wanted)  # as generate() calls it
+    with accel.full_parameters(reference):
+        whole = inner[0].bias.tolist()
+    found = weights(job), kept, wanted.tolist(), whole
+    finish(accel)
+    return found
+
+
+def _two_models() -> Any:
+    job = prepared("ddp")
+    accel, model, optimizer = job[:3]
+    reference = net()
+    inputs = torch.ones(2, 7) + accel.process_index
+    wanted = reference(inputs).detach()
+    for _ in range(2):
+        accel.backward((model(inputs) - wanted + 1).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    found = weights(job), {n: v.flatten().tolist() for n, v in reference.state_dict().items()}
+    finish(accel)
+    return *found, wanted.tolist(), reference[0].bias.tolist()
+
+
+@pytest.mark.parametrize("built", ["whole", "sharded", "evaluation"])
+def test_a_model_without_an_optimizer_is_sharded_in_stage_3(pool, built: str) -> None:
+    trained, kept, outputs, bias = pool.run(_reference, built, "no")[0]
+    wanted = pool.run(_two_models)[0]
+    assert difference(trained, wanted[0]) < ABSOLUTE
+    assert difference(kept, wanted[1]) == 0.0
+    assert torch.allclose(torch.tensor(outputs), torch.tensor(wanted[2]))
+    assert bias == wanted[3]
+
+
+def test_a_model_without_an_optimizer_computes_in_bf16(pool) -> None:
+    outputs = pool.run(_reference, "whole", "bf16")[0][2]
+    wanted = pool.run(_two_models)[0][2]
+    assert torch.allclose(torch.tensor(outputs), torch.tensor(wanted), atol=0.05)
+
+
+def _reference_saved(layout: str, folder: str, load: bool) -> Any:
+    job = prepared(layout)
+    accel = job[0]
+    torch.manual_seed(3 if load else 1)
+    other = torch.nn.Linear(7, 3)
+    options = {} if layout == "zero3" else {"evaluation_mode": True}
+    reference = accel.prepare_model(other, **options)
+    accel.load_state(folder) if load else accel.save_state(folder)
+    accel.save_model(reference, f"{folder}-model")
+    found = weights((accel, reference))
+    finish(accel)
+    return found
+
+
+def test_a_model_without_an_optimizer_is_saved_and_loaded(pool, tmp_path: Path) -> None:
+    folder = str(tmp_path / "state")
+    wanted = pool.run(_reference_saved, "zero3", folder, False)[0]
+    for layout in ("zero3", "zero2"):
+        assert pool.run(_reference_saved, layout, folder, True)[0] == wanted
+    saved = load_file(f"{folder}-model/model.safetensors")
+    assert {name: value.flatten().tolist() for name, value in saved.items()} == wanted
 
 
 def test_several_models_have_a_plugin_each(pool) -> None:
