@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import loggers
+from accel_callbacks.compat.stand_in import StandIn
 from accel_callbacks.distributed.topology import process_rank
 from accel_callbacks.tracking.general_tracker import (
     GeneralTracker,
@@ -33,19 +34,7 @@ __all__ = [
 ]
 
 
-class _TrackerType(type):
-    """A class of trackers, of which those are that ``log_with`` made by their name."""
-
-    own: type[loggers.Tracker]
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        own = cls.__dict__.get("own")
-        return super().__instancecheck__(instance) or (
-            own is not None and isinstance(instance, own)
-        )
-
-
-class _NamedTracker(GeneralTracker, metaclass=_TrackerType):
+class _NamedTracker(GeneralTracker, metaclass=StandIn):
     """A tracker that is made with the name of its run, and opened by :meth:`start`.
 
     Args:

@@ -5,18 +5,34 @@ Each is one of this library's classes, and trains with its parts.
 
 from __future__ import annotations
 
-from typing import Any, cast
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from accel_callbacks import accelerator, state
-from accel_callbacks.data import config
+import torch
+from torch.utils.data import DataLoader
+
+from accel_callbacks import accelerator, collectives, scheduler, state
+from accel_callbacks.compat.stand_in import StandIn
+from accel_callbacks.data import config, dispatch, loader, skip
+from accel_callbacks.data.config import checked_rng_types
+from accel_callbacks.data.device import device_feed
+from accel_callbacks.data.prepare import prepare_loader
+from accel_callbacks.data.sources import Setting
 from accel_callbacks.distributed.topology import destroy_topology, is_initialized
+from accel_callbacks.optimizer import AcceleratedOptimizer as _AcceleratedOptimizer
 
 __all__ = [
+    "AcceleratedOptimizer",
+    "AcceleratedScheduler",
     "Accelerator",
     "AcceleratorState",
     "DataLoaderConfiguration",
+    "DataLoaderDispatcher",
+    "DataLoaderShard",
     "GradientState",
     "PartialState",
+    "SkipDataLoader",
 ]
 
 _POSITIONAL = (
@@ -26,6 +42,19 @@ _POSITIONAL = (
     *("gradient_accumulation_plugin", "step_scheduler_with_optimizer", "kwargs_handlers"),
     *("dynamo_backend", "dynamo_plugin", "deepspeed_plugins", "parallelism_config"),
 )
+
+# The Accelerator that was made last, of which the states without arguments are.
+_newest: Callable[[], Accelerator | None] = lambda: None  # noqa: E731
+
+
+def _newest_accelerator(user: str) -> Accelerator:
+    newest = _newest()
+    if newest is None:
+        raise RuntimeError(f"{user} belongs to an Accelerator: make one first, and keep it.")
+    return newest
+
+
+# --- states -----------------------------------------------------------------------------------
 
 
 class _Shared:
@@ -50,10 +79,37 @@ class PartialState(state.PartialState):
 
 
 class AcceleratorState(state.AcceleratorState, PartialState):
-    """A :class:`PartialState` with the options of the launcher."""
+    """A :class:`PartialState` with the options of the newest Accelerator, else of the launcher.
+
+    Args:
+        mixed_precision: that of the Accelerator, if there is one.
+        cpu: as for :class:`PartialState`.
+        *plugins: without effect; in Accelerate an Accelerator passes them.
+        **kwargs: as for :class:`PartialState`.
+
+    Raises:
+        ValueError: the Accelerator has another precision.
+    """
+
+    def __init__(
+        self, mixed_precision: str | None = None, cpu: bool = False, *plugins: Any, **kwargs: Any
+    ) -> None:
+        newest = _newest()
+        known = None if newest is None else newest.mixed_precision
+        if mixed_precision is not None and known not in (None, mixed_precision):
+            raise ValueError(
+                f"mixed_precision={mixed_precision!r}, and the Accelerator has {known!r}: leave it "
+                "out, or make an Accelerator with it."
+            )
+        options = {key: value for key, value in kwargs.items() if not key.endswith("_plugin")}
+        options = {k: v for k, v in options.items() if k != "parallelism_config"}
+        super().__init__(mixed_precision or known, cpu or None, **options)
+        if newest is not None:
+            self._config, self._strategy = newest.config, newest.strategy
 
     @classmethod
     def _reset_state(cls, reset_partial_state: bool = False) -> None:
+        _forget()
         if reset_partial_state:
             destroy_topology()
 
@@ -63,7 +119,21 @@ class AcceleratorState(state.AcceleratorState, PartialState):
 
 
 class GradientState(state.GradientState):
-    """The live view of the gradient window."""
+    """The live view of the gradient window, without arguments that of the newest Accelerator.
+
+    Raises:
+        RuntimeError: there is no Accelerator.
+    """
+
+    def __init__(self, window: Any = None, loop: Any = None) -> None:
+        if loop is None:
+            newest = _newest_accelerator("GradientState()")
+            window, loop = newest.window, newest.loop
+        super().__init__(window, loop)
+
+    @classmethod
+    def _reset_state(cls) -> None:
+        _forget()
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         self.sync_gradients = sync_gradients
@@ -109,6 +179,8 @@ class Accelerator(accelerator.Accelerator):
         splits = loaders is not None and loaders.split_batches
         options.setdefault("scheduler_steps_per_process", not splits)
         super().__init__(**options)
+        global _newest
+        _newest = weakref.ref(self)
 
     @property
     def gradient_state(self) -> GradientState:
@@ -118,7 +190,9 @@ class Accelerator(accelerator.Accelerator):
     @property
     def state(self) -> AcceleratorState:
         """The topology as this process sees it, with the options of this Accelerator."""
-        return cast(AcceleratorState, AcceleratorState.of(self.config, self.strategy))
+        state = AcceleratorState()
+        state._config, state._strategy = self.config, self.strategy
+        return state
 
     @property
     def _models(self) -> list[Any]:
@@ -135,6 +209,199 @@ class Accelerator(accelerator.Accelerator):
     @property
     def _dataloaders(self) -> list[Any]:
         return self.loaders
+
+
+# --- what prepare returns ---------------------------------------------------------------------
+
+
+class DataLoaderShard(metaclass=StandIn):
+    """A loader that moves its batches to a device, and that the newest Accelerator counts.
+
+    Its dataset and samplers are those of this process already.
+
+    Args:
+        dataset: the dataset.
+        device: of the batches.
+        rng_types: random generators that each pass synchronizes.
+        synchronized_generator: without effect; it is that of the sampler.
+        skip_batches: batches to leave out at the start.
+        use_stateful_dataloader: resume a stream from its own state.
+        _drop_last: without effect.
+        _non_blocking: do not wait for copies.
+        torch_device_mesh: without effect.
+        iteration: the epoch to begin with.
+        **options: of torch's DataLoader.
+    """
+
+    own = loader.DataLoaderShard
+
+    def __new__(  # type: ignore[misc]
+        cls,
+        dataset: Any,
+        device: torch.device | str | None = None,
+        rng_types: Sequence[Any] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **options: Any,
+    ) -> loader.DataLoaderShard | skip.SkipDataLoader:
+        """Return the loader, a view of it that leaves batches out."""
+        chosen = config.DataLoaderConfiguration(use_stateful_dataloader=use_stateful_dataloader)
+        feed = None if device is None else device_feed(torch.device(device), _non_blocking)
+        setting = Setting(0, 1, chosen, None)
+        return _made(dataset, options, setting, feed, rng_types, skip_batches, iteration)
+
+
+class DataLoaderDispatcher(metaclass=StandIn):
+    """A loader whose dataset the main process reads for all; collective.
+
+    Args:
+        dataset: the dataset.
+        split_batches: the batch size is that of all processes together.
+        skip_batches: batches to leave out at the start.
+        use_stateful_dataloader: resume a stream from its own state.
+        _drop_last: without effect.
+        _non_blocking: do not wait for copies.
+        slice_fn: slices the part of one process from a batch.
+        torch_device_mesh: without effect.
+        iteration: the epoch to begin with.
+        **options: of torch's DataLoader.
+    """
+
+    own = dispatch.DataLoaderDispatcher
+
+    def __new__(  # type: ignore[misc]
+        cls,
+        dataset: Any,
+        split_batches: bool = False,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        slice_fn: Callable[..., Any] | None = None,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **options: Any,
+    ) -> loader.DataLoaderShard | skip.SkipDataLoader:
+        """Return the loader, a view of it that leaves batches out."""
+        chosen = config.DataLoaderConfiguration(
+            split_batches=split_batches,
+            dispatch_batches=True,
+            use_stateful_dataloader=use_stateful_dataloader,
+        )
+        setting = Setting(collectives.rank(), collectives.world_size(), chosen, slice_fn)
+        feed = device_feed(state.PartialState().device, _non_blocking)
+        return _made(dataset, options, setting, feed, None, skip_batches, iteration)
+
+
+def _made(
+    dataset: Any,
+    options: dict[str, Any],
+    setting: Setting,
+    feed: Any,
+    rng_types: Sequence[Any] | None,
+    skip_batches: int,
+    iteration: int,
+) -> loader.DataLoaderShard | skip.SkipDataLoader:
+    newest = _newest()
+    prepared = prepare_loader(
+        DataLoader(dataset, **options),
+        setting,
+        events=loader.NoEvents() if newest is None else newest.passes,
+        feed=feed,
+        seed=torch.initial_seed(),
+        rng_types=checked_rng_types(rng_types),
+    )
+    if iteration:
+        prepared.set_epoch(iteration)
+    return skip.skip_first_batches(prepared, skip_batches) if skip_batches else prepared
+
+
+class SkipDataLoader(metaclass=StandIn):
+    """A loader that leaves out the first batches of each pass.
+
+    Args:
+        dataset: the dataset.
+        skip_batches: how many to leave out.
+        use_stateful_dataloader: without effect.
+        **options: of torch's DataLoader.
+    """
+
+    own = skip.SkipDataLoader
+
+    def __new__(  # type: ignore[misc]
+        cls,
+        dataset: Any,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        **options: Any,
+    ) -> skip.SkipDataLoader:
+        """Return the view of a loader."""
+        return skip.SkipDataLoader(DataLoader(dataset, **options), skip_batches)
+
+
+class AcceleratedOptimizer(metaclass=StandIn):
+    """An optimizer as the newest Accelerator prepares it.
+
+    Args:
+        optimizer: the optimizer.
+        device_placement: move its state to where the parameters are.
+        scaler: without effect; the Accelerator has one.
+
+    Raises:
+        RuntimeError: there is no Accelerator.
+    """
+
+    own = _AcceleratedOptimizer
+
+    def __new__(  # type: ignore[misc]
+        cls, optimizer: torch.optim.Optimizer, device_placement: bool = True, scaler: Any = None
+    ) -> _AcceleratedOptimizer:
+        """Return the prepared optimizer."""
+        newest = _newest_accelerator("AcceleratedOptimizer")
+        return newest.prepare_optimizer(optimizer, device_placement)
+
+
+class AcceleratedScheduler(metaclass=StandIn):
+    """A scheduler that takes a step for each process where its optimizers have taken one.
+
+    Args:
+        scheduler: the scheduler.
+        optimizers: prepared optimizers, or one.
+        step_with_optimizer: step only where they have.
+        split_batches: take one step, since a batch is that of all processes.
+
+    Raises:
+        RuntimeError: there is no Accelerator.
+    """
+
+    own = scheduler.AcceleratedScheduler
+
+    def __new__(
+        cls,
+        scheduler: Any,
+        optimizers: Any,
+        step_with_optimizer: bool = True,
+        split_batches: bool = False,
+    ) -> Any:
+        """Return the prepared scheduler."""
+        newest = _newest_accelerator("AcceleratedScheduler")
+        return cls.own(
+            scheduler,
+            optimizers if isinstance(optimizers, (list, tuple)) else [optimizers],
+            newest.loop,
+            step_with_optimizer=step_with_optimizer,
+            steps_at_once=1 if split_batches or not step_with_optimizer else newest.num_processes,
+        )
+
+
+def _forget() -> None:
+    global _newest
+    _newest = lambda: None  # noqa: E731
 
 
 for _twin, _home in (

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from copy import copy
-from functools import cache
+from functools import cache, partial
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -127,7 +127,7 @@ def device_feed(device: torch.device, non_blocking: bool = True) -> Feed | None:
         return None
     if non_blocking and _orders_copies(device):
         return StreamFeed(device, getattr(torch, device.type))
-    return lambda pairs: _moved(pairs, device)
+    return partial(_moved, device=device)
 
 
 def _moved(pairs: Pairs, device: torch.device) -> Pairs:

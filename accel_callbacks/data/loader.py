@@ -19,7 +19,7 @@ from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.distributed.worker_process import end_workers_at_exit, stopped_workers
 from accel_callbacks.warning import warn
 
-__all__ = ["DataLoaderShard", "LoopEvents", "keep_workers", "stop_workers"]
+__all__ = ["DataLoaderShard", "LoopEvents", "NoEvents", "keep_workers", "stop_workers"]
 
 _TAKEN_OVER = (
     "another pass over this prepared loader was begun before this one ended, and a loader has one "
@@ -90,12 +90,27 @@ class LoopEvents(Protocol):
         """Iterate ``loader.batches()``, firing the hooks around each batch."""
 
 
+class NoEvents:
+    """Events of a loader without an Accelerator: only the batches."""
+
+    def iterate(self, loader: DataLoaderShard) -> Iterator[Any]:
+        """Iterate the batches."""
+        return loader.batches()
+
+
+# What a loader was made from, and says of itself as the loader that was prepared.
+_DESCRIBED = ("dataset", "sampler", "batch_sampler", "batch_size", "drop_last")
+
+
 class DataLoaderShard(DataLoader[Any]):
     """A torch DataLoader that reads this rank's share, in an order that can be reproduced.
 
     Made by ``Accelerator.prepare``. Each ``for`` over it is one epoch; the order is a function
     of the seed and the epoch, and the position is a count of global samples, so that a resume
     continues at the exact sample, on the same or another number of ranks.
+
+    Its dataset, sampler, ``batch_size`` and ``drop_last`` are those of the loader as it was given.
+    A copy by ``pickle`` reads the same samples without an Accelerator, and fires no hooks.
 
     Attributes:
         epoch: index of the current pass, -1 before the first.
@@ -128,9 +143,13 @@ class DataLoaderShard(DataLoader[Any]):
         **options: Any,
     ) -> None:
         super().__init__(**{**options, **source.loader_options()})
-        if origin is not None and self.batch_sampler is not None:
-            # What a script calls set_epoch of, instead of torch's default beside a batch_sampler.
-            vars(self)["sampler"] = origin.sampler
+        # What torch reads from, in place of what a script asks for and calls set_epoch of.
+        self._read = {name: vars(self)[name] for name in _DESCRIBED}
+        if origin is not None:
+            described = {name: getattr(origin, name) for name in _DESCRIBED}
+            if self.batch_sampler is not None:  # has the batches of this rank, and those members
+                described["batch_sampler"] = self.batch_sampler
+            self.__dict__.update(described)
         self._source = source
         # Where torch's loader draws its base seed: None is the global generator.
         self._user_generator: torch.Generator | None = options.get("generator")
@@ -186,6 +205,11 @@ class DataLoaderShard(DataLoader[Any]):
             draw_base_seed(self._user_generator)
         return again
 
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**vars(self), "_events": NoEvents(), "_iterator": None}
+        state.pop("_workers_end", None)
+        return state
+
     def __len__(self) -> int:
         """Batches of an epoch on this rank."""
         return self._source.steps()
@@ -199,7 +223,7 @@ class DataLoaderShard(DataLoader[Any]):
     def total_dataset_length(self) -> int:
         """Samples of the dataset, over all ranks; TypeError if it has no length."""
         dataset: Any = self.dataset
-        return int(dataset.total_length if hasattr(dataset, "total_length") else len(dataset))
+        return len(dataset)
 
     @property
     def resumes(self) -> bool:
@@ -352,7 +376,12 @@ class DataLoaderShard(DataLoader[Any]):
         """Return torch's iterator, with its workers started."""
         if isinstance(self._source, StatefulSource) and self._source.fresh_workers:
             stop_workers(self)
-        items = super().__iter__()
+        described = {name: vars(self)[name] for name in _DESCRIBED}
+        self.__dict__.update(self._read)
+        try:
+            items = super().__iter__()
+        finally:
+            self.__dict__.update(described)
         if self.num_workers:
             end_workers_at_exit()
         if self.persistent_workers:

@@ -20,7 +20,7 @@ from torch.utils.data import (
 from accel_callbacks import collectives
 from accel_callbacks.data.config import DataLoaderConfiguration, checked_rng_types
 from accel_callbacks.data.device import Feed, device_feed
-from accel_callbacks.data.loader import DataLoaderShard, LoopEvents, stop_workers
+from accel_callbacks.data.loader import DataLoaderShard, LoopEvents, NoEvents, stop_workers
 from accel_callbacks.data.sampler import BatchSamplerShard, SeedableRandomSampler, mix_seed
 from accel_callbacks.data.shard import BatchPlan, SamplePlan, ShareSource
 from accel_callbacks.data.skip import SkipDataLoader, skip_first_batches
@@ -215,18 +215,11 @@ def prepare_data_loader(
     return prepare_loader(
         dataloader,
         Setting(rank, world, config, slice_fn_for_dispatch),
-        events=_NoEvents(),
+        events=NoEvents(),
         feed=feed,
         seed=order_seed(dataloader, config, 0),
         rng_types=checked_rng_types(rng_types),
     )
-
-
-class _NoEvents:
-    """Events of a loader without an Accelerator: only the batches."""
-
-    def iterate(self, loader: DataLoaderShard) -> Iterator[Any]:
-        return loader.batches()
 
 
 def prepare_loader(

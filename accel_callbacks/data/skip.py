@@ -58,7 +58,7 @@ class SkipBatchSampler(BatchSampler):
         return max(len(self.batch_sampler) - self.skip_batches, 0)
 
 
-class SkipDataLoader:
+class SkipDataLoader(DataLoader[Any]):
     """A view of a loader whose passes start at a later batch of the epoch.
 
     Made by :func:`skip_first_batches`. It has all attributes of its loader.
@@ -75,11 +75,12 @@ class SkipDataLoader:
     """
 
     def __init__(self, loader: DataLoader[Any], skip_batches: int = 0) -> None:
+        # Without DataLoader.__init__, because all but the first batches is that of the loader.
         self.loader = loader
         self.skip_batches = skip_batches
         self._trained = 0  # passes
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         loader = self.loader
         if not isinstance(loader, DataLoaderShard):
             yield from _rest_of(loader, self.skip_batches)

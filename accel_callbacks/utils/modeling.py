@@ -46,6 +46,7 @@ def extract_model_from_parallel(
     model: torch.nn.Module,
     keep_fp32_wrapper: bool = True,
     keep_torch_compile: bool = True,
+    recursive: bool = False,
 ) -> torch.nn.Module:
     """Unwrap a model from data parallelism, and optionally from torch.compile.
 
@@ -53,6 +54,7 @@ def extract_model_from_parallel(
         model: the model, wrapped or not.
         keep_fp32_wrapper: keep the autocast around its forward.
         keep_torch_compile: keep it compiled.
+        recursive: unwrap the modules inside of it too, in place.
 
     Example:
         >>> import torch
@@ -71,4 +73,14 @@ def extract_model_from_parallel(
         uncompile(model)
     if not keep_fp32_wrapper:
         model = Precision(torch.device("cpu")).unwrap(model)
+    if recursive:
+        _unwrap_inside(model)
     return model
+
+
+def _unwrap_inside(model: torch.nn.Module) -> None:
+    for name, child in list(model.named_children()):
+        while isinstance(child, (DistributedDataParallel, DataParallel)):
+            child = child.module
+            setattr(model, name, child)
+        _unwrap_inside(child)

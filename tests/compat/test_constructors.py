@@ -1,0 +1,159 @@
+"""Classes of Accelerate, constructed as its documentation does, and what prepare returns."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+
+from accel_callbacks import DataLoaderConfiguration, skip_first_batches
+from accel_callbacks.compat.names import resolve
+from accel_callbacks.utils import extract_model_from_parallel
+
+
+def name(key: str):
+    return resolve("accelerate", key)
+
+
+def lists(loader) -> list[list[int]]:
+    return [torch.as_tensor(batch).tolist() for batch in loader]
+
+
+@pytest.fixture
+def accelerator():
+    yield (made := name("Accelerator")(cpu=True, gradient_accumulation_steps=2))
+    made.end_training()
+
+
+class Count(IterableDataset):
+    def __iter__(self):
+        return iter(range(5))
+
+
+# --- what a prepared loader says --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": 2, "drop_last": True},
+        {"batch_size": 2, "shuffle": True},
+        {"batch_size": None},
+        {"batch_sampler": BatchSampler(RandomSampler(range(5)), 3, False)},
+    ],
+    ids=["drop", "shuffle", "single", "batches"],
+)
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_a_prepared_loader_describes_itself_as_the_user_did(options, dispatch):
+    config = DataLoaderConfiguration(dispatch_batches=dispatch)
+    accelerator = name("Accelerator")(cpu=True, dataloader_config=config)
+    loader = DataLoader(range(5), **options)
+    prepared = accelerator.prepare(loader)
+    for key in ("batch_size", "drop_last", "sampler", "dataset"):
+        assert getattr(prepared, key) is getattr(loader, key), key
+    for key in ("batch_size", "drop_last"):
+        own = getattr(prepared.batch_sampler, key, None)
+        assert own == getattr(loader.batch_sampler, key, None), key
+    before = torch.get_rng_state()
+    order = lists(prepared)
+    torch.set_rng_state(before)
+    assert order == lists(loader)
+    assert prepared.batch_size == options.get("batch_size")
+
+
+def test_a_prepared_stream_describes_itself_as_the_user_did(accelerator):
+    loader = DataLoader(Count(), batch_size=2, drop_last=True, num_workers=1)
+    prepared = accelerator.prepare(loader)
+    assert (prepared.batch_size, prepared.drop_last) == (2, True)
+    assert prepared.dataset is loader.dataset
+    assert lists(prepared) == [[0, 1], [2, 3]]
+
+
+def test_a_prepared_loader_is_pickled(accelerator):
+    prepared = accelerator.prepare(DataLoader(range(5), batch_size=2))
+    first = next(iter(prepared))
+    copy = pickle.loads(pickle.dumps(prepared))
+    assert isinstance(copy, DataLoader)
+    assert copy.batch_size == 2
+    assert first.tolist() == lists(copy)[0] == [0, 1]
+
+
+def test_what_prepare_and_skip_return_are_loaders(accelerator):
+    prepared = accelerator.prepare(DataLoader(range(5), batch_size=2))
+    view = skip_first_batches(prepared, 1)
+    assert isinstance(view, DataLoader)
+    assert isinstance(view, name("SkipDataLoader"))
+    assert isinstance(prepared, name("DataLoaderShard"))
+    assert not isinstance(DataLoader(range(5)), name("DataLoaderShard"))
+    assert view.batch_size == 2
+
+
+# --- constructors -----------------------------------------------------------------------------
+
+
+def test_loaders_are_constructed_from_datasets(accelerator):
+    shard = name("DataLoaderShard")(range(5), "cpu", batch_size=2)
+    assert isinstance(shard, name("DataLoaderShard"))
+    ends = []
+    for _ in shard:
+        ends.append((name("GradientState")().end_of_dataloader, shard.end_of_dataloader))
+    assert ends == [(False, False), (False, False), (True, True)]
+    assert lists(name("DataLoaderShard")(range(5), skip_batches=1, batch_size=2)) == [[2, 3], [4]]
+    assert lists(name("SkipDataLoader")(range(5), skip_batches=2, batch_size=2)) == [[4]]
+    dispatcher = name("DataLoaderDispatcher")(range(3), batch_size=2)
+    assert isinstance(dispatcher, name("DataLoaderDispatcher"))
+    assert lists(dispatcher) == [[0, 1], [2]]
+
+
+def test_samplers_are_constructed_by_position():
+    batches = BatchSampler(range(5), 2, False)
+    assert list(name("BatchSamplerShard")(batches, 2, 1)) == [[2, 3], [1, 2]]
+    assert list(name("IterableDatasetShard")(Count(), 1, False, 2, 1)) == [1, 3, 0]
+
+
+def test_optimizers_and_schedulers_are_those_of_the_accelerator(accelerator):
+    model = torch.nn.Linear(1, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = name("AcceleratedOptimizer")(sgd, False)
+    assert isinstance(optimizer, name("AcceleratedOptimizer"))
+    assert optimizer.optimizer is sgd
+    inner = torch.optim.lr_scheduler.StepLR(sgd, 1, gamma=0.5)
+    scheduler = name("AcceleratedScheduler")(inner, optimizer, True, False)
+    assert isinstance(scheduler, name("AcceleratedScheduler"))
+    model = accelerator.prepare(model)
+    rates = []
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1)).sum())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        rates.append(scheduler.get_last_lr()[0])
+    assert rates == [1.0, 0.5, 0.5, 0.25]
+
+
+def test_states_are_those_of_the_newest_accelerator():
+    states = name("GradientState"), name("AcceleratorState")
+    first = name("Accelerator")(cpu=True, gradient_accumulation_steps=3)
+    second = name("Accelerator")(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
+    assert states[0]().num_steps == 2
+    assert states[1]().mixed_precision == "bf16"
+    assert (first.gradient_state.num_steps, first.state.mixed_precision) == (3, "no")
+    with pytest.raises(ValueError, match="and the Accelerator has 'bf16'"):
+        states[1]("fp16")
+    del second
+    gc.collect()
+    with pytest.raises(RuntimeError, match="make one first"):
+        states[0]()
+    assert states[1]("fp16").mixed_precision == "fp16"
+
+
+def test_a_model_is_unwrapped_inside_too():
+    inner = torch.nn.Linear(1, 1)
+    model = torch.nn.Sequential(torch.nn.DataParallel(torch.nn.Sequential(inner)))
+    assert extract_model_from_parallel(model, True, True) is model
+    assert isinstance(model[0], torch.nn.DataParallel)
+    assert extract_model_from_parallel(model, recursive=True)[0][0] is inner
