@@ -84,6 +84,8 @@ def test_hooks_are_removed(offloaded: Small, tmp_path: Path) -> None:
     assert absent(offloaded) == []
     for module in offloaded.modules():
         assert not {"_hf_hook", "_offload_hook", "_align_hook", "_call_impl"} & vars(module).keys()
+        assert not module._forward_pre_hooks
+        assert not module._forward_hooks
     assert offloaded.head.weight is offloaded.emb.weight
     assert same(offloaded)
     assert offloaded.to(torch.float64).position.dtype is torch.float64
@@ -195,3 +197,24 @@ def test_a_folder_of_raw_files_is_told_as_such(tmp_path: Path) -> None:
     model = disk_offload(empty(), tmp_path / "folder", offload_buffers=True)
     index = model.head._hf_hook.weights_map.dataset.index
     assert index["head.bias"] == {"dtype": "float32", "shape": [20]}
+
+
+def test_a_hook_that_is_entered_twice_keeps_the_weights_until_it_is_left_twice(
+    offloaded: Small,
+) -> None:
+    up = offloaded.blocks[0].up
+    hook = up._hf_hook
+    for _ in range(2):
+        hook.pre_forward(up)
+    hook.post_forward(up, None)
+    assert torch.equal(up.weight, trained().blocks[0].up.weight)
+    hook.post_forward(up, None)
+    assert isinstance(up.weight, AbsentWeight)
+
+
+def test_a_hook_fetches_for_its_own_module_alone(offloaded: Small) -> None:
+    up, down = offloaded.blocks[0].up, offloaded.blocks[0].down
+    up._hf_hook.pre_forward(down)
+    assert isinstance(down.weight, AbsentWeight)
+    up._hf_hook.pre_forward(up)
+    assert torch.equal(up.weight, trained().blocks[0].up.weight)

@@ -343,6 +343,15 @@ def test_a_buffer_that_the_forward_writes_is_kept(net, weights, mode):
     assert net.state_dict()["norm.num_batches_tracked"] == 2
 
 
+def test_a_buffer_that_is_stored_in_another_dtype_is_kept(net):
+    state = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    state["norm.running_mean"] = state["norm.running_mean"].double()
+    attach_align_device_hook(net, "cpu", offload=True, offload_buffers=True, weights_map=state)
+    with torch.no_grad():
+        net.train()(X)
+    assert net.state_dict()["norm.running_mean"].count_nonzero() == 4
+
+
 def test_a_gradient_that_would_be_lost_raises(net, weights):
     if weights is None:
         pytest.skip("the parameter itself is used, and gets its gradient")

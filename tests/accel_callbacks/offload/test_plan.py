@@ -294,6 +294,8 @@ def test_errors_say_what_is_missing() -> None:
         PlanError, match=r"at least 40 bytes \(40 B\) of cpu or 30 bytes .* of disk"
     ):
         plan(blocks(4), {"cpu": 35, "disk": 5})
+    with pytest.raises(PlanError, match=r"at least 40 bytes \(40 B\) of 0 or 30 bytes .* of disk"):
+        plan(blocks(4), {0: 35, "disk": 5})
     with pytest.raises(PlanError, match="give one to a device that computes"):
         plan(blocks(4), {"disk": 100})
     with pytest.raises(ValueError, match="'balanced'"):

@@ -68,6 +68,18 @@ def test_every_byte_is_in_its_place(tmp_path, monkeypatch, how, step, seed):
         assert bytes(weights.mapped(name).reshape(-1).view(torch.uint8).numpy()) == expected(one)
 
 
+@pytest.mark.parametrize("how", ["direct", "mapped"])
+def test_neighbours_in_a_file_are_read_at_once(monkeypatch, how):
+    monkeypatch.setattr(source, "_GAP", 0)
+    nbytes = 1 << 18  # more than a page of any system
+    tensors = {
+        f"t{k}": StoredTensor("weights.bin", k * nbytes, torch.uint8, (nbytes,))
+        for k in (0, 4, 5, 6)
+    }
+    reads = plan_reads(tensors, how == "direct", mapped=how == "mapped")
+    assert len(reads.pages if how == "mapped" else reads.pieces) == 2
+
+
 def test_a_mapped_tensor_has_its_own_storage_and_does_not_write_to_the_file(tmp_path):
     weights = stored(tmp_path, step=64)
     name = next(name for name, one in weights.tensors.items() if one.nbytes)

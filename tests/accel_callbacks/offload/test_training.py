@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from accel_callbacks import (
     Accelerator,
     ResumeError,
     apply_activation_checkpointing,
+    disk_offload,
     load_checkpoint_in_model,
 )
 from accel_callbacks.callbacks import (
@@ -235,3 +238,25 @@ def test_a_model_for_inference_is_prepared_as_it_is(base):
         block.up = block.up.base
     with torch.no_grad():
         assert torch.equal(out, expected(torch.stack(words(2))))
+
+
+class Rotation(torch.nn.Module):
+    """Multiplies by the conjugate of its weight, a view that autograd saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(3, 3, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.conj()
+
+
+def test_gradients_pass_a_conjugated_view_of_an_offloaded_weight(tmp_path):
+    torch.manual_seed(0)
+    model = Rotation().requires_grad_(False)
+    gradients = []
+    for layer in (copy.deepcopy(model), disk_offload(model, tmp_path)):
+        x = torch.ones(2, 3, dtype=torch.complex64, requires_grad=True)
+        torch.view_as_real(layer(x)).square().sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)

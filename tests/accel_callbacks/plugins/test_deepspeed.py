@@ -89,6 +89,28 @@ def test_what_makes_no_sense_is_refused(options: dict[str, Any], text: str) -> N
         DeepSpeedPlugin(**options)
 
 
+def test_a_conflict_names_the_file_of_the_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(ZERO), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"contradicts .* of .*ds\.json"):
+        DeepSpeedPlugin(str(path), zero_stage=2)
+
+
+def test_deepspeed_prints_its_steps_only_where_the_configuration_says_so() -> None:
+    plugin = DeepSpeedPlugin(ZERO)
+    assert plugin.hf_ds_config.config["steps_per_print"] is None
+    assert plugin.origins["steps_per_print"] == "default"
+    said = DeepSpeedPlugin({**ZERO, "steps_per_print": 5})
+    assert said.hf_ds_config.config["steps_per_print"] == 5
+
+
+def test_a_key_is_true_false_or_not_set() -> None:
+    held = HfDeepSpeedConfig({**ZERO, "fp16": {"enabled": False}, "bf16": {"enabled": True}})
+    keys = "fp16.enabled", "bf16.enabled", "amp.enabled"
+    assert [held.is_false(key) for key in keys] == [True, False, False]
+    assert [held.is_true(key) for key in keys] == [False, True, False]
+
+
 def test_auto_is_filled_and_the_unknown_is_named() -> None:
     config = {"a": {"b": "auto", "c": "auto"}, "d": 1}
     with pytest.raises(ValueError, match=r"DeepSpeed's a\.c is 'auto'"):
@@ -140,6 +162,7 @@ def test_another_librarys_plugin_is_named() -> None:
 def test_stand_ins_take_no_steps() -> None:
     optimizer = DummyOptim([torch.zeros(1, requires_grad=True)], lr=0.1, betas=(0.9, 0.95))
     assert optimizer.defaults == {"lr": 0.1, "weight_decay": 0, "betas": (0.9, 0.95)}
+    assert DummyScheduler(optimizer).warmup_num_steps == 0
     for one in (optimizer, DummyScheduler(optimizer)):
         with pytest.raises(RuntimeError, match="takes no steps"):
             one.step()

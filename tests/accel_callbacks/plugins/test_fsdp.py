@@ -49,6 +49,7 @@ def test_strategies_of_fsdp1_say_when_to_reshard(options, reshard, hybrid):
     [
         ({"sharding_strategy": "NO_SHARD"}, ValueError, "DistributedDataParallel"),
         ({"sharding_strategy": "FULL_SHRAD"}, ValueError, "Did you mean 'FULL_SHARD'"),
+        ({"sharding_strategy": 0}, ValueError, "sharding_strategy=0 is unknown"),
         ({"fsdp_version": 3}, ValueError, "fsdp_version=3 must be 2"),
         ({"reshard_after_forward": "maybe"}, ValueError, "a number of ranks"),
         ({"backward_prefetch": "PRE"}, ValueError, "backward_prefetch='PRE' is unknown"),
