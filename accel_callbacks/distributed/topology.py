@@ -52,6 +52,7 @@ __all__ = [
     "Topology",
     "current_device_index",
     "destroy_topology",
+    "is_current",
     "is_initialized",
     "own_accelerator",
     "pick_device",
@@ -346,6 +347,25 @@ def is_initialized() -> bool:
         True
     """
     return _current is not None
+
+
+def is_current(topology: Topology) -> bool:
+    """Return whether a topology is that of now: the process group has not ended since.
+
+    Example:
+        >>> from accel_callbacks.distributed.topology import (
+        ...     destroy_topology,
+        ...     is_current,
+        ...     resolve_topology,
+        ... )
+        >>> topology = resolve_topology(cpu=True)
+        >>> is_current(topology)
+        True
+        >>> destroy_topology()
+        >>> is_current(topology)
+        False
+    """
+    return topology is _current
 
 
 def destroy_topology() -> None:

@@ -1,8 +1,9 @@
-"""Weights of transformers' ``from_pretrained`` on rank 0 only."""
+"""Weights of transformers' ``from_pretrained`` on rank 0 only, or sharded by DeepSpeed."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["weights_on_rank_0"]
+__all__ = ["ShardedByZero", "weights_on_rank_0"]
 
 
 @contextmanager
@@ -55,6 +56,42 @@ def weights_on_rank_0(rank: int) -> Iterator[None]:
         for module, name, now in list(_with_names(answers)):
             if now is answers[name]:
                 setattr(module, name, originals[name])
+
+
+class ShardedByZero:
+    """Lets ``from_pretrained`` and ``from_config`` of transformers build models sharded (ZeRO-3).
+
+    transformers keeps a weak reference to it, so it has an effect as long as its owner lives, and
+    until another object takes its place.
+
+    Args:
+        enabled: whether models are to be built sharded, asked for each.
+        config: DeepSpeed's configuration, without ``"auto"``, likewise.
+
+    Example:
+        >>> from accel_callbacks.modeling.from_pretrained import ShardedByZero
+        >>> ShardedByZero(lambda: False, dict).is_zero3()
+        False
+    """
+
+    def __init__(self, enabled: Callable[[], bool], config: Callable[[], dict[str, Any]]) -> None:
+        self._enabled = enabled
+        self._config = config
+
+    def is_zero3(self) -> bool:
+        """Return whether models are to be built sharded."""
+        return self._enabled()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration for ``deepspeed.zero.Init``."""
+        return self._config()
+
+    def announce(self) -> None:
+        """Tell transformers, if it is installed."""
+        if importlib.util.find_spec("transformers") is not None:
+            transformers = importlib.import_module("transformers.integrations.deepspeed")
+            transformers.set_hf_deepspeed_config(self)
 
 
 def _with_names(names: Iterable[str]) -> Iterator[tuple[Any, str, Any]]:

@@ -14,10 +14,11 @@ import torch.distributed as dist
 
 from accel_callbacks import collectives
 from accel_callbacks.distributed.failures import meet
-from accel_callbacks.distributed.topology import DistributedType, Topology
+from accel_callbacks.distributed.topology import DistributedType, Topology, is_current
 from accel_callbacks.gradients import clip_norm, has_gradients
 from accel_callbacks.logging import notice
 from accel_callbacks.modeling.compile import original
+from accel_callbacks.modeling.from_pretrained import ShardedByZero
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.ddp import DistributedDataParallelKwargs
 from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin, DeepSpeedPlugins
@@ -256,6 +257,12 @@ class DeepSpeed(Strategy):
         #: What DeepSpeed was given for each model, with the origin of each value.
         self.filled: WeakKeyDictionary[torch.nn.Module, FilledConfig] = WeakKeyDictionary()
         self._optimizers: WeakKeyDictionary[torch.nn.Module, EngineOptimizer] = WeakKeyDictionary()
+        # Not bound methods, which would keep the strategy, and so transformers' reference, alive.
+        strategy = ref(self)
+        self._sharded_builds = ShardedByZero(
+            lambda: bool(strategy()._builds_sharded()),  # type: ignore[union-attr]
+            lambda: strategy()._init_config(),  # type: ignore[union-attr]
+        )
         self._untrained: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()  # engines
         self._called: list[Any] = []  # engines since the last backward
         self._boundary = True
@@ -286,6 +293,8 @@ class DeepSpeed(Strategy):
                 "shard with the fsdp_plugin."
             )
         self.precision = precision
+        if any(plugin.zero3_init_flag for plugin in self.plugins.by_name.values()):
+            self._sharded_builds.announce()
         return True
 
     def deepspeed_config(self, model: torch.nn.Module) -> FilledConfig:
@@ -297,18 +306,22 @@ class DeepSpeed(Strategy):
 
     def init_context(self) -> AbstractContextManager[None]:
         """Return ``deepspeed.zero.Init()`` in stage 3, else a context that does nothing."""
-        plugin = self.plugins.active
-        if not plugin.zero3_init_flag:
-            return nullcontext()
-        return self._zero_init(plugin)
+        return self._zero_init() if self._builds_sharded() else nullcontext()
+
+    def _builds_sharded(self) -> bool:
+        """Return whether models are built sharded, which ends with the group of the ranks."""
+        return bool(self.plugins.active.zero3_init_flag) and is_current(self.topology)
+
+    def _init_config(self) -> dict[str, Any]:
+        """Return the configuration for a model that is to be built, and let DeepSpeed be ready."""
+        self._join()
+        return self._filled(self.plugins.active, None, None, None).config
 
     @contextmanager
-    def _zero_init(self, plugin: DeepSpeedPlugin) -> Iterator[None]:
+    def _zero_init(self) -> Iterator[None]:
         import deepspeed
 
-        self._join()
-        config = self._filled(plugin, None, None, None).config
-        with deepspeed.zero.Init(config_dict_or_path=config):
+        with deepspeed.zero.Init(config_dict_or_path=self._init_config()):
             yield
 
     def place(self, model: torch.nn.Module) -> torch.nn.Module:
