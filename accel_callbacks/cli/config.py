@@ -204,6 +204,8 @@ def answers(machine: Machine, mixed_precision: str | None, everything: bool = Fa
         chosen |= _machines(chosen)
     if _several(chosen):
         chosen |= _sharding(chosen, machine)
+    elif _has_own_gpu(chosen, machine) and machine.deepspeed:
+        chosen |= _deepspeed()
     training: _Values = {"mixed_precision": mixed_precision or _precision(chosen, machine)}
     if yes_or_no("Compile models with torch.compile?"):
         training["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
@@ -354,11 +356,7 @@ def _several(chosen: Mapping[str, Any]) -> bool:
 def _sharding(chosen: Mapping[str, Any], machine: Machine) -> _Values:
     """Ask whether and how models are sharded."""
     if not yes_or_no("Shard models over the processes (FSDP), to save memory?"):
-        on_gpus = not chosen.get("use_cpu")
-        if on_gpus and machine.deepspeed and yes_or_no("Shard them with DeepSpeed (ZeRO)?"):
-            stage = _ask_number("deepspeed_config.zero_stage", "Stage of ZeRO, 0 to 3?", 2)
-            return {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": stage}}
-        return _cut_layers(chosen)
+        return (_deepspeed() if machine.deepspeed else {}) or _cut_layers(chosen)
     block: _Values = {"fsdp_version": 2}
     block["fsdp_reshard_after_forward"] = yes_or_no(
         "Free weights after forward, and gather them again in backward?", default=True
@@ -367,6 +365,64 @@ def _sharding(chosen: Mapping[str, Any], machine: Machine) -> _Values:
     block |= _pick("Which modules are gathered as a unit?", _UNITS)()
     block["fsdp_activation_checkpointing"] = yes_or_no("Compute activations twice, to save memory?")
     return {"distributed_type": "FSDP", "fsdp_config": block, **_arranged(chosen)}
+
+
+def _has_own_gpu(chosen: Mapping[str, Any], machine: Machine) -> bool:
+    """Return whether one process trains on a GPU that DeepSpeed supports."""
+    one = chosen.get("distributed_type", "NO") == "NO" and not chosen.get("use_cpu")
+    return one and machine.gpu_kind != "mps"
+
+
+def _deepspeed() -> _Values:
+    """Ask whether and how DeepSpeed trains models; empty if it does not."""
+    if not yes_or_no("Train with DeepSpeed (ZeRO), to save memory?"):
+        return {}
+    return {"distributed_type": "DEEPSPEED", "deepspeed_config": _zero()}
+
+
+def _zero() -> _Values:
+    if yes_or_no("Have you a configuration file of DeepSpeed?"):
+        return {"deepspeed_config_file": _until("Its path? ", _existing, "type a file's path")}
+    stage = _ask_number("deepspeed_config.zero_stage", _STAGE, 2)
+    block: _Values = {"zero_stage": stage}
+    if stage:
+        block |= _offloaded("optimizer", "the optimizer's states", stage)
+    if stage == 3:
+        block |= _offloaded("param", "the weights", stage)
+        block["zero3_init_flag"] = yes_or_no(
+            "Shard models while they are built, so that no process holds a whole one?", default=True
+        )
+    norm = _until(
+        "Clip gradients to which norm? [as the script does] ",
+        lambda text: _positive(text) if text else None,
+        "type a number, or nothing",
+    )
+    return block if norm is None else {**block, "gradient_clipping": norm}
+
+
+def _offloaded(part: str, what: str, stage: int) -> _Values:
+    """Ask where a part of the training state is kept between steps; empty for the device."""
+    places = {"on the device": "none", "in host memory": "cpu"}
+    if stage == 3:
+        places["on an NVMe disk"] = "nvme"
+    place = _pick(f"Where are {what} between steps?", places)
+    block: _Values = {} if place == "none" else {f"offload_{part}_device": place}
+    if place == "nvme":
+        block[f"offload_{part}_nvme_path"] = _until("A folder on it? ", _word, "type a path")
+    return block
+
+
+def _existing(text: str) -> str:
+    if not os.path.isfile(os.path.expanduser(text)):
+        raise ValueError
+    return os.path.expanduser(text)
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise ValueError
+    return number
 
 
 def _classes() -> _Values:
@@ -383,6 +439,9 @@ def _sizes() -> _Values:
     return {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": count}
 
 
+_STAGE = (
+    "Stage of ZeRO: 1 shards the optimizer's states, 2 gradients too, 3 weights too, 0 nothing?"
+)
 _UNITS: Mapping[str, Callable[[], _Values]] = {
     "the blocks that a model repeats": dict,
     "modules of some classes": _classes,

@@ -68,7 +68,7 @@ class Machine:
         tpu: the machine has a TPU.
         torch_xla: the package that TPUs need is installed.
         fp8: all of its GPUs compute in fp8.
-        deepspeed: the package is installed, and there are GPUs for it.
+        deepspeed: the package is installed.
 
     Example:
         >>> from accel_callbacks.launch.machine import Machine
@@ -124,7 +124,7 @@ def detect_machine(environment: Mapping[str, str], root: Path = Path("/")) -> Ma
         tpu=_has_tpu(environment, root, xla),
         torch_xla=xla,
         fp8=bool(gpus) and kind == "cuda" and _has_fp8(environment),
-        deepspeed=bool(gpus) and find_spec("deepspeed") is not None,
+        deepspeed=find_spec("deepspeed") is not None,
     )
 
 

@@ -18,6 +18,7 @@ import yaml
 
 from accel_callbacks.cli import config
 from accel_callbacks.cli.main import main
+from accel_callbacks.config import launched_deepspeed, resolve_config
 from accel_callbacks.launch.config_file import read_config, values_of
 from accel_callbacks.launch.machine import Machine, detect_machine
 from accel_callbacks.launch.settings import all_options
@@ -304,17 +305,70 @@ def test_a_machine_is_not_asked_of_what_it_lacks(
 def test_all_questions_are_asked_where_that_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     there = len(config._places(Machine(cores=4)))
     on_gpus = (str(there + 2), "", "")
-    values, _ = ask(monkeypatch, Machine(cores=4), *on_gpus, "", "y", "3", "4", "", everything=True)
+    zero = ("y", "", "1", "", "")
+    values, _ = ask(monkeypatch, Machine(cores=4), *on_gpus, "", *zero, "4", "", everything=True)
     assert (values["distributed_type"], values["num_processes"]) == ("DEEPSPEED", 8)
-    assert (values["deepspeed_config"], values["mixed_precision"]) == ({"zero_stage": 3}, "fp8")
+    assert (values["deepspeed_config"], values["mixed_precision"]) == ({"zero_stage": 1}, "fp8")
     values, _ = ask(monkeypatch, Machine(cores=4), "1", "", "", "", everything=True)
     assert values["distributed_type"] == "XLA"
 
 
-def test_deepspeed_is_asked_of_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("typed", "block"),
+    [
+        (["n", "", "", ""], {"zero_stage": 2}),
+        (["", "0", "1.5"], {"zero_stage": 0, "gradient_clipping": 1.5}),
+        (["", "1", "2", ""], {"zero_stage": 1, "offload_optimizer_device": "cpu"}),
+        (["", "3", "", "", "", ""], {"zero_stage": 3, "zero3_init_flag": True}),
+        (
+            ["", "3", "3", "/nvme", "2", "n", "zero", "-1", "0.5"],
+            {
+                "zero_stage": 3,
+                "offload_optimizer_device": "nvme",
+                "offload_optimizer_nvme_path": "/nvme",
+                "offload_param_device": "cpu",
+                "zero3_init_flag": False,
+                "gradient_clipping": 0.5,
+            },
+        ),
+        (["y", "none.json", "ds.json"], {"deepspeed_config_file": "ds.json"}),
+    ],
+    ids=["default", "stage 0", "stage 1", "stage 3", "all", "file"],
+)
+@pytest.mark.parametrize("place", ["GPUs", "one GPU", "CPU"])
+def test_deepspeed_is_asked_of_where_it_is_installed(
+    place: str,
+    typed: list[str],
+    block: dict[str, object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text('{"zero_optimization": {"stage": 2}}')
+    before = {
+        "GPUs": ["", "", ""],
+        "one GPU": ["3", ""],
+        "CPU": [str(len(config._places(GPUS))), "2", "", ""],
+    }[place]
     machine = replace(GPUS, deepspeed=True)
-    values, _ = ask(monkeypatch, machine, "", "", "", "y", "", "", "")
-    assert values["deepspeed_config"] == {"zero_stage": 2}
+    values, _ = ask(monkeypatch, machine, *before, "y", *typed, "", "")
+    assert values["distributed_type"] == "DEEPSPEED"
+    assert values["deepspeed_config"] == block
+    if place != "CPU":
+        return
+    # a launch of the file gives the processes the same
+    Path("asked.yaml").write_text(yaml.safe_dump(values))
+    assert main(["launch", "--dry_run", "--config_file", "asked.yaml", "-m", "timeit"]) == 0
+    words = capsys.readouterr().out.split()
+    variables = dict(word.split("=", 1) for word in words if word.startswith("ACCEL_"))
+    plugins = launched_deepspeed(None, resolve_config({}, variables))
+    assert plugins is not None
+    plugin = plugins.active
+    assert plugin.zero_stage == block.get("zero_stage", 2)
+    assert plugin.gradient_clipping == block.get("gradient_clipping", "auto")
+    for name in ("offload_optimizer_device", "offload_param_device"):
+        assert getattr(plugin, name) == block.get(name, "none")
 
 
 # --- --default, update ---------------------------------------------------------------------

@@ -82,3 +82,24 @@ def test_a_file_of_accelerate_trains_as_ddp(tmp_path: Path, stage: int) -> None:
     assert expected[0]["stage"] is None
     for one, other in zip(engine, expected, strict=True):
         assert one["losses"] == reordered(other["losses"])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_all_checks_of_accel_test_hold(tmp_path: Path, stage: int) -> None:
+    file = tmp_path / "deepspeed.yaml"
+    block: dict[str, object] = {"zero_stage": stage}
+    if stage == 3:
+        block |= {"zero3_init_flag": True, "offload_optimizer_device": "cpu"}
+    settings = {"distributed_type": "DEEPSPEED", "deepspeed_config": block}
+    file.write_text(yaml.safe_dump({**settings, "num_processes": 2, "use_cpu": True}))
+    done = subprocess.run(
+        [sys.executable, "-m", "accel_callbacks.cli", "test", "--config_file", str(file)],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCEL_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "9 checks hold" in done.stdout
+    assert f"in ZeRO stage {stage}" in done.stderr + done.stdout
