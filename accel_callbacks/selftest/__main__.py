@@ -109,4 +109,6 @@ def _verdict(outcomes: Sequence[Outcome]) -> str:
 
 
 if __name__ == "__main__":
+    if "--quiet" in sys.argv:
+        os.dup2(2, 1)  # libraries print too, and standard output is for JSON
     sys.exit(main())

@@ -10,6 +10,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -231,6 +232,7 @@ CHECKS: dict[str, tuple[Callable[[str, int], None], tuple[str, ...]]] = {
 }
 
 
+ZERO = "deepspeed_zero.py"  # tests/deepspeed trains with it
 LAUNCHED = "automatic_batch_size.py"  # limits the memory of its processes, for good
 
 
@@ -298,7 +300,7 @@ def test_it_works_as_launched(tmp_path, processes):
 
 def test_every_file_is_tested_and_described():
     files = {file.name for file in FOLDER.glob("*.py")}
-    assert files == set(CHECKS)
+    assert files == {*CHECKS, ZERO}
     described = re.findall(
         r"^\| \[(\w+\.py)\]\((\w+\.py)\) \|", (FOLDER / "README.md").read_text(), re.M
     )
@@ -311,3 +313,11 @@ def test_fp8_says_why_it_cannot_be_used_here(tmp_path):
     assert process.returncode == 1
     assert re.search(r"^fp8 cannot be used here: .*mixed_precision='fp8'", err, re.M)
     assert "Traceback" not in err
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
+def test_the_example_of_deepspeed_says_what_to_install(tmp_path):
+    process = start(STARTERS[1], ZERO, tmp_path)
+    out, err = process.communicate(timeout=100)
+    assert (process.returncode, out) == (1, "")
+    assert err == "this example needs DeepSpeed: pip install 'accel-callbacks[deepspeed]'\n"
