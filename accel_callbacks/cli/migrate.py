@@ -39,7 +39,7 @@ def run(args: Namespace) -> int:
         raise CommandError("--yes goes with --write")
     moved: list[MovedFile] = []
     problems: list[str] = []
-    paths = list(_files(args.files))
+    paths = list(source_files(args.files))
     for line in _passed_over(args.files, paths):
         print(f"accel migrate: {line}", file=sys.stderr)
     for path in paths:
@@ -142,7 +142,7 @@ def _confirmed(changed: Sequence[MovedFile]) -> bool:
     return confirmed
 
 
-def _files(places: Sequence[str]) -> Iterator[str]:
+def source_files(places: Sequence[str]) -> Iterator[str]:
     """Yield the given files, and the scripts and notebooks in the given folders."""
     seen: set[str] = set()
     for place in places:

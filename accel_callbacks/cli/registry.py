@@ -49,5 +49,8 @@ COMMANDS: Mapping[str, Command] = {
         "accel_callbacks.cli.to_fsdp2", "turn a config file for FSDP1 into FSDP2's"
     ),
     "migrate": Command("accel_callbacks.cli.migrate", "move a script from accelerate to us"),
+    "compat": Command(
+        "accel_callbacks.cli.compat", "list what sources use of accelerate, and what of it is here"
+    ),
     "completions": Command("accel_callbacks.cli.completions", "completions for bash, zsh or fish"),
 }

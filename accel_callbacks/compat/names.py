@@ -11,7 +11,7 @@ __all__ = ["MODULES", "NOT_PROVIDED", "NotProvided", "resolve"]
 
 _SUBMODULES = (
     *("accelerator", "big_modeling", "checkpointing", "commands", "commands.config"),
-    *("commands.config.default", "commands.launch"),
+    *("commands.accelerate_cli", "commands.config.default", "commands.launch"),
     *("data_loader", "hooks", "inference", "launchers", "local_sgd", "logging"),
     *("memory_utils", "optimizer", "parallelism_config", "scheduler", "state", "tracking", "utils"),
     *("utils.ao", "utils.bnb", "utils.constants", "utils.dataclasses", "utils.deepspeed"),
@@ -34,6 +34,7 @@ _CLOSED = frozenset(home for home in _HOMES if home.startswith(_ROOM))
 _OTHER_NAMES = {
     "DataLoaderAdapter": "accel_callbacks.data.loader:DataLoaderShard",
     "DataLoaderStateMixin": "accel_callbacks.data.loader:DataLoaderShard",
+    "main": "accel_callbacks.cli.main:main",
     "on_main_process": "accel_callbacks.tracking.general_tracker:on_main_process",
     # Not among the homes: they import `loggers`, which a file beside the script may hide.
     **{

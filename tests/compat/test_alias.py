@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import os
 import pickle
@@ -13,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from accel_callbacks.compat.names import MODULES, NOT_PROVIDED, NotProvided, resolve
+from accel_callbacks.compat.check import name_uses, status_of
+from accel_callbacks.compat.names import NOT_PROVIDED, NotProvided, resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Packages that import accelerate, as far as they are installed.
@@ -34,37 +34,17 @@ def run(folder: Path, source: str, *start: str, expected: int = 0) -> str:
     return done.stdout if expected == 0 else done.stderr
 
 
-def imported_names(package: str) -> set[tuple[str, str]]:
-    """Return what the files of a package import from modules of accelerate."""
+@pytest.mark.parametrize("package", USERS)
+def test_what_packages_use_of_accelerate_is_there(package):
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
-        return set()
-    names = set()
-    for path in Path(spec.origin).parent.rglob("*.py"):
-        source = path.read_text(errors="replace")
-        if "accelerate" not in source:
-            continue
-        for node in ast.walk(ast.parse(source)):
-            module = node.module if isinstance(node, ast.ImportFrom) else None
-            if module is not None and module.partition(".")[0] == "accelerate":
-                assert isinstance(node, ast.ImportFrom)
-                names |= {(module, alias.name) for alias in node.names}
-    return names
-
-
-@pytest.mark.parametrize("package", USERS)
-def test_what_packages_import_from_accelerate_is_there(package):
-    names = imported_names(package)
-    if not names:
         pytest.skip(f"{package} is not installed")
     lacking = []
-    for module, name in sorted(names):
-        if f"{module}.{name}" in MODULES:
-            continue
-        try:
-            resolve(module, name)
-        except AttributeError:
-            lacking.append(f"{module}.{name}")
+    for path in sorted(Path(spec.origin).parent.rglob("*.py")):
+        for use in name_uses(path.read_text(errors="replace")):
+            status, reason = status_of(use.module, use.name)
+            if status == "unknown":
+                lacking.append(f"{path}:{use.line}: {use.dotted}: {reason}")
     assert lacking == []
 
 
