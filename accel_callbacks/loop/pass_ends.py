@@ -20,7 +20,7 @@ _Position = tuple[int, int, int]
 
 _KEY = "pass_end"  # "{_KEY}/{rank}" in the store: number of the last check that a rank has reached
 _POLLING = 0.01, 0.1  # seconds between two looks at the store: at first, and at most
-_PATIENCE = 10.0  # seconds that a rank waits for others which neither come nor go on
+_PATIENCE = 10.0  # seconds at most that a rank waits for others which neither come nor go on
 
 
 class PassEnds:
@@ -124,7 +124,9 @@ class PassEnds:
         keys = [f"{_KEY}/{rank}" for rank in ranks]
         collectives.store().set(keys[collectives.rank()], str(self._checks))
         heard: dict[int, list[int]] = {}  # the numbers of the heartbeats of each rank
-        deadline, (pause, longest) = time.monotonic() + _PATIENCE, _POLLING
+        # The others may be in a collective already, which must not time out meanwhile.
+        patience = min(_PATIENCE, collectives.group_timeout().total_seconds() / 2)
+        deadline, (pause, longest) = time.monotonic() + patience, _POLLING
         while True:
             reached = collectives.store().read(keys)
             absent = [rank for rank in ranks if int(reached[rank] or 0) < self._checks]

@@ -46,7 +46,7 @@ def accelerator(layout: str = "ddp", **options: Any) -> Accelerator:
     if layout == "fsdp":
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin()
     # Longer than a pool waits: what is told is told at once.
-    return Accelerator(cpu=True, timeout=timedelta(seconds=120), **options)
+    return Accelerator(cpu=True, **{"timeout": timedelta(seconds=120), **options})
 
 
 def trained(accel: Accelerator) -> tuple[Any, Any]:
@@ -203,6 +203,19 @@ def left() -> int:
     with accel.evaluate(model):
         accel.gather(torch.ones(2))
     return accel.current_run.global_step
+
+
+def past_the_library() -> int:
+    """A barrier that one rank makes with torch's function, where no lengths are compared."""
+    accel = accelerator(timeout=timedelta(seconds=8))
+    model, optimizer = trained(accel)
+    epoch(accel, model, optimizer, batches(accel, "own", (2, 2)))
+    (torch.distributed.barrier if accel.is_main_process else accel.wait_for_everyone)()
+    return accel.current_run.global_step
+
+
+def test_a_rank_does_not_wait_until_the_collective_of_another_times_out(fresh_pool):
+    assert fresh_pool.run(past_the_library) == [2, 2]
 
 
 @pytest.mark.parametrize(
