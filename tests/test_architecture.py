@@ -27,6 +27,8 @@ FORBIDDEN_ARROWS = {
 MAY_UNPICKLE_TENSORS = {"checkpoint_io/weights/torch_pickle.py"}
 MAY_WRITE_ENVIRON = {
     "accel_callbacks/launch/environment.py",
+    # Processes that one standing in for Accelerate starts stand in too.
+    "accel_callbacks/compat/finder.py",
     # Functions of Accelerate by which scripts change variables themselves.
     "accel_callbacks/compat/environment.py",
 }

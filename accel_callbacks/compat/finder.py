@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import sys
 from collections.abc import Iterable
 from importlib.abc import Loader, MetaPathFinder
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from accel_callbacks.compat.children import child_variables
 from accel_callbacks.compat.names import MODULES, resolve
 
 __all__ = ["VERSION", "install", "is_installed"]
@@ -67,7 +69,9 @@ class AliasFinder(MetaPathFinder, Loader):
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
         """Return the metadata that packages look for before they import accelerate."""
         name = getattr(context, "name", None)
-        return [_Distribution()] if name in (None, "accelerate") else []
+        # An installer asks what is in a folder, where this is not.
+        everywhere = context is None or "path" not in vars(context)
+        return [_Distribution()] if everywhere and name in (None, "accelerate") else []
 
 
 def is_installed() -> bool:
@@ -82,9 +86,11 @@ def is_installed() -> bool:
 
 
 def install() -> None:
-    """Let ``import accelerate`` get this library, in this process and for as long as it runs.
+    """Let ``import accelerate`` get this library, in this process and those that it starts.
 
-    An Accelerate that is installed stays as it is; other processes find it.
+    An Accelerate that is installed stays as it is; other processes find it. Python processes that
+    this one starts stand in by ``PYTHONPATH`` and ``ACCEL_AS_ACCELERATE`` in the environment, which
+    gets the options of ``accel launch`` under Accelerate's names too.
 
     Raises:
         RuntimeError: accelerate, or a package that looks for it at its import, is imported already.
@@ -106,3 +112,4 @@ def install() -> None:
             "python -m accel_callbacks.as_accelerate."
         )
     sys.meta_path.insert(0, AliasFinder())
+    os.environ.update(child_variables(os.environ))

@@ -1,0 +1,65 @@
+"""The variables by which processes that this one starts stand in for Accelerate too."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+__all__ = ["child_variables"]
+
+_STARTUP = os.path.join(os.path.dirname(os.path.abspath(__file__)), "startup")
+_PREFIXES = {  # of Accelerate's variables, by those of this library; the longer ones first
+    "ACCEL_FSDP_": "FSDP_",
+    "ACCEL_MEGATRON_LM_": "MEGATRON_LM_",
+    "ACCEL_PARALLELISM_": "PARALLELISM_CONFIG_",
+    "ACCEL_DEEPSPEED_": "ACCELERATE_DEEPSPEED_",
+    "ACCEL_DYNAMO_": "ACCELERATE_DYNAMO_",
+}
+_NAMES = {
+    "ACCEL_CPU": "ACCELERATE_USE_CPU",
+    "ACCEL_DEBUG": "ACCELERATE_DEBUG_MODE",
+    "ACCEL_GRADIENT_ACCUMULATION_STEPS": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "ACCEL_MIXED_PRECISION": "ACCELERATE_MIXED_PRECISION",
+    "ACCEL_FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "FSDP_TRANSFORMER_CLS_TO_WRAP",
+    "ACCEL_DEEPSPEED_GRADIENT_ACCUMULATION_STEPS": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "ACCEL_DEEPSPEED_GRADIENT_CLIPPING": "ACCELERATE_GRADIENT_CLIPPING",
+}
+# Without DeepSpeed, for which others make a plugin of their own where they see its variable: here
+# the Accelerator makes it, of the options of the launch.
+_ENGINES = {
+    "FSDP": {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
+    "MEGATRON_LM": {"ACCELERATE_USE_MEGATRON_LM": "true"},
+}
+
+
+def child_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables to set, beside those that there are.
+
+    Children stand in by a module that Python runs at their start, which ``PYTHONPATH`` leads to.
+    The options of the launch have the names of Accelerate too, since other packages read them.
+
+    Args:
+        environment: of this process; what it has of Accelerate's variables stays.
+    """
+    places = [place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place]
+    options = {
+        translated: value
+        for name, value in environment.items()
+        if (translated := _translated(name))
+    }
+    options |= _ENGINES.get(environment.get("ACCEL_DISTRIBUTED_TYPE", ""), {})
+    return {
+        "ACCEL_AS_ACCELERATE": "1",
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys([_STARTUP, *places])),
+        **{name: value for name, value in options.items() if name not in environment},
+    }
+
+
+def _translated(name: str) -> str | None:
+    """Return what Accelerate calls a variable of this library, None if it has no such one."""
+    if name in _NAMES:
+        return _NAMES[name]
+    for own, other in _PREFIXES.items():
+        if name.startswith(own):
+            return f"{other}{name.removeprefix(own)}"
+    return None
