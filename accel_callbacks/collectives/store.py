@@ -72,7 +72,8 @@ class BoundedStore:
         Raises:
             torch.distributed.DistNetworkError: the host of the store does not answer.
         """
-        if self.is_silent or self.is_gone:
+        # At the exit of the interpreter other hooks may call a store that is closed already.
+        if self.is_silent or self.is_gone or not self.close.alive:
             raise dist.DistNetworkError("the host of the rendezvous store does not answer")
         result: Future[Any] = Future()
         self._requests.put((operation, result))

@@ -475,7 +475,11 @@ def test_a_kill_at_full_speed_keeps_what_is_older_than_the_flush(tmp_path: Path)
         reader = threading.Thread(target=drain)
         reader.start()
         seen = newest[-1]
-        time.sleep(3)  # a second, and as much as a machine that is busy may need
+        deadline = time.monotonic() + 10  # a second, and what a machine that is busy may need
+        files = tmp_path / "metrics.jsonl", tmp_path / "metrics.csv"
+        while min(file.read_bytes().count(b"\n") for file in files) <= seen:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         os.kill(child.pid, signal.SIGKILL)
         reader.join()
     for rows in (read_jsonl(tmp_path / "metrics.jsonl"), read_csv(tmp_path / "metrics.csv")):
