@@ -12,6 +12,7 @@ from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.modeling.absent_weights import absent_weights
 from accel_callbacks.modeling.compile import original
+from accel_callbacks.strategies.zero_state import RowsOfModel, is_kept_by_zero, without_engine
 from accel_callbacks.warning import warn
 
 __all__ = ["load_checkpoint_in_model"]
@@ -112,6 +113,20 @@ def load_checkpoint_in_model(
         )
         return
     device = _one_device(device_map)
+    model = without_engine(model)
+    if is_kept_by_zero(model):
+        for name, given in (
+            ("dtype", dtype), ("device_map", device), ("mapped", mapped),
+            ("broadcast_from_rank0", broadcast_from_rank0),
+        ):  # fmt: skip
+            if given:
+                raise ValueError(
+                    f"{name} does not go with a model that DeepSpeed trains: each process reads "
+                    "its own part of the weights, and the engine decides where and how they are "
+                    "kept. Leave it out."
+                )
+        _load_rows(original(model), checkpoint, strict)
+        return
     if mapped and broadcast_from_rank0:
         raise ValueError(
             "mapped=True does not go with broadcast_from_rank0=True, whose other processes have "
@@ -196,6 +211,14 @@ def _load(
             warn(f"{os.fspath(checkpoint)} {what} {listed}")
     _initialize_missing(model, checkpoint, missing)
     return missing
+
+
+def _load_rows(model: torch.nn.Module, checkpoint: str | os.PathLike[str], strict: bool) -> None:
+    """Read the rows of this rank, then gather one parameter after the other for ZeRO."""
+    with shared_failure("load_checkpoint_in_model"):
+        stand_in = RowsOfModel(model)
+        missing = _load(stand_in, checkpoint, dtype_rule(None), None, strict)
+    stand_in.put(missing)
 
 
 def _initialize_missing(

@@ -756,7 +756,7 @@ class DeepSpeed(Strategy):
             ]
         for engine in self._engines() if writeback else ():
             mine = {id(one) for one in engine.module.parameters()}
-            load_parameters(engine, {one: v for one, v in kept if id(one) in mine})
+            load_parameters({one: v for one, v in kept if id(one) in mine})
 
     def local_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return rows of each parameter in host memory, float32 where the optimizer has it.
@@ -810,7 +810,7 @@ class DeepSpeed(Strategy):
         inner = self.unwrap(model)
         named = dict(inner.named_parameters(remove_duplicate=False))
         values = {named[name]: value for name, value in state.items() if name in named}
-        load_parameters(engine, values)
+        load_parameters(values)
         buffers = dict(inner.named_buffers())
         for name, value in state.items():
             if name in buffers:

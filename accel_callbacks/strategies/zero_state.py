@@ -14,17 +14,21 @@ import torch
 
 from accel_callbacks import collectives
 from accel_callbacks.errors import ResumeError
+from accel_callbacks.modeling.compile import original
 
 __all__ = [
     "RowMesh",
+    "RowsOfModel",
     "ZeroWeight",
     "gathered_parameter",
     "gradient_parts",
+    "is_kept_by_zero",
     "is_zero",
     "kept_by_step",
     "load_optimizer_state",
     "load_parameters",
     "optimizer_state",
+    "without_engine",
     "zero_weight",
 ]
 
@@ -174,16 +178,14 @@ def gathered_parameter(parameter: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def load_parameters(engine: Any, values: Mapping[Any, torch.Tensor]) -> None:
+def load_parameters(values: Mapping[Any, torch.Tensor]) -> None:
     """Collective: set whole parameters, the same on all ranks.
 
     Args:
-        engine: DeepSpeed's.
         values: whole values by parameter; DTensors are gathered one after the other.
     """
     from deepspeed.utils import safe_set_full_fp32_param
 
-    flat_changed = False
     for parameter, value in values.items():
         full = collectives.full_tensor(value).to(parameter.device)
         if (weight := zero_weight(parameter)) is not None:
@@ -192,9 +194,81 @@ def load_parameters(engine: Any, values: Mapping[Any, torch.Tensor]) -> None:
         parameter.data.copy_(full)
         if hasattr(parameter, "_hp_mapping"):
             safe_set_full_fp32_param(parameter, full)
-            flat_changed = True
-    if flat_changed:
-        engine.optimizer.update_lp_params()
+
+
+def without_engine(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model inside of an engine of DeepSpeed; any other model as it is.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.strategies.zero_state import without_engine
+        >>> without_engine(torch.nn.Linear(1, 1))
+        Linear(in_features=1, out_features=1, bias=True)
+    """
+    engine = original(model)
+    if hasattr(engine, "zero_optimization_stage"):
+        inner: torch.nn.Module = engine.module  # type: ignore[assignment]
+        return inner
+    return model
+
+
+def is_kept_by_zero(model: torch.nn.Module) -> bool:
+    """Return whether ZeRO keeps parts of a model's parameters; it is without its engine."""
+    return any(hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") for p in model.parameters())
+
+
+class RowsOfModel(torch.nn.Module):
+    """Stands in for a model under ZeRO in a load: its parameters are rows, to be read into.
+
+    Args:
+        model: the model, without its engine; its buffers are those of the stand-in.
+
+    Attributes:
+        rows: the rows of each parameter.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        mesh = RowMesh(torch.distributed.get_world_size())
+        self.rows: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        places: list[tuple[str, str, Any]] = []
+        saved = model.state_dict(keep_vars=True)
+        for name, tensor in saved.items():
+            if isinstance(tensor, torch.nn.Parameter) and tensor not in self.rows:
+                shape = getattr(tensor, "ds_shape", tensor.shape)
+                dtype = torch.float32 if tensor.requires_grad else tensor.dtype
+                self.rows[tensor] = torch.nn.Parameter(mesh.empty(shape, dtype), False)
+            path, _, own = name.rpartition(".")
+            places.append((path, own, tensor))
+        for path, own, tensor in places:
+            module = self._module(path)
+            if isinstance(tensor, torch.nn.Parameter):
+                module.register_parameter(own, self.rows[tensor])
+            elif isinstance(tensor, torch.Tensor):
+                module.register_buffer(own, tensor)
+
+    def _module(self, path: str) -> torch.nn.Module:
+        """Return the module at a path, made if it is not there."""
+        module: torch.nn.Module = self
+        for name in path.split(".") if path else ():
+            if name not in module._modules:
+                module.add_module(name, torch.nn.Module())
+            module = module.get_submodule(name)
+        return module
+
+    def put(self, missing: Iterable[str]) -> None:
+        """Collective: set the parameters of the model, but for those that were not read.
+
+        Args:
+            missing: names of these.
+        """
+        missing = set(missing)
+        read = {
+            id(parameter)
+            for name, parameter in self.named_parameters(remove_duplicate=False)
+            if name not in missing
+        }
+        load_parameters({own: rows for own, rows in self.rows.items() if id(rows) in read})
 
 
 def _local_part(parameter: Any, full: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 pytest.importorskip("deepspeed", reason="deepspeed is not installed: scripts/test_deepspeed")
 
 import checkpoint_io
+from accel_callbacks import load_checkpoint_in_model
 from accel_callbacks.gradients import local_part
 from tests.deepspeed.jobs import difference, finish, prepared, train, weights
 from tests.distributed.conftest import free_port
@@ -185,6 +187,44 @@ def test_an_open_window_is_refused(pool, tmp_path: Path) -> None:
     pool.run(_inside, "zero2", path)
     pool.run(_inside, "ddp", path)
     pool.run(_inside, "zero3", path)
+
+
+def _loaded_in_model(layout: str, folder: str, precision: str) -> Any:
+    job = prepared(layout, mixed_precision=precision)
+    accel, model = job[:2]
+    place = model if layout != "zero2" else accel.unwrap_model(model)
+    load_checkpoint_in_model(place, folder, strict=True)
+    found = weights(job)
+    accel.backward(model(torch.zeros(2, 7)).sum() * 0)  # a step of nothing but weight decay
+    job[2].step()
+    after = weights(job)
+    kept = {"2.weight": torch.ones(30, 30), "x": torch.ones(1)}
+    if accel.is_main_process:
+        checkpoint_io.save_model(kept, f"{folder}/part-{layout}")
+    accel.wait_for_everyone()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*has unused x|.*did not have")
+        load_checkpoint_in_model(model, f"{folder}/part-{layout}")
+    part = weights(job)
+    if layout != "zero0":
+        with pytest.raises(ValueError, match="dtype does not go with a model that DeepSpeed"):
+            load_checkpoint_in_model(model, folder, dtype="bfloat16")
+    finish(accel)
+    return found, after, part
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [("zero0", "no"), ("zero1", "bf16"), ("zero2", "no"), ("zero3", "no"), ("zero3", "bf16")],
+)
+def test_weights_of_a_model_are_loaded_into_a_prepared_one(
+    pool, tmp_path: Path, layout: str, precision: str
+) -> None:
+    wanted = pool.run(_model_saved, "ddp", str(tmp_path))[0]
+    found, after, part = pool.run(_loaded_in_model, layout, str(tmp_path), precision)[0]
+    assert difference(found, wanted) == 0.0
+    assert difference(after, wanted) < 1e-2  # it stepped from what was loaded
+    assert part == after | {"2.weight": [1.0] * 900, "4.weight": [1.0] * 900}
 
 
 KILLED = """
