@@ -124,6 +124,11 @@ class Registered:
         self.clear()
 
     @property
+    def objects(self) -> list[Any]:
+        """The objects, in the order of their registration."""
+        return list(self._objects.values())
+
+    @property
     def names(self) -> list[str]:
         """The names of the saved states."""
         return list(self._objects)

@@ -5,14 +5,17 @@ Each is one of this library's classes, and trains with its parts.
 
 from __future__ import annotations
 
+import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from accel_callbacks import accelerator, collectives, scheduler, state
+from accel_callbacks.compat import checkpoints
+from accel_callbacks.compat.helpers import get_sampler
 from accel_callbacks.compat.stand_in import StandIn
 from accel_callbacks.data import config, dispatch, loader, skip
 from accel_callbacks.data.config import checked_rng_types
@@ -144,6 +147,11 @@ class DataLoaderConfiguration(config.DataLoaderConfiguration):
 
     __setattr__ = object.__setattr__
 
+    @property
+    def seeds_orders(self) -> bool:
+        """True if that was asked for; a ``data_seed`` is that of the seedable sampler alone."""
+        return bool(self.seeded_order)
+
 
 class Accelerator(accelerator.Accelerator):
     """The Accelerator, constructed as that of Accelerate, with the numbers of its schedules.
@@ -182,6 +190,42 @@ class Accelerator(accelerator.Accelerator):
         global _newest
         _newest = weakref.ref(self)
 
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any] | skip.SkipDataLoader,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> Any:
+        """Prepare a loader, with the order that Accelerate gives it on several processes."""
+        sampler = get_sampler(data_loader)
+        options = self.dataloader_config
+        shares = self.num_processes > 1 and not options.dispatch_batches
+        if shares and not options.use_seedable_sampler and _lacks_generator(sampler):
+            # Accelerate draws the seed of a generator when it prepares, and not at each pass.
+            sampler.generator = torch.Generator("cpu")
+            sampler.generator.manual_seed(
+                int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+            )
+        return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> str:
+        """Restore a state, one that Accelerate itself has saved too.
+
+        Args:
+            input_dir: folder of the state; the newest of the project if None.
+            load_kwargs: without effect on a state of Accelerate.
+            **options: as of :meth:`accel_callbacks.Accelerator.load_state`.
+        """
+        if input_dir is not None and checkpoints.is_of_accelerate(input_dir):
+            checkpoints.restore(self, input_dir)
+            return os.fspath(input_dir)
+        return super().load_state(input_dir, load_kwargs, **options)
+
     @property
     def gradient_state(self) -> GradientState:
         """A live view of the gradient window and of the loader being iterated."""
@@ -209,6 +253,10 @@ class Accelerator(accelerator.Accelerator):
     @property
     def _dataloaders(self) -> list[Any]:
         return self.loaders
+
+
+def _lacks_generator(sampler: Any) -> bool:
+    return hasattr(sampler, "generator") and sampler.generator is None
 
 
 # --- what prepare returns ---------------------------------------------------------------------
