@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import wraps
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -12,6 +13,7 @@ from accel_callbacks.plugins.compile import TorchDynamoPlugin
 
 __all__ = [
     "adopt",
+    "await_collectives",
     "compile_model",
     "is_compiled",
     "original",
@@ -151,6 +153,46 @@ def _entry(module: torch.nn.Module, codes: dict[type, CodeType]) -> Callable[...
 
     code = codes.setdefault(type(module), forward.__code__.replace())
     return FunctionType(code, forward.__globals__, "forward", None, forward.__closure__)
+
+
+def await_collectives(model: torch.nn.Module) -> None:
+    """Let compiled modules wait for collectives whose results they are given.
+
+    torch 2.13 computes no gradient of an ``AsyncCollectiveTensor`` that goes through a hook of
+    FSDP2 into compiled code, and says nothing: a cut embedding got zeros. Nor does it compile one
+    that FSDP2 shards, so embeddings are left out.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.modeling.compile import await_collectives
+        >>> layer = torch.nn.Linear(1, 1)
+        >>> layer.compile(backend="eager")
+        >>> await_collectives(layer)
+        >>> layer(torch.ones(1)).shape
+        torch.Size([1])
+    """
+    if not is_compiled(model):
+        return
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            _set_compiled(module, torch.compiler.disable(_awaiting(module._call_impl)))
+        elif (call := _compiled(module)) is not None:
+            _set_compiled(module, _awaiting(call))
+
+
+def _awaiting(call: Callable[..., Any]) -> Callable[..., Any]:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    def waited(value: Any) -> Any:
+        # A product, as wait() would leave the graph of autograd.
+        return value * 1 if isinstance(value, AsyncCollectiveTensor) else value
+
+    @wraps(call)  # with the mark of prepare
+    def awaited(*args: Any, **kwargs: Any) -> Any:
+        named = {name: waited(value) for name, value in kwargs.items()}
+        return waited(call(*map(waited, args), **named))
+
+    return awaited
 
 
 def is_compiled(model: torch.nn.Module) -> bool:

@@ -20,7 +20,7 @@ from accel_callbacks.gradients import has_gradients, local_part
 from accel_callbacks.logging import notice
 from accel_callbacks.modeling.absent_weights import absent_weights
 from accel_callbacks.modeling.activation_checkpointing import checkpoint_with
-from accel_callbacks.modeling.compile import is_compiled
+from accel_callbacks.modeling.compile import await_collectives, is_compiled
 from accel_callbacks.modeling.empty_weights import init_empty_weights
 from accel_callbacks.modeling.from_pretrained import weights_on_rank_0
 from accel_callbacks.modeling.initial_weights import InitialWeights, whole_parameters_freed
@@ -247,6 +247,7 @@ class FSDP(Sharding):
                     with whole_parameters_freed(model):
                         parallelize(model, required_plan(model, self.parallelism), mesh["tp"])
                 separate_dropout(model, self.parallelism, mesh["tp"], self.topology.device)
+                await_collectives(model)
             self._shard(model, shards)
             weights.fill()
             self._replace(before, model)

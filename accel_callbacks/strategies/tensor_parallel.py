@@ -13,6 +13,7 @@ import torch
 from accel_callbacks import collectives
 from accel_callbacks.distributed.topology import Topology
 from accel_callbacks.gradients import local_part
+from accel_callbacks.modeling.compile import await_collectives
 from accel_callbacks.modeling.empty_weights import init_empty_weights
 from accel_callbacks.modeling.from_pretrained import weights_on_rank_0
 from accel_callbacks.modeling.initial_weights import InitialWeights, whole_parameters_freed
@@ -122,6 +123,7 @@ class TensorParallel(Sharding):
             self._replace(before, model)
         reduce_partial_gradients(model)
         separate_dropout(model, self.parallelism, mesh, self.topology.device)
+        await_collectives(model)
         self._watch_inputs(model)
         return model
 

@@ -20,6 +20,7 @@ from accel_callbacks import (
     FullyShardedDataParallelPlugin,
     LocalSGD,
     ParallelismConfig,
+    TorchDynamoPlugin,
     TorchTensorParallelConfig,
     apply_activation_checkpointing,
     init_empty_weights,
@@ -217,6 +218,28 @@ def test_two_by_two_is_one_process(pool_of_4, plan, window):
     results = pool_of_4.run(trains, "2x2", plan, "SGD", "norm", window)
     assert all(result == results[0] for result in results)
     assert_reordered(results[0], alone("SGD", "norm", window))
+
+
+def trains_compiled(layout: str, plan: str, regional: bool) -> dict[str, Any]:
+    torch._dynamo.reset()
+    plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional)
+    return trains(layout, plan, dynamo_plugin=plugin)
+
+
+@pytest.mark.parametrize(
+    ("layout", "plan", "regional"),
+    [
+        ("2x2", "ends", True),  # an embedding whose output is the input of a compiled block
+        pytest.param("tp2", "ends", True, marks=pytest.mark.slow),
+        pytest.param("2x2", "ends", False, marks=pytest.mark.slow),
+        pytest.param("2x2", "sequence", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_compiled_model_is_one_process(pool, pool_of_4, layout, plan, regional):
+    ranks = pool if layout == "tp2" else pool_of_4
+    results = ranks.run(trains_compiled, layout, plan, regional)
+    assert all(result == results[0] for result in results)
+    assert_reordered(results[0], alone())
 
 
 @pytest.mark.slow
