@@ -106,6 +106,7 @@ def _launch_options(args: Namespace, scratch: str, report: Path) -> Namespace:
     values = {
         **vars(args),
         "module": True,
+        "main_training_function": "main",  # that of a config file is the script's
         "program": program,
         "words": [*others, "-m", *program],
         "whole_process": False,

@@ -58,6 +58,9 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     seed += process_data_rank() if device_specific else 0
     random.seed(seed)
     torch.manual_seed(seed)
+    xla: Any = getattr(torch, "xla", None)  # which torch.manual_seed leaves out
+    if xla is not None:
+        xla.manual_seed(seed)
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % (1 << 32))

@@ -84,12 +84,16 @@ def _register_module(torch_xla: Any) -> None:
     def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
         model.set_rng_state(int.from_bytes(bytes(state.tolist()), "little"))
 
+    def manual_seed(seed: int) -> None:
+        model.set_rng_state(seed)
+
     def synchronize(device: Any = None) -> None:
         torch_xla.sync(wait=True)
 
     module.get_rng_state, module.set_rng_state = get_rng_state, set_rng_state
-    module.synchronize = synchronize
+    module.synchronize, module.manual_seed = synchronize, manual_seed
     module.is_available = lambda: True
     module.device_count = lambda: 1
     module.current_device = lambda: 0
     torch._register_device_module("xla", module)  # type: ignore[no-untyped-call]
+    manual_seed(torch.initial_seed())  # of a seed that was set before

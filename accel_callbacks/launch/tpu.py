@@ -1,4 +1,4 @@
-"""Launch on a TPU: one process computes on all of its devices, by a function of the script."""
+"""Launch on a TPU: one process computes on all of its devices."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from types import ModuleType
 from accel_callbacks.launch.option import SettingsError
 
 __all__ = ["call_main", "launch_on_tpu"]
+
+_DEFAULT = "main"
 
 
 def launch_on_tpu(script: str, arguments: Sequence[str], function: str) -> None:
@@ -43,12 +45,12 @@ def launch_on_tpu(script: str, arguments: Sequence[str], function: str) -> None:
 
 
 def call_main(script: str, arguments: Sequence[str], function: str) -> None:
-    """Load the script and call its function.
+    """Load the script and call its function, or run it as it is if it has no ``main``.
 
-    The script's ``__main__`` block does not run.
+    Where a function is called, the script's ``__main__`` block does not run.
 
     Raises:
-        SettingsError: the script has no such function.
+        SettingsError: the script has no such function, and it is not ``main``.
 
     Example:
         >>> from accel_callbacks.launch.tpu import call_main
@@ -60,13 +62,39 @@ def call_main(script: str, arguments: Sequence[str], function: str) -> None:
     import inspect
 
     sys.argv[:] = [script, *arguments]
+    if function == _DEFAULT and not _names(script, function):
+        _run(script)
+        return
     main = getattr(_load(script), function, None)
     if not callable(main):
         raise SettingsError(
-            f"{script} has no function {function!r}, which a launch on a TPU calls: name it "
-            "with --main_training_function"
+            f"{script} has no function {function!r}, which a launch on a TPU calls: leave "
+            "--main_training_function out to run the script as it is"
         )
     main(*([0] if inspect.signature(main).parameters else []))
+
+
+def _names(script: str, function: str) -> bool:
+    """Return whether the top level of a script or module names a function."""
+    import os
+    from importlib import import_module
+
+    if not os.path.isfile(script):
+        return hasattr(import_module(script), function)
+    with open(script, "rb") as file:
+        return function in compile(file.read(), script, "exec").co_names
+
+
+def _run(script: str) -> None:
+    """Run a script or module as Python does."""
+    import os
+    import runpy
+
+    if os.path.isfile(script):
+        sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
+        runpy.run_path(script, run_name="__main__")
+    else:
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
 
 
 def _load(script: str) -> ModuleType:

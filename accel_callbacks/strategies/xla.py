@@ -250,7 +250,10 @@ class XLA(Strategy):
 
     def _on_host(self, tree: dict[str, Any]) -> dict[str, Any]:
         """Return a tree with copies of its tensors on the host; tied ones stay tied."""
+        # A sync draws the next seed of the generator: a run that saves would draw other numbers.
+        seed = torch.xla.get_rng_state()  # type: ignore[attr-defined]
         self._xla.sync()
+        torch.xla.set_rng_state(seed)  # type: ignore[attr-defined]
         copies: dict[int, torch.Tensor] = {}
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:

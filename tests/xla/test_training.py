@@ -243,6 +243,30 @@ def test_random_numbers_are_restored() -> None:
     assert torch.equal(torch.rand(3, device=device).cpu(), first)
 
 
+def dropped_out(accel: Accelerator, folder: Path | None = None) -> torch.Tensor:
+    """Return what dropout leaves in each of three batches; save before the last one."""
+    loader = accel.prepare(DataLoader(torch.ones(12, 8), 4))
+    layer = accel.prepare(torch.nn.Dropout(0.5))
+    left = []
+    for number, batch in enumerate(loader):
+        if folder is not None and number == 2:
+            accel.save_state(str(folder / "saved"))
+        left.append(layer(batch).cpu())
+    return torch.stack(left)
+
+
+def test_a_seed_holds_for_the_device_and_a_save_draws_nothing(tmp_path: Path) -> None:
+    accel = Accelerator()
+    accel.prepare(torch.nn.Linear(2, 2))
+    outcomes = []
+    for folder in (None, None, tmp_path):
+        set_seed(3)
+        outcomes.append(dropped_out(accel, folder))
+    assert torch.equal(outcomes[0], outcomes[1])
+    assert torch.equal(outcomes[0], outcomes[2])
+    assert not torch.equal(outcomes[0][0], outcomes[0][1])
+
+
 def test_embeddings_that_were_untied_before_are_told() -> None:
     class Config:
         tie_word_embeddings = True
