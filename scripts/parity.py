@@ -1,100 +1,125 @@
-"""Compare the losses of models of transformers under each engine with those of one process.
+"""Compare models of transformers, or features, under each engine with one process.
 
-Each trains six batches in windows of two, with clipping and AdamW; see ``scripts/parity``.
+Models train six batches in windows of two, with clipping and AdamW; see ``scripts/parity``.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
+import random
+import re
 import subprocess
 import sys
 import tempfile
-from datetime import timedelta
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 LIMIT = 1e-5
-#: Processes, and how they are arranged.
-ENGINES: dict[str, tuple[int, dict[str, int]]] = {
-    "ddp": (2, {}),
-    "fsdp2": (2, {"dp_shard_size": 2}),
-    "hsdp": (4, {"dp_replicate_size": 2, "dp_shard_size": 2}),
-    "tp": (2, {"tp_size": 2}),
-    "fsdp2 x tp": (4, {"dp_shard_size": 2, "tp_size": 2}),
-    "pp": (2, {"pp_size": 2}),
-    "pp x fsdp2": (4, {"pp_size": 2, "dp_shard_size": 2}),
-    "pp x tp": (4, {"pp_size": 2, "tp_size": 2}),
+
+
+class Engine(NamedTuple):
+    """An arrangement of processes.
+
+    Attributes:
+        processes: how many.
+        sizes: of a ``ParallelismConfig``.
+        zero_stage: of DeepSpeed, None without it.
+    """
+
+    processes: int
+    sizes: dict[str, int]
+    zero_stage: int | None = None
+
+
+ENGINES = {
+    "ddp": Engine(2, {}),
+    "fsdp2": Engine(2, {"dp_shard_size": 2}),
+    "hsdp": Engine(4, {"dp_replicate_size": 2, "dp_shard_size": 2}),
+    "tp": Engine(2, {"tp_size": 2}),
+    "fsdp2 x tp": Engine(4, {"dp_shard_size": 2, "tp_size": 2}),
+    "pp": Engine(2, {"pp_size": 2}),
+    "pp x fsdp2": Engine(4, {"pp_size": 2, "dp_shard_size": 2}),
+    "pp x tp": Engine(4, {"pp_size": 2, "tp_size": 2}),
+    "pp x replicas": Engine(4, {"pp_size": 2, "dp_replicate_size": 2}),
+    "zero 1": Engine(2, {}, zero_stage=1),
+    "zero 2": Engine(2, {}, zero_stage=2),
+    "zero 3": Engine(2, {}, zero_stage=3),
 }
 ALONE = "one process"
+#: What an engine refuses, and how.
+REFUSED = {
+    ("pp", "fp16"): r"fp16' does not go with a pipeline, .*: use \"bf16\"",
+    ("tp", "resnet"): r"no plan",
+    ("zero", "fp16"): r"",
+}
 
 
-def train(model_name: str, sizes: dict[str, int]) -> list[float]:
-    """Collective: return the losses and norms of a model under an arrangement of this process."""
-    import torch
+def perform(engine: str, task: str, folder: Path) -> Any:
+    """Collective: return the numbers of a model or a feature, of this process's group."""
+    import features
 
-    from accel_callbacks import Accelerator, ParallelismConfig, TorchTensorParallelConfig
-    from tests.support.known_models import BUILDERS, batches
-
-    options: dict[str, Any] = {}
-    if sizes:
-        handler = TorchTensorParallelConfig(plan="proposed") if "tp_size" in sizes else None
-        options["parallelism_config"] = ParallelismConfig(**sizes, tp_handler=handler)
-    accel = Accelerator(
-        cpu=True, timeout=timedelta(seconds=60), gradient_accumulation_steps=2, **options
-    )
-    torch.manual_seed(0)
-    model = accel.prepare(BUILDERS[model_name]())
-    optimizer = accel.prepare(torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3))
-    rows = 8 // accel.strategy.data_world
-    part = slice(rows * accel.strategy.data_rank, rows * (accel.strategy.data_rank + 1))
-    numbers = []
-    for batch in batches(model_name, count=6):
-        with accel.accumulate(model):
-            loss = model(**{name: tensor[part] for name, tensor in batch.items()}).loss
-            accel.backward(loss)
-            if accel.sync_gradients:
-                norm = accel.clip_grad_norm_(model.parameters(), 0.5)
-                numbers.append(float(norm))
-            optimizer.step()
-            optimizer.zero_grad()
-        numbers.append(accel.reduce(loss.detach(), "mean").item())
-    return numbers
+    sizes, zero_stage = {}, None
+    if engine != ALONE:
+        _, sizes, zero_stage = ENGINES[engine]
+    lab = features.Lab(sizes, folder, zero_stage)
+    if task in features.BUILDERS:
+        accel = lab.accelerator(gradient_accumulation_steps=2)
+        return features.Parts.of(accel, 6, task).train(max_norm=0.5)
+    extra = {"resumes": features.resumes, "survives": features.survives}
+    return (extra.get(task) or features.FEATURES[task][0])(lab)
 
 
-def work(engine: str, model_names: list[str], path: Path) -> None:
-    """Train models under an engine, in a process of its group, until one cannot be."""
-    sizes = ENGINES[engine][1] if engine != ALONE else {}
-    for name in model_names:
+def work(engine: str, tasks: Sequence[str], path: Path, folder: Path) -> None:
+    """Perform tasks under an engine, in a process of its group, until one cannot be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for task in tasks:
         try:
-            outcome: Any = train(name, sizes)
+            outcome: Any = perform(engine, task, folder)
         except ValueError as error:
             outcome = str(error)
         if os.environ.get("RANK", "0") == "0":
             with path.open("a") as file:
-                file.write(json.dumps([name, outcome]) + "\n")
+                file.write(json.dumps([task, outcome]) + "\n")
         if isinstance(outcome, str):
             sys.exit(1)
 
 
-def run(engine: str, model_names: list[str]) -> dict[str, Any]:
-    """Return the numbers of models under an engine, or what it said."""
+def launch_command(engine: str) -> list[str]:
+    """Return the words of a launch of an engine."""
+    processes = ENGINES[engine].processes if engine != ALONE else 1
+    words = [sys.executable, "-m", "accel_callbacks.cli", "launch", "--cpu"]
+    return [*words, f"--num_processes={processes}"]
+
+
+def work_words(engine: str, tasks: Sequence[str], path: Path, folder: Path) -> list[str]:
+    return [__file__, "--work", engine, "--path", str(path), "--folder", str(folder), *tasks]
+
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def run(engine: str, tasks: Sequence[str], base: Path) -> dict[str, Any]:
+    """Return the numbers of tasks under an engine, or what it said.
+
+    Args:
+        engine: its name.
+        tasks: models, or features.
+        base: has a folder for each engine.
+    """
     outcomes: dict[str, Any] = {}
-    processes = ENGINES[engine][0] if engine != ALONE else 1
-    launch = [sys.executable, "-m", "accel_callbacks.cli", "launch", "--cpu"]
-    launch += ["--num_processes", str(processes)]
-    while remaining := [name for name in model_names if name not in outcomes]:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "outcomes")
-            words = [__file__, "--work", engine, "--path", str(path), *remaining]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-            done = subprocess.run(
-                [*launch, *words], env=environment, capture_output=True, text=True
-            )
+    while remaining := [task for task in tasks if task not in outcomes]:
+        with tempfile.TemporaryDirectory() as scratch:
+            path = Path(scratch, "outcomes")
+            words = launch_command(engine) + work_words(engine, remaining, path, base / engine)
+            done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True)
             lines = path.read_text().splitlines() if path.exists() else []
         outcomes.update(json.loads(line) for line in lines)
         if not lines:
@@ -102,47 +127,156 @@ def run(engine: str, model_names: list[str]) -> dict[str, Any]:
     return outcomes
 
 
-def cell(outcome: Any, wanted: Any) -> tuple[str, bool]:
-    """Return the text of a cell, and whether its numbers are those of one process."""
+def killed(engine: str, base: Path, kills: int = 2) -> Any:
+    """Return the weights of a run that is killed at random moments, by their digest."""
+    progress = base / engine / "progress"
+    progress.parent.mkdir(parents=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch, "outcomes")
+        words = launch_command(engine) + work_words(engine, ["survives"], path, base / engine)
+        for _ in range(kills):
+            seen = progress.stat().st_size if progress.exists() else 0
+            process = subprocess.Popen(
+                words, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )  # fmt: skip
+            more = random.randint(1, 4) * ENGINES[engine].processes
+            while process.poll() is None:
+                if progress.exists() and progress.stat().st_size >= seen + more:
+                    break
+                time.sleep(0.01)
+            time.sleep(random.uniform(0, 0.1))
+            process.kill()  # its workers end with it, by the same signal
+            process.wait()
+    return run(engine, ["survives"], base)["survives"]
+
+
+def self_test(engine: str) -> str:
+    """Return the last line of ``accel test`` under an engine."""
+    _, sizes, zero_stage = ENGINES[engine]
+    words = launch_command(engine)
+    words[words.index("launch")] = "test"
+    if sizes:
+        words += ["--use_parallelism_config"]
+        words += [f"--parallelism_config_{size}={count}" for size, count in sizes.items()]
+    if zero_stage is not None:
+        words += ["--use_deepspeed", f"--zero_stage={zero_stage}"]
+    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{engine}, accel test:\n{done.stdout}{done.stderr}")
+    return done.stdout.splitlines()[-1]
+
+
+def cell(engine: str, task: str, outcome: Any, wanted: Any, limit: float) -> tuple[str, bool]:
+    """Return the text of a cell, and whether it holds."""
     if isinstance(outcome, str):
-        return outcome.partition("\n")[0], True
-    difference = max(abs(one - other) for one, other in zip(outcome, wanted, strict=True))
-    return f"{difference:.0e}", difference <= LIMIT
+        sentences = [
+            sentence
+            for (part, what), sentence in REFUSED.items()
+            if part in engine.split() and what == task
+        ]
+        return "refused", any(re.search(sentence, outcome) for sentence in sentences)
+    pairs = zip(outcome, wanted, strict=True)
+    difference = max(abs(number - other) for number, other in pairs)
+    return f"{difference:.0e}" if limit else "equal", difference <= limit
+
+
+class Table:
+    """Rows of cells, printed as they are known.
+
+    Args:
+        columns: their titles.
+    """
+
+    def __init__(self, columns: Sequence[str]) -> None:
+        self.columns = columns
+        self.rows: list[list[str]] = []
+        self.notes: list[str] = []
+        self.holds = True
+
+    def add(self, engine: str, cells: Sequence[tuple[str, bool]], outcomes: Sequence[Any]) -> None:
+        """Add a row, and print it."""
+        for column, (_, holds), outcome in zip(self.columns, cells, outcomes, strict=True):
+            if isinstance(outcome, str) or not holds:
+                self.notes.append(f"{engine}, {column}: {str(outcome).partition(chr(10))[0]}")
+            self.holds &= holds
+        texts = [text if holds else f"**{text}**" for text, holds in cells]
+        self.rows.append([engine, *texts])
+        print(f"{engine}: " + ", ".join(map(": ".join, zip(self.columns, texts, strict=True))))
+
+    def markdown(self) -> str:
+        """Return the table for the docs."""
+        head = [["", *self.columns], ["---"] * (len(self.columns) + 1)]
+        return "\n".join(f"| {' | '.join(row)} |" for row in [*head, *self.rows])
+
+
+def compare_models(names: Sequence[str], engines: Sequence[str], base: Path) -> Table:
+    """Compare losses and norms of models under each engine with one process."""
+    table, wanted = Table(names), run(ALONE, names, base)
+    for engine in engines:
+        outcomes = run(engine, names, base)
+        cells = [cell(engine, name, outcomes[name], wanted[name], LIMIT) for name in names]
+        table.add(engine, cells, [outcomes[name] for name in names])
+    return table
+
+
+def compare_features(engines: Sequence[str], base: Path) -> Table:
+    """Compare features under each engine with one process, and checkpoints between all pairs."""
+    from features import FEATURES
+
+    table = Table([*FEATURES, "resume from each", "kills", "accel test"])
+    wanted = run(ALONE, [*FEATURES], base)
+    found = {engine: run(engine, [*FEATURES], base) for engine in engines}
+    for engine, outcomes in found.items():
+        cells = [
+            cell(engine, name, outcomes[name], wanted[name], limit)
+            for name, (_, limit) in FEATURES.items()
+        ]
+        resumed = run(engine, ["resumes"], base)["resumes"]
+        numbers = [number for outcome in resumed.values() for number in outcome]
+        cells.append(cell(engine, "resumes", numbers, wanted["save"] * len(resumed), LIMIT))
+        with tempfile.TemporaryDirectory() as once, tempfile.TemporaryDirectory() as often:
+            unbroken = run(engine, ["survives"], Path(once))["survives"]
+            survived = killed(engine, Path(often))
+        cells.append(cell(engine, "kills", survived, unbroken, 0.0))
+        verdict = self_test(engine)
+        cells.append((verdict, True))
+        ends = [outcomes[name] for name in FEATURES]
+        table.add(engine, cells, [*ends, resumed, survived, None])
+    return table
 
 
 def main() -> int:
-    from tests.support.known_models import BUILDERS
+    from features import BUILDERS
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=[*BUILDERS], metavar="MODEL")
+    parser.add_argument("--features", action="store_true", help="features in place of models")
     parser.add_argument("--engine", action="append", choices=[*ENGINES], dest="engines")
     parser.add_argument("--markdown", action="store_true", help="print a table for the docs")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--path", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.work:
+        work(args.work, args.models, args.path, args.folder)
+        return 0
     if unknown := [name for name in args.models if name not in BUILDERS]:
         parser.error(f"{unknown[0]!r} is none of {', '.join(BUILDERS)}")
-    if args.work:
-        work(args.work, args.models, args.path)
-        return 0
-    wanted = run(ALONE, args.models)
-    ends, notes, table = [], [], []
-    for engine in args.engines or ENGINES:
-        outcomes, cells = run(engine, args.models), []
-        for name in args.models:
-            text, is_equal = cell(outcomes[name], wanted[name])
-            ends.append(is_equal)
-            if isinstance(outcomes[name], str):
-                notes.append(f"{engine}, {name}: {text}")
-                text = "refused"
-            cells.append(text)
-        table.append([engine, *cells])
-        print(f"{engine}: " + ", ".join(map(": ".join, zip(args.models, cells, strict=True))))
+    engines = args.engines or [
+        name
+        for name, engine in ENGINES.items()
+        if engine.zero_stage is None or importlib.util.find_spec("deepspeed") is not None
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        if args.features:
+            table = compare_features(engines, Path(folder))
+        else:
+            table = compare_models(args.models, engines, Path(folder))
     if args.markdown:
-        rows = [["", *args.models], ["---"] * (len(args.models) + 1), *table]
-        print("\n".join(f"| {' | '.join(row)} |" for row in rows))
-    print("\n".join(notes))
-    return 0 if all(ends) else 1
+        print(table.markdown())
+    print("\n".join(table.notes))
+    return 0 if table.holds else 1
 
 
 if __name__ == "__main__":
