@@ -175,7 +175,7 @@ def await_collectives(model: torch.nn.Module) -> None:
         return
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding):
-            _set_compiled(module, torch.compiler.disable(_awaiting(module._call_impl)))
+            _set_compiled(module, torch.compiler.disable(_awaiting(module._call_impl)))  # type: ignore[no-untyped-call]
         elif (call := _compiled(module)) is not None:
             _set_compiled(module, _awaiting(call))
 
