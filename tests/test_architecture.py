@@ -119,9 +119,6 @@ SOURCES = sources()
 FILES = {str(path.relative_to(ROOT)): path for path in SOURCES.values()}
 
 
-every_file = pytest.mark.parametrize("name", sorted(FILES))
-
-
 # --- walkers -------------------------------------------------------------------------------
 
 
@@ -425,12 +422,61 @@ def parse(path: Path) -> ast.Module:
 # --- the rules -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", sorted(SOURCES))
-def test_dependencies_point_one_way(module: str) -> None:
-    path = SOURCES[module]
-    names = all_imports(parse(path), module, path.name == "__init__.py")
-    top = {name.partition(".")[0] for name in names}
+def dependencies_point_one_way(module: str, name: str, tree: ast.Module) -> None:
+    names = all_imports(tree, module, name.endswith("__init__.py"))
+    top = {other.partition(".")[0] for other in names}
     assert not top & FORBIDDEN_ARROWS[module.partition(".")[0]]
+
+
+def only_the_launcher_writes_the_environment(name: str, tree: ast.Module) -> None:
+    lines = environ_writes(tree)
+    assert bool(lines) == (name in MAY_WRITE_ENVIRON), f"{name}, lines {lines}"
+
+
+def no_pickle_and_no_code_from_text(name: str, tree: ast.Module) -> None:
+    allowed = restricted_loads(tree) if name in MAY_UNPICKLE_TENSORS else []
+    assert [use for use in unsafe_uses(tree) if use not in allowed] == []
+
+
+def a_warning_finds_the_line_of_the_user(name: str, tree: ast.Module) -> None:
+    lines = plain_warnings(tree)
+    if name in {f"{package}/warning.py" for package in PACKAGES}:
+        assert len(lines) == 1
+    else:
+        assert lines == [], f"{name}: use warn of {name.partition('/')[0]}.warning"
+
+
+def what_we_make_does_not_follow_the_default_device(name: str, tree: ast.Module) -> None:
+    uses = uses_of_the_default_device(tree)
+    wrong = [one for one in uses if (name, one[1]) not in MAY_FOLLOW_THE_DEFAULT_DEVICE]
+    assert wrong == [], f"{name}: give device=, such as 'cpu' for what ranks exchange"
+
+
+def renames_and_syncs_are_those_of_local_files(name: str, tree: ast.Module) -> None:
+    # Windows needs patience for a rename, and macOS a call of its own for a sync.
+    uses = system_calls(tree)
+    if name.endswith("/local_files.py"):
+        assert uses
+    else:
+        assert uses == [], f"{name}: use {name.partition('/')[0]}.local_files"
+
+
+RULES = (
+    only_the_launcher_writes_the_environment,
+    no_pickle_and_no_code_from_text,
+    a_warning_finds_the_line_of_the_user,
+    what_we_make_does_not_follow_the_default_device,
+    renames_and_syncs_are_those_of_local_files,
+)
+
+
+@pytest.mark.parametrize("module", sorted(SOURCES))
+def test_a_file_keeps_the_rules(module: str) -> None:
+    path = SOURCES[module]
+    name, tree = str(path.relative_to(ROOT)), parse(path)  # once for all rules
+    dependencies_point_one_way(module, name, tree)
+    for rule in RULES:
+        rule(name, tree)
 
 
 def test_nobody_imports_the_examples() -> None:
@@ -464,35 +510,6 @@ def test_import_is_light(first: str, statement: str, unwanted: list[str]) -> Non
     assert sorted(set(json.loads(done.stdout)) & set(unwanted)) == []
 
 
-@every_file
-def test_only_the_launcher_writes_the_environment(name: str) -> None:
-    lines = environ_writes(parse(FILES[name]))
-    assert bool(lines) == (name in MAY_WRITE_ENVIRON), f"{name}, lines {lines}"
-
-
-@every_file
-def test_no_pickle_and_no_code_from_text(name: str) -> None:
-    tree = parse(FILES[name])
-    allowed = restricted_loads(tree) if name in MAY_UNPICKLE_TENSORS else []
-    assert [use for use in unsafe_uses(tree) if use not in allowed] == []
-
-
-@every_file
-def test_a_warning_finds_the_line_of_the_user(name: str) -> None:
-    lines = plain_warnings(parse(FILES[name]))
-    if name in {f"{package}/warning.py" for package in PACKAGES}:
-        assert len(lines) == 1
-    else:
-        assert lines == [], f"{name}: use warn of {name.partition('/')[0]}.warning"
-
-
-@every_file
-def test_what_we_make_does_not_follow_the_default_device(name: str) -> None:
-    uses = uses_of_the_default_device(parse(FILES[name]))
-    wrong = [one for one in uses if (name, one[1]) not in MAY_FOLLOW_THE_DEFAULT_DEVICE]
-    assert wrong == [], f"{name}: give device=, such as 'cpu' for what ranks exchange"
-
-
 def test_all_that_may_follow_the_default_device_does() -> None:
     uses = {
         (name, used)
@@ -509,16 +526,6 @@ def test_the_packages_agree_which_line_is_the_users() -> None:
 
 def test_the_packages_agree_on_local_files() -> None:
     assert len({(ROOT / package / "local_files.py").read_text() for package in PACKAGES}) == 1
-
-
-@every_file
-def test_renames_and_syncs_are_those_of_local_files(name: str) -> None:
-    # Windows needs patience for a rename, and macOS a call of its own for a sync.
-    uses = system_calls(parse(FILES[name]))
-    if name.endswith("/local_files.py"):
-        assert uses
-    else:
-        assert uses == [], f"{name}: use {name.partition('/')[0]}.local_files"
 
 
 def test_paths_are_split_by_the_helpers_of_local_files() -> None:
