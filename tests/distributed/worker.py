@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import importlib.util
 import os
 import sys
+import threading
 import traceback
 from multiprocessing.connection import Client
 
@@ -45,3 +47,10 @@ if __name__ == "__main__":
     from accel_callbacks.distributed.topology import destroy_topology
 
     destroy_topology()
+    # What an interpreter does at its end, but for freeing the modules that the fork shares with its
+    # server, which copies all their pages. Programs that end as such are those of test_exits.py.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
