@@ -121,7 +121,7 @@ def explain(error: BaseException, where: str) -> BaseException:
     Returns:
         A :class:`RemoteError` with the error that another rank has published, a
         :class:`LostRankError` that names a rank which died or hangs, a RuntimeError that says
-        where the others are if they live but one did not come, or ``error``.
+        where the others are if they live but one did not come or went, or ``error``.
 
     Example:
         >>> from accel_callbacks.distributed.abort import explain
@@ -139,13 +139,19 @@ def explain(error: BaseException, where: str) -> BaseException:
         return RemoteError(**watch.report)
     if lost is not None:
         return watch.error_of(lost, where)
+    others = watch.last_seen([peer for peer in range(world_size()) if peer != rank()])
     cause: BaseException = error
     if watch.timed_out(error):
-        others = [one for one in range(world_size()) if one != rank()]
         cause = RuntimeError(
             f"{where}: all ranks live, but one did not come within the timeout of the process "
-            f"group: {watch.last_seen(others)}. Check what it does there, or give it longer with "
+            f"group: {others}. Check what it does there, or give it longer with "
             f"Accelerator(timeout=...).{dump_hang(rank())}"
+        )
+    elif others:
+        cause = RuntimeError(
+            f"{where}: a rank that lives has closed its connection, as one does whose own wait has "
+            f"timed out: {others}. Check whether all ranks make the same calls.\n\n"
+            f"The collective ended with: {error}"
         )
     setattr(cause, _EXPLAINED, True)  # not to be looked for again
     return cause

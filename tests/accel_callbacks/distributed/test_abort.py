@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from accel_callbacks.distributed import abort
+from accel_callbacks.distributed.heartbeat import Heartbeat
 
 
 class Communicator:
@@ -99,3 +100,30 @@ def test_only_a_backend_that_is_not_gloo_runs_on_a_device():
 
     assert abort.has_device_backend(Group(Communicator("a", [])))
     assert not abort.has_device_backend(Group(Gloo("a", [])))
+
+
+class OfLivingRanks:
+    """A heartbeat that knows of no error and of no loss."""
+
+    report = None
+    timed_out = staticmethod(Heartbeat.timed_out)
+
+    def find_lost(self, error: BaseException) -> None:
+        return None
+
+    def last_seen(self, ranks: list[int]) -> str:
+        return f"rank {ranks[0]} was last seen at train.py:7 in step"
+
+
+def test_a_connection_that_a_living_rank_closed_is_explained_by_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(abort, "has_peers", lambda: True)
+    monkeypatch.setattr(abort, "world_size", lambda: 2)
+    monkeypatch.setattr(abort, "current_heartbeat", OfLivingRanks)
+    error = RuntimeError("[gloo] Connection closed by peer")
+    cause = abort.explain(error, "a barrier")
+    assert str(cause).startswith("a barrier: a rank that lives has closed its connection")
+    assert "rank 1 was last seen at train.py:7 in step. Check whether all ranks" in str(cause)
+    assert str(cause).endswith(str(error))
+    assert abort.explain(cause, "the run") is cause
