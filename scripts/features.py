@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,7 +74,7 @@ class Parts(NamedTuple):
     def of(cls, accel: Accelerator, count: int, model_name: str = MODEL) -> Parts:
         """Return a new model, the same each time, and ``count`` batches of all ranks together."""
         torch.manual_seed(0)
-        model = accel.prepare(BUILDERS[model_name]())
+        model = BUILDERS[model_name]()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
         data = [
             {name: tensor[row] for name, tensor in batch.items()}
@@ -81,21 +82,26 @@ class Parts(NamedTuple):
             for row in range(ROWS)
         ]
         loader = torch.utils.data.DataLoader(data, ROWS // accel.data_world)
-        return cls(accel, model, *accel.prepare(optimizer, loader))
+        return cls(accel, *accel.prepare(model, optimizer, loader))
 
     def mean(self, loss: torch.Tensor) -> float:
         """Collective: return the mean of the losses of all ranks."""
         return float(self.accel.reduce(loss.detach().float(), "mean"))
 
     def train(
-        self, max_norm: float | None = None, spoilt: int | None = None, save_to: Path | None = None
+        self,
+        max_norm: float | None = None,
+        spoilt: int | None = None,
+        save_to: Path | None = None,
+        after: int = 0,
     ) -> Numbers:
         """Collective: train for an epoch; return the losses, and norms before they are clipped.
 
         Args:
             max_norm: to clip by.
             spoilt: the batch whose loss is NaN on the last data rank.
-            save_to: save after three batches, and return what comes after them.
+            save_to: save there, and return what comes after it.
+            after: the batches before the save.
         """
         accel, numbers = self.accel, []
         last = accel.strategy.data_rank == accel.data_world - 1
@@ -109,7 +115,7 @@ class Parts(NamedTuple):
                 self.optimizer.zero_grad()
             if index != spoilt:
                 numbers.append(self.mean(loss))
-            if save_to is not None and index == 2:
+            if save_to is not None and index + 1 == after:
                 accel.save_state(str(save_to))
                 numbers.clear()
         return numbers
@@ -170,19 +176,20 @@ def compiled(lab: Lab) -> Numbers:
     return Parts.of(lab.accelerator(dynamo_backend="aot_eager"), 3).train(max_norm=0.5)
 
 
-def checkpoint(lab: Lab) -> Numbers:
-    """Save in the middle of a window, and go on."""
+def save(lab: Lab, name: str = "saved", after: int = 4) -> Numbers:
+    """Save after some of six batches, two of which are a window, and go on."""
     parts = Parts.of(lab.accelerator(gradient_accumulation_steps=2), 6)
-    return [*parts.train(save_to=lab.folder / "saved"), parts.evaluate()]
+    return [*parts.train(save_to=lab.folder / name, after=after), parts.evaluate()]
 
 
-def resumes(lab: Lab) -> dict[str, Numbers]:
-    """Go on from what each engine has saved in :func:`checkpoint`."""
+def resume(lab: Lab, name: str = "saved") -> dict[str, Numbers]:
+    """Go on from what each engine has saved."""
     outcomes = {}
     for folder in sorted(lab.folder.parent.iterdir()):
-        parts = Parts.of(lab.accelerator(gradient_accumulation_steps=2), 6)
-        parts.accel.load_state(str(folder / "saved"))
-        outcomes[folder.name] = [*parts.train(), parts.evaluate()]
+        if (folder / name).exists():
+            parts = Parts.of(lab.accelerator(gradient_accumulation_steps=2), 6)
+            parts.accel.load_state(str(folder / name))
+            outcomes[folder.name] = [*parts.train(), parts.evaluate()]
     return outcomes
 
 
@@ -215,5 +222,11 @@ FEATURES: dict[str, tuple[Callable[[Lab], Any], float]] = {
     "NonFinite": (non_finite, 1e-5),
     "generate": (generate, 0.0),
     "compile": (compiled, 1e-5),
-    "save": (checkpoint, 1e-5),
+    "save": (save, 1e-5),
+    "save in a window": (partial(save, name="window", after=3), 1e-5),
+}
+#: How each engine goes on from what all have saved in a feature.
+RESUMES: dict[str, tuple[Callable[[Lab], dict[str, Numbers]], str]] = {
+    "resume from each": (resume, "save"),
+    "resume in a window": (partial(resume, name="window"), "save in a window"),
 }
