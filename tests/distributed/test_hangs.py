@@ -190,6 +190,8 @@ def check(struck: Struck) -> None:
         sentence = SENTENCES[case.fault].format(rank=case.rank)
         if case.place == "start":
             sentence = NOT_THERE[case.rank]
+        if case.place == "join" and case.rank == 0:  # whose store has gone with its reason
+            sentence += "|rank 0 exited with code 1"
         assert re.search(sentence, text, re.DOTALL), told
 
 
