@@ -233,6 +233,7 @@ CHECKS: dict[str, tuple[Callable[[str, int], None], tuple[str, ...]]] = {
 
 
 ZERO = "deepspeed_zero.py"  # tests/deepspeed trains with it
+TPU = "train_on_a_tpu.py"  # tests/xla trains with it
 LAUNCHED = "automatic_batch_size.py"  # limits the memory of its processes, for good
 
 
@@ -300,7 +301,7 @@ def test_it_works_as_launched(tmp_path, processes):
 
 def test_every_file_is_tested_and_described():
     files = {file.name for file in FOLDER.glob("*.py")}
-    assert files == {*CHECKS, ZERO}
+    assert files == {*CHECKS, ZERO, TPU}
     described = re.findall(
         r"^\| \[(\w+\.py)\]\((\w+\.py)\) \|", (FOLDER / "README.md").read_text(), re.M
     )
