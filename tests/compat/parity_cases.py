@@ -67,6 +67,9 @@ def main() -> None:
         values = list(train(sys.argv[2], sys.argv[1] == "load"))
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(values), flush=True)
+    if torch.distributed.is_initialized():  # a process with an open group may abort at its end
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
