@@ -2060,7 +2060,8 @@ class Accelerator(ProcessControl, MediaLogging):
         self._loaders.clear()
         for group in (self.models, self.optimizers, self.schedulers):
             group.clear()
-        self.training_state.registered.clear()
+        if "training_state" in vars(self):  # it is not made to be cleared
+            self.training_state.registered.clear()
         self.loop.saves.free_memory()
         self.loop.forget()
         self.loop.run.start_over()

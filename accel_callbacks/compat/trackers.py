@@ -16,6 +16,7 @@ from accel_callbacks.tracking.general_tracker import (
     is_general,
     on_main_process,
 )
+from accel_callbacks.tracking.media import table_of
 from accel_callbacks.tracking.trackers import chosen_trackers
 
 __all__ = [
@@ -100,10 +101,7 @@ class _NamedTracker(GeneralTracker, metaclass=StandIn):
         **kwargs: Any,
     ) -> None:
         """Record a table: its columns and rows, or a data frame of pandas."""
-        if dataframe is not None:
-            columns, data = list(dataframe.columns), dataframe.values.tolist()
-        if columns is None or data is None:
-            raise ValueError("log_table needs columns= and data=, or dataframe=.")
+        columns, data = table_of(columns, data, dataframe)
         self._started().log_table(table_name, columns, data, self._at(step), **kwargs)
 
     @on_main_process

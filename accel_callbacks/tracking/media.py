@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from accel_callbacks.tracking.trackers import Tracking
     from loggers import TrackerHub
 
-__all__ = ["Keywords", "MediaLogging"]
+__all__ = ["Keywords", "MediaLogging", "table_of"]
 
 Keywords = Mapping[str, Mapping[str, Any]]
 """Keyword arguments by tracker name."""
@@ -95,10 +95,7 @@ class MediaLogging:
             >>> accel = Accelerator(cpu=True)
             >>> accel.log_table("wrong", ["image", "label"], [[7, "nine"]])
         """
-        if dataframe is not None:
-            columns, data = list(dataframe.columns), dataframe.values.tolist()
-        if columns is None or data is None:
-            raise ValueError("log_table needs columns and data, or a dataframe")
+        columns, data = table_of(columns, data, dataframe)
         hub, step = self._media(step)
         if hub is not None:
             hub.log_table(table_name, columns, data, step, log_kwargs=log_kwargs)
@@ -210,3 +207,18 @@ class MediaLogging:
         if not self.tracking.is_open:
             self.tracking.open(self.loop.run)
         return self.tracking.hub, self.loop.run.global_step if step is None else step
+
+
+def table_of(
+    columns: Sequence[str] | None, data: Sequence[Sequence[Any]] | None, dataframe: Any
+) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
+    """Return the columns and rows of a table that is given by them, or as a data frame.
+
+    Raises:
+        ValueError: neither is given.
+    """
+    if dataframe is not None:
+        return list(dataframe.columns), dataframe.values.tolist()
+    if columns is None or data is None:
+        raise ValueError("log_table needs columns and data, or a dataframe")
+    return columns, data

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -29,6 +29,7 @@ from checkpoint_io.weights.source import Wanted, WeightFile, WeightInfo
 from checkpoint_io.weights.torch_pickle import (
     Name,
     Record,
+    described,
     natural_numbers,
     read_inert,
     read_restricted,
@@ -223,16 +224,9 @@ def _check_files(pieces: Iterable[_Piece], store: Store) -> None:
             )
 
 
-@contextmanager
-def _described(key: str, where: str) -> Iterator[None]:
+def _described(key: str, where: str) -> AbstractContextManager[None]:
     """Raise CorruptCheckpointError, with the tensor's key, for an error in the block."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
-        raise CorruptCheckpointError(
-            f"{where}/{DCP_METADATA}: its entry of {key!r:.80} is not understood "
-            f"({type(error).__name__}: {error!s:.100}); copy the folder again"
-        ) from error
+    return described(f"{where}/{DCP_METADATA}: its entry of {key!r:.80} is not understood")
 
 
 def _info(entry: Record, key: str, where: str) -> WeightInfo:

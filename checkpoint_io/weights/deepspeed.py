@@ -11,7 +11,7 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from checkpoint_io.storage.base import is_child_name
 from checkpoint_io.storage.open import Store
 from checkpoint_io.weights.source import Destination, Wanted, WeightFile, WeightInfo
 from checkpoint_io.weights.torch_archive import StoredTensor, TorchArchive, entries_of
-from checkpoint_io.weights.torch_pickle import natural_numbers, refuse_repetition
+from checkpoint_io.weights.torch_pickle import described, natural_numbers, refuse_repetition
 
 __all__ = ["DeepSpeedSource", "deepspeed_folder"]
 
@@ -335,13 +335,6 @@ def _refuse_split(names: Iterable[str], where: str) -> None:
             )
 
 
-@contextmanager
-def _described(where: str, part: str) -> Iterator[None]:
+def _described(where: str, part: str) -> AbstractContextManager[None]:
     """Raise CorruptCheckpointError, with the part of the checkpoint, for an error in the block."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
-        raise CorruptCheckpointError(
-            f"{where}: {part} are not as DeepSpeed writes them "
-            f"({type(error).__name__}: {error!s:.120}); copy the folder again"
-        ) from error
+    return described(f"{where}: {part} are not as DeepSpeed writes them")

@@ -15,8 +15,8 @@ import io
 import os
 import pickletools
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -294,6 +294,17 @@ def read_inert(
         raise CorruptCheckpointError(
             f"{where}: it cannot be read as {kind} "
             f"({type(error).__name__}: {error!s:.200}); copy it again"
+        ) from error
+
+
+@contextmanager
+def described(complaint: str) -> Iterator[None]:
+    """Raise CorruptCheckpointError, with a complaint, for an entry that is not as it should be."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        raise CorruptCheckpointError(
+            f"{complaint} ({type(error).__name__}: {error!s:.100}); copy the folder again"
         ) from error
 
 
