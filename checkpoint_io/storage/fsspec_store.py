@@ -374,6 +374,11 @@ def _listed(fs: Any, path: str) -> list[Any]:
     return list(fs.ls(path, detail=True))
 
 
+#: By process: a lock that another thread held at a fork stays locked in the child. fsspec makes a
+#: memory filesystem for each thread, and all of them share the files.
+_MEMORY_LOCKS: dict[int, AbstractContextManager[Any]] = {}
+
+
 class Driver:
     """Requests to the fsspec filesystem of this process; a forked child creates its own.
 
@@ -429,6 +434,8 @@ class Driver:
         """
         if self.threads > 1:
             return nullcontext()
+        if self.is_private:
+            return _MEMORY_LOCKS.setdefault(os.getpid(), Lock())
         # kept on the filesystem: one lock per connection, however many stores share it; vars() of a
         # driver that caches is a view of its class
         own: dict[str, Any] = object.__getattribute__(self.fs, "__dict__")

@@ -299,6 +299,27 @@ def test_bucket_that_does_not_exist(s3_options: dict[str, Any]) -> None:
         load("s3://no-such-bucket/x", storage_options=s3_options)
 
 
+def test_threads_take_turns_in_the_files_of_memory_that_they_share() -> None:
+    inside, other = threading.Event(), threading.Event()
+    seen: list[Any] = []
+
+    def driver() -> Driver:
+        return Driver(fsspec.filesystem("memory"), RetryPolicy())
+
+    def hold(fs: Any) -> None:
+        inside.set()
+        seen.extend([fs, other.wait(0.2)])
+
+    holder = threading.Thread(target=lambda: driver().request_once(hold))
+    holder.start()
+    assert inside.wait(10)
+    own = driver()
+    own.request_once(lambda fs: other.set())
+    holder.join()
+    assert seen[0] is not own.fs, "fsspec has a filesystem for each thread"
+    assert seen[1] is False
+
+
 DRIVERS = {"gs": "gcsfs", "abfs": "adlfs", "s3": "s3fs", "sftp": "paramiko"}
 WITHOUT = """
 import sys
