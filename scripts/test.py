@@ -6,10 +6,13 @@ Only .venv: ``python scripts/test.py --set-up``
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import time
+from pathlib import Path
 
-from environment import PYTHON, ROOT, set_up, step
+from environment import PYTHON, ROOT, fail, say, set_up, step
 
 _PACKAGES = ("accel_callbacks", "loggers", "checkpoint_io")
 # For other systems only the names of the standard library are looked at: typeshed knows which of
@@ -23,6 +26,8 @@ _NAMES_ONLY = (
         for code in ("arg-type", "index", "misc", "operator", "valid-type", "var-annotated")
     ),
 )
+_TESTS_FAILED = 1  # pytest's exit code, where nothing else is wrong
+_FAILED_AGAIN = 2  # that many failures may be the machine's; more are the change's
 
 
 def main() -> None:
@@ -56,11 +61,30 @@ def main() -> None:
     # Many tests wait, for processes and timeouts: three workers keep two cores busy.
     options = ["-q", "-m", "not slow and not gpu", "-n", "3", "--dist", "loadfile"]
     options += ["--durations", "40"]  # all of CI has 15 minutes
-    step(
-        "pytest",
-        "run one test again with: scripts/test PATH::NAME",
-        [*run, "pytest", *options, "--doctest-modules", *_PACKAGES, "tests"],
-    )
+    options += ["--cache-clear"]  # of failures before this run
+    tests = ["--doctest-modules", *_PACKAGES, "tests"]
+    begin = time.monotonic()
+    say("pytest")
+    code = subprocess.call([str(word) for word in (*run, "pytest", *options, *tests)], cwd=ROOT)
+    if code == _TESTS_FAILED:
+        code = _run_failed_again(run, tests)
+    if code:
+        fail("failed: pytest", "run one test again with: scripts/test PATH::NAME")
+    say(f"pytest: done in {time.monotonic() - begin:.0f} s")
+
+
+def _run_failed_again(run: list[str | Path], tests: list[str]) -> int:
+    """Run a few failed tests alone, on a machine that is busy with nothing else; say which.
+
+    What fails twice fails; a machine that stalls for a minute costs one test, not the whole run.
+    """
+    recorded = json.loads((ROOT / ".pytest_cache/v/cache/lastfailed").read_text("utf-8"))
+    if len(recorded) > _FAILED_AGAIN:
+        return _TESTS_FAILED
+    names = "\n".join(f"  {name}" for name in recorded)
+    say(f"FAILED the first time, and run again alone, which is to be looked into:\n{names}")
+    words = [*run, "pytest", "-q", "-m", "not slow and not gpu", "--last-failed", *tests]
+    return subprocess.call([str(word) for word in words], cwd=ROOT)
 
 
 if __name__ == "__main__":

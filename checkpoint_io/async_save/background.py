@@ -34,6 +34,8 @@ _POLL_INTERVAL = 0.5
 # Global, as threads belong to the process. A forked child inherits the list and ignores the saves
 # of its parent.
 _watched: list[PendingSave] = []
+_saving_threads: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[SaveHandle | None]]
+_saving_threads = weakref.WeakKeyDictionary()
 
 
 class SaveHandle:
@@ -133,14 +135,11 @@ class SaveHandle:
         steps, self._steps = self._steps, None  # the handle must not keep the copies alive
         try:
             if steps is not None:
-                job, group, afterwards = steps
-                self._manifest = job.run(group, progress=False)
-                if afterwards is not None:
-                    afterwards()
+                self._manifest = _saved(*steps)
         except BaseException as error:
             self._error = error
         finally:
-            del steps
+            del steps  # the copies are free once the save has ended
             if self._error is None:
                 _stop_waiting_for(self)
             self._finished.set()
@@ -153,11 +152,21 @@ class SaveHandle:
             )
 
 
+def _saved(
+    job: SaveJob, group: ProcessGroupLike, afterwards: Callable[[], None] | None
+) -> Manifest:
+    """Run a save; no reference to the job is left behind."""
+    manifest = job.run(group, progress=False)
+    if afterwards is not None:
+        afterwards()
+    return manifest
+
+
 class _SavingThread:
     """A thread that runs one save after another, and is idle in between.
 
     It is a daemon, so that an idle one does not keep the process alive; `_wait_at_exit` waits for
-    saves.
+    saves, and ends it.
     """
 
     def __init__(self) -> None:
@@ -165,6 +174,7 @@ class _SavingThread:
         work = partial(_run_saves, self._saves)  # no reference to self
         self._thread = threading.Thread(target=work, name="checkpoint_io save", daemon=True)
         self._thread.start()
+        _saving_threads[self._thread] = self._saves
         weakref.finalize(self, self._saves.put, None).atexit = False
 
     def run(self, handle: SaveHandle) -> None:
@@ -548,6 +558,10 @@ def _wait_at_exit() -> None:
         _print("the save is aborted; the previous checkpoint is valid, unless the new one is")
         _flush()
         os._exit(130)  # a thread cannot be stopped
+    # A thread that frees a tensor while the interpreter ends aborts the process.
+    for thread, saves in list(_saving_threads.items()):
+        saves.put(None)
+        thread.join(_NOTICE_DELAY)
     errors = [(save.url, save.unread) for save in own if save.unread is not None]
     for url, error in errors:
         _print(f"the save to {url} FAILED, and the script ended without asking for its outcome:")

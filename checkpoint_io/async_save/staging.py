@@ -124,6 +124,8 @@ class _Reserve:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._touch, name="checkpoint-reserve", daemon=True)
         self._thread.start()
+        # The interpreter would end the thread inside of torch, which aborts the process.
+        self._at_exit = weakref.finalize(self, _end_thread, self._thread, self._stopped)
 
     def _touch(self) -> None:
         """Write to each page; torch lets other threads run meanwhile."""
@@ -136,9 +138,15 @@ class _Reserve:
         """End the thread and return the block; nothing in a fork, which does not have it."""
         if self._process != os.getpid():
             return []
-        self._stopped.set()
-        self._thread.join()
+        self._at_exit()
         return [self._block]
+
+
+def _end_thread(thread: threading.Thread, stopped: threading.Event) -> None:
+    """Stop a reserve's thread and wait for its end."""
+    stopped.set()
+    if thread is not threading.current_thread():  # which may hold the last reference to the reserve
+        thread.join()
 
 
 def _host_block(nbytes: int) -> torch.Tensor:

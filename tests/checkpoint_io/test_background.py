@@ -330,6 +330,18 @@ def test_the_process_ends_after_the_save_however_the_script_ends(run, tmp_path, 
     assert torch.equal(load(gate, "c")["w"], torch.ones(100_000))
 
 
+RESERVES_AND_ENDS = """
+    from checkpoint_io.async_save.staging import HostBuffers
+    buffers = HostBuffers()
+    buffers.reserve(1 << 30)
+"""
+
+
+def test_a_process_may_end_while_memory_is_reserved_for_its_first_save(run):
+    done = run(RESERVES_AND_ENDS)
+    assert done.status == 0, done.err
+
+
 FAILS_AND_ENDS = """
     import atexit, torch, checkpoint_io
     from gated_files import Gate
