@@ -302,7 +302,6 @@ offload
     accel_callbacks/offload/file_pages.py
     accel_callbacks/offload/folder.py
     accel_callbacks/offload/hooks.py
-    accel_callbacks/offload/offload_index.py
     accel_callbacks/offload/placeholder.py
     accel_callbacks/offload/placement.py
     accel_callbacks/offload/planner.py

@@ -30,7 +30,7 @@ from accel_callbacks.offload.attachment import (
     stored_by_name,
 )
 from accel_callbacks.offload.checkpoint_weights import load_spread
-from accel_callbacks.offload.offload_index import Index, stored_in_index
+from accel_callbacks.offload.folder import Index, stored_in_index
 from accel_callbacks.offload.placeholder import AbsentWeight
 from accel_callbacks.offload.residence import DEFAULTS, OffloadOptions
 from accel_callbacks.offload.source import StoredWeights

@@ -7,16 +7,23 @@ another model, or of another time, are an error and not other results.
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
 from copy import deepcopy
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any
 
 import torch
 
 from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.local_files import make_folders, replace
+from accel_callbacks.offload.source import (
+    FileIdentity,
+    StoredTensor,
+    StoredWeights,
+    WeightReadError,
+    unreadable,
+)
 from accel_callbacks.offload.tensors import (
     Device,
     as_device,
@@ -27,20 +34,23 @@ from accel_callbacks.offload.tensors import (
 __all__ = [
     "OffloadedWeightsLoader",
     "PrefixedDataset",
+    "StoredIndex",
     "extract_submodules_state_dict",
     "load_offloaded_weight",
     "load_offloaded_weights",
+    "names_in",
     "offload_state_dict",
     "offload_weight",
     "save_offload_index",
+    "stored_in_index",
 ]
 
 Folder = str | os.PathLike[str]
-Info = Mapping[str, Any]
+Entry = Mapping[str, Any]
+Index = Mapping[str, Entry]
 
 _INDEX = "index.json"
 _CHECKSUM = "xxh3"
-_SHOWN = 3
 
 
 def offload_weight(
@@ -112,7 +122,7 @@ def _require_values(weight: torch.Tensor, name: str) -> None:
         )
 
 
-def load_offloaded_weight(weight_file: Folder, weight_info: Info) -> torch.Tensor:
+def load_offloaded_weight(weight_file: Folder, weight_info: Entry) -> torch.Tensor:
     """Read one tensor of an offload folder.
 
     Args:
@@ -131,70 +141,23 @@ def load_offloaded_weight(weight_file: Folder, weight_info: Info) -> torch.Tenso
         >>> load_offloaded_weight(os.path.join(folder, "scale.dat"), index["scale"])
         tensor([1., 1.])
     """
-    dtype, shape = _described(weight_info, os.fspath(weight_file))
-    with _opened(weight_file) as file:
-        _check_size(file, os.fspath(weight_file), dtype, shape)
-        tensor = _read_into(file, os.fspath(weight_file), 0, dtype, shape)
-    _check_content(tensor, weight_info, os.fspath(weight_file))
+    with _as_corrupt():
+        stored, identity = _raw(os.path.abspath(weight_file), weight_info)
+        (tensor,) = StoredWeights({"": stored}, {stored.path: identity}).read([""])
+        _check_content(tensor, weight_info, stored.path)
     return tensor
 
 
-def _described(info: Info, where: str) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return dtype and shape of an entry, checked."""
-    dtype = getattr(torch, str(info.get("dtype")).removeprefix("torch."), None)
-    shape = info.get("shape")
-    is_shape = isinstance(shape, (list, tuple)) and all(
-        isinstance(one, int) and one >= 0 for one in shape
-    )
-    if not isinstance(dtype, torch.dtype) or not is_shape:
-        raise _corrupt(
-            f"{where}: its entry in the index has no valid dtype and shape: {dict(info)}"
-        )
-    return dtype, tuple(shape)  # type: ignore[arg-type]
-
-
-def _corrupt(text: str) -> Exception:
-    require_neighbour("checkpoint_io")
-    from checkpoint_io import CorruptCheckpointError
-
-    return CorruptCheckpointError(text)
-
-
-def _opened(path: Folder) -> BinaryIO:
+@contextmanager
+def _as_corrupt() -> Iterator[None]:
+    """Context manager: weights that cannot be read raise what a damaged checkpoint raises."""
     try:
-        return open(path, "rb", buffering=0)
-    except FileNotFoundError:
-        raise _corrupt(
-            f"{os.fspath(path)} is missing, though weights of a model are offloaded to it: offload "
-            "the model again"
-        ) from None
+        yield
+    except WeightReadError as error:
+        require_neighbour("checkpoint_io")
+        from checkpoint_io import CorruptCheckpointError
 
-
-def _check_size(file: BinaryIO, where: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    size, expected = os.fstat(file.fileno()).st_size, math.prod(shape) * dtype.itemsize
-    if size != expected and not (expected == 0 and size == 1):
-        raise _corrupt(
-            f"{where} has {size} bytes, and {dtype} of shape {shape} needs {expected}: it is "
-            "truncated, or of another model. Offload the model again, into a folder of its own"
-        )
-
-
-def _read_into(
-    file: BinaryIO, where: str, begin: int, dtype: torch.dtype, shape: tuple[int, ...]
-) -> torch.Tensor:
-    """Read a tensor that begins at a byte of a file."""
-    tensor = torch.empty(shape, dtype=dtype, device="cpu")
-    if not tensor.numel():
-        return tensor
-    view = tensor.reshape(-1).view(torch.uint8).numpy().data
-    file.seek(begin)
-    done = 0
-    while done < len(view):
-        count = file.readinto(view[done:])  # type: ignore[attr-defined]
-        if not count:
-            raise _corrupt(f"{where} ends {len(view) - done} bytes too early")
-        done += count
-    return tensor
+        raise CorruptCheckpointError(str(error)) from None
 
 
 def _digest(tensor: torch.Tensor) -> str:
@@ -208,12 +171,144 @@ def _digest(tensor: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
-def _check_content(tensor: torch.Tensor, info: Info, where: str) -> None:
-    if _CHECKSUM in info and _digest(tensor) != info[_CHECKSUM]:
-        raise _corrupt(
-            f"{where} holds other bytes than were offloaded to it: it is damaged, or another model "
+def _check_content(tensor: torch.Tensor, entry: Entry, path: str) -> None:
+    if _CHECKSUM in entry and _digest(tensor) != entry[_CHECKSUM]:
+        raise WeightReadError(
+            f"{path} holds other bytes than were offloaded to it: it is damaged, or another model "
             "was offloaded into this folder since. Give each model a folder of its own"
         )
+
+
+class StoredIndex:
+    """Where the weights of an index are; each is looked up when it is first asked for.
+
+    Args:
+        index: name to ``{"dtype", "shape"}`` of ``<folder>/<name>.dat``, or to
+            ``{"safetensors_file", "weight_name"}``.
+        folder: where files of raw bytes are.
+        replaceable: a file with another one's name, size and time is the same version.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from accel_callbacks.offload.folder import StoredIndex, offload_weight
+        >>> folder = tempfile.mkdtemp()
+        >>> index = StoredIndex(offload_weight(torch.ones(2), "scale", folder, {}), folder)
+        >>> index.located(["scale"]).mapped("scale")
+        tensor([1., 1.])
+    """
+
+    def __init__(self, index: Index, folder: Folder | None, replaceable: bool = True) -> None:
+        self._index = index
+        self._folder = folder
+        self._replaceable = replaceable
+        self._headers: dict[str, Mapping[str, StoredTensor]] = {}
+        self._tensors: dict[str, StoredTensor] = {}
+        self._identities: dict[str, FileIdentity] = {}
+        self._weights = StoredWeights(self._tensors, self._identities)
+
+    def located(self, names: Iterable[str]) -> StoredWeights:
+        """Return the weights that have been looked up, these among them.
+
+        Raises:
+            WeightReadError: a file is missing, or not as the index describes it.
+        """
+        for name in names:
+            if name not in self._tensors:
+                self._locate(name, self._index[name])
+        return self._weights
+
+    def _locate(self, name: str, entry: Entry) -> None:
+        file = entry.get("safetensors_file")
+        if file is None:
+            if self._folder is None:
+                raise WeightReadError(
+                    f"{name}: the index names no file for it, and there is no folder."
+                )
+            stored, identity = _raw(_file_of(self._folder, name), entry)
+            self._note(stored.path, identity)
+            self._tensors[name] = stored
+            return
+        path = os.path.realpath(file)
+        if path not in self._headers:
+            self._note(path, FileIdentity.of(path))
+            self._headers[path] = _header(path)
+        key = entry.get("weight_name", name)
+        if key not in self._headers[path]:
+            raise WeightReadError(f"{path} has no tensor {key!r}, which the index names.")
+        self._tensors[name] = self._headers[path][key]
+
+    def _note(self, path: str, identity: FileIdentity) -> None:
+        inode = 0 if self._replaceable else os.stat(path).st_ino
+        self._identities[path] = identity._replace(inode=inode)
+
+
+def stored_in_index(index: Index | None, folder: Folder | None) -> StoredWeights | None:
+    """Return the weights of an offload folder, or of an index without one.
+
+    Args:
+        index: see :class:`StoredIndex`; by default that of the folder.
+        folder: where files of raw bytes are.
+
+    Returns:
+        Where they are; None if there is neither an index nor a folder with one.
+
+    Raises:
+        WeightReadError: a file is missing, or not as the index describes it.
+
+    Example:
+        >>> from accel_callbacks.offload.folder import stored_in_index
+        >>> stored_in_index(None, None) is None
+        True
+    """
+    if index is None and folder is not None:
+        index = _read_index(folder)
+    return None if index is None else StoredIndex(index, folder).located(index)
+
+
+def _raw(path: str, entry: Entry) -> tuple[StoredTensor, FileIdentity]:
+    """Return a tensor in a file of its own, of which the size is checked."""
+    dtype = getattr(torch, str(entry.get("dtype")).removeprefix("torch."), None)
+    shape = entry.get("shape")
+    is_shape = isinstance(shape, (list, tuple)) and all(
+        isinstance(length, int) and length >= 0 for length in shape
+    )
+    if not isinstance(dtype, torch.dtype) or not is_shape:
+        raise WeightReadError(
+            f"{path}: its entry in the index has no valid dtype and shape: {dict(entry)}"
+        )
+    stored = StoredTensor(path, 0, dtype, tuple(shape))  # type: ignore[arg-type]
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise unreadable(path, error) from None
+    if status.st_size != stored.nbytes and not (stored.nbytes == 0 and status.st_size == 1):
+        raise WeightReadError(
+            f"{path} has {status.st_size} bytes, and by the index {stored.nbytes}: {dtype} of "
+            f"shape {stored.shape} needs {stored.nbytes}. It is truncated, or of another model: "
+            "offload the model again, into a folder of its own."
+        )
+    return stored, FileIdentity(status.st_size, status.st_mtime_ns, "")
+
+
+def names_in(path: str) -> dict[int, str]:
+    """Return the names of the tensors in a safetensors file, by the first byte of each."""
+    return {stored.begin: name for name, stored in _header(path).items()}
+
+
+def _header(path: str) -> Mapping[str, StoredTensor]:
+    require_neighbour("checkpoint_io")
+    from checkpoint_io.format.safetensors import DTYPES
+    from checkpoint_io.storage.local import LocalStore
+    from checkpoint_io.weights.safetensors import read_header
+    from checkpoint_io.weights.source import WeightFile
+
+    folder, name = os.path.split(path)
+    _, slots = read_header(WeightFile(LocalStore(folder), name, name))
+    return {
+        key: StoredTensor(path, slot.begin, DTYPES[slot.dtype], tuple(slot.shape))
+        for key, slot in slots.items()
+        if slot.dtype in DTYPES
+    }
 
 
 def save_offload_index(index: Mapping[str, Any] | None, offload_folder: Folder) -> None:
@@ -234,25 +329,26 @@ def save_offload_index(index: Mapping[str, Any] | None, offload_folder: Folder) 
     if not index:
         return
     path = os.path.join(offload_folder, _INDEX)
-    entries = {**(_read_index(offload_folder) or {}), **index}
+    with _as_corrupt():
+        entries = {**(_read_index(offload_folder) or {}), **index}
     with open(f"{path}.part", "w", encoding="utf-8") as file:
         json.dump(entries, file, indent=2)
     replace(f"{path}.part", path)
 
 
-def _read_index(folder: Folder) -> dict[str, Any] | None:
+def _read_index(folder: Folder) -> Index | None:
     """Return the index of a folder, None if it has none."""
     path = os.path.join(folder, _INDEX)
     try:
         with open(path, encoding="utf-8") as file:
-            found = json.load(file)
+            index = json.load(file)
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        raise _corrupt(f"{path} is no index of an offload folder: {error}") from None
-    if not isinstance(found, dict) or not all(isinstance(one, dict) for one in found.values()):
-        raise _corrupt(f"{path} is no index of an offload folder: it has no entries by name")
-    return found
+    except (OSError, ValueError) as error:
+        raise WeightReadError(f"{path} is no index of an offload folder: {error}") from None
+    if not isinstance(index, dict) or not all(isinstance(entry, dict) for entry in index.values()):
+        raise WeightReadError(f"{path} is no index of an offload folder: it has no entries by name")
+    return index
 
 
 def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -275,7 +371,8 @@ def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, torch.Tensor])
         tensor([1., 1.])
     """
     make_folders(os.path.abspath(save_dir))
-    present = _read_index(save_dir) or {}
+    with _as_corrupt():
+        present = _read_index(save_dir) or {}
     for name, tensor in state_dict.items():
         _file_of(save_dir, name)
         _require_values(tensor, name)
@@ -295,7 +392,7 @@ def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, torch.Tensor])
 
 
 def load_offloaded_weights(
-    model: torch.nn.Module, index: Mapping[str, Info] | None, offload_folder: Folder
+    model: torch.nn.Module, index: Index | None, offload_folder: Folder
 ) -> None:
     """Read weights of an offload folder into a model, on the CPU.
 
@@ -437,18 +534,6 @@ class PrefixedDataset(Mapping[str, Any]):
             raise TypeError(f"{type(self.dataset).__name__} cannot keep other values for {name}.")
 
 
-class _Identity(NamedTuple):
-    """What changes if a file is replaced or rewritten."""
-
-    inode: int
-    size: int
-    modified: int
-
-    @classmethod
-    def of(cls, stat: os.stat_result) -> _Identity:
-        return cls(stat.st_ino, stat.st_size, stat.st_mtime_ns)
-
-
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     """Tensors by name: in memory, in an offload folder, or in safetensors files.
 
@@ -477,7 +562,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self,
         state_dict: MutableMapping[str, torch.Tensor] | None = None,
         save_folder: Folder | None = None,
-        index: Mapping[str, Info] | None = None,
+        index: Index | None = None,
         device: Device | None = None,
     ) -> None:
         if state_dict is None and save_folder is None and index is None:
@@ -488,34 +573,28 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             {} if state_dict is None else state_dict
         )
         self.save_folder = save_folder
-        if index is None and save_folder is not None:
-            index = _read_index(save_folder)
-            if index is None:
-                raise _corrupt(
-                    f"{os.fspath(save_folder)} has no {_INDEX}: nothing is offloaded there"
-                )
-        self.index: Mapping[str, Info] = {} if index is None else index
+        with _as_corrupt():
+            if index is None and save_folder is not None:
+                index = _read_index(save_folder)
+                if index is None:
+                    raise WeightReadError(
+                        f"{os.fspath(save_folder)} has no {_INDEX}: nothing is offloaded there"
+                    )
+        self.index: Index = {} if index is None else index
         self.device = device
         self._changed: dict[str, torch.Tensor] = {}
         self._verified: set[str] = set()
-        self._slots: dict[str, dict[str, Any]] = {}  # headers of safetensors files
-        self._seen: dict[str, _Identity] = {}
+        self._stored = StoredIndex(self.index, save_folder, replaceable=False)
         self._note_folder()
 
     def _note_folder(self) -> None:
         """Note the files of a folder without checksums, as Accelerate writes it."""
-        bare = {
-            f"{name}.dat"
-            for name, info in self.index.items()
-            if _CHECKSUM not in info and info.get("safetensors_file") is None
-        }
-        if not bare or self.save_folder is None:
+        if self.save_folder is None:
             return
-        with os.scandir(self.save_folder) as entries:
-            for entry in entries:
-                if entry.name in bare:
-                    path = os.path.join(self.save_folder, entry.name)
-                    self._seen[path] = _Identity.of(os.stat(path))
+        for name, entry in self.index.items():
+            if _CHECKSUM not in entry and entry.get("safetensors_file") is None:
+                with suppress(WeightReadError, ValueError):  # told when it is asked for
+                    self._stored.located([name])
 
     @property
     def all_keys(self) -> list[str]:
@@ -564,84 +643,32 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             self._changed[name] = tensor
 
     def fetch(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return several tensors; each safetensors file is opened once, and read in its order."""
-        found: dict[str, torch.Tensor] = {}
-        by_file: dict[str, list[tuple[int, str]]] = {}
+        """Return several tensors; each file is opened once, and read in its order."""
+        tensors = {name: held for name in names if (held := self.held(name)) is not None}
+        stored = [name for name in names if name not in tensors]
+        with _as_corrupt():
+            weights = self._located(stored)
+            for name, tensor in zip(stored, weights.read(stored), strict=True):
+                if name not in self._verified:
+                    _check_content(tensor, self.index[name], weights.tensors[name].path)
+                    self._verified.add(name)
+                tensors[name] = self._finished(name, tensor)
+        return [tensors[name] for name in names]
+
+    def _located(self, names: Sequence[str]) -> StoredWeights:
         for name in names:
-            held = self.held(name)
-            if held is not None:
-                found[name] = held
-                continue
-            info = self.index[name]
-            path = info.get("safetensors_file")
-            if path is None:
-                found[name] = self._read_raw(name, info)
-            else:
-                slot = self._slot(str(path), str(info.get("weight_name", name)))
-                by_file.setdefault(str(path), []).append((slot.begin, name))
-        for path, places in by_file.items():
-            with self._same(path) as file:
-                for begin, name in sorted(places):
-                    found[name] = self._read_slot(file, path, begin, name)
-        return [found[name] for name in names]
+            if self.save_folder is None and self.index[name].get("safetensors_file") is None:
+                raise ValueError(f"{name} is in an offload folder: give save_folder.")
+        return self._stored.located(names)
 
-    def _read_raw(self, name: str, info: Info) -> torch.Tensor:
-        """Read a file of the folder; its content is checked the first time."""
-        path = self._raw_path(name)
-        dtype, shape = _described(info, path)
-        with self._same(path) as file:
-            _check_size(file, path, dtype, shape)
-            tensor = _read_into(file, path, 0, dtype, shape)
-        if name not in self._verified:
-            _check_content(tensor, info, path)
-            self._verified.add(name)
-        return tensor
-
-    def _raw_path(self, name: str) -> str:
-        if self.save_folder is None:
-            raise ValueError(f"{name} is in an offload folder: give save_folder.")
-        return _file_of(self.save_folder, name)
-
-    def _read_slot(self, file: BinaryIO, path: str, begin: int, name: str) -> torch.Tensor:
-        from checkpoint_io.format.safetensors import DTYPES
-
-        slot = self._slot(path, str(self.index[name].get("weight_name", name)))
-        tensor = _read_into(file, path, begin, DTYPES[slot.dtype], slot.shape)
-        return self._finished(tensor, self.index[name])
-
-    def _finished(self, tensor: torch.Tensor, info: Info) -> torch.Tensor:
+    def _finished(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of a safetensors file in the dtype of its entry, on the device."""
-        if "dtype" in info:
-            tensor = tensor.to(getattr(torch, str(info["dtype"]).removeprefix("torch.")))
+        entry = self.index[name]
+        if entry.get("safetensors_file") is None:
+            return tensor
+        if "dtype" in entry:
+            tensor = tensor.to(getattr(torch, str(entry["dtype"]).removeprefix("torch.")))
         return tensor if self.device is None else tensor.to(as_device(self.device))
-
-    def _same(self, path: str) -> BinaryIO:
-        """Open a file; raise if it is not the one that was opened before."""
-        file = _opened(path)
-        now = _Identity.of(os.fstat(file.fileno()))
-        if self._seen.setdefault(path, now) != now:
-            file.close()
-            raise _corrupt(
-                f"{path} has changed since the model was offloaded to it: another model, or "
-                "another checkpoint, was written there. Give each model a folder of its own"
-            )
-        return file
-
-    def _slot(self, path: str, name: str) -> Any:
-        """Return where a tensor is in a safetensors file."""
-        if path not in self._slots:
-            require_neighbour("checkpoint_io")
-            from checkpoint_io.format.safetensors import MAX_HEADER, parse_header
-
-            with self._same(path) as file:
-                size = os.fstat(file.fileno()).st_size
-                length = int.from_bytes(file.read(8), "little")
-                if length > min(MAX_HEADER, size - 8):
-                    raise _corrupt(f"{path}: its header does not fit the file")
-                self._slots[path] = parse_header(file.read(length), size, path)[1]
-        if name not in self._slots[path]:
-            raise _corrupt(f"{path} has no tensor {name!r}, though the index says so")
-        return self._slots[path][name]
 
     def mapped(self, name: str) -> torch.Tensor:
         """Return a tensor; one in a file is mapped, and read where it is used.
@@ -651,28 +678,8 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         held = self.held(name)
         if held is not None:
             return held
-        info = self.index[name]
-        path = info.get("safetensors_file")
-        if path is None:
-            path = self._raw_path(name)
-            dtype, shape = _described(info, path)
-            begin, end = 0, math.prod(shape) * dtype.itemsize
-            with self._same(path) as file:
-                _check_size(file, path, dtype, shape)
-        else:
-            from checkpoint_io.format.safetensors import DTYPES
-
-            slot = self._slot(str(path), str(info.get("weight_name", name)))
-            dtype, shape, begin, end = DTYPES[slot.dtype], slot.shape, slot.begin, slot.end
-            self._same(str(path)).close()
-        if begin == end or begin % dtype.itemsize:
-            return self[name]
-        storage: Any = torch.UntypedStorage.from_file(str(path), False, end)
-        steps = torch.empty(shape, device="meta").stride()
-        whole: torch.Tensor = torch.empty(0, dtype=dtype, device="cpu").set_(
-            storage, begin // dtype.itemsize, shape, steps
-        )
-        return whole if info.get("safetensors_file") is None else self._finished(whole, info)
+        with _as_corrupt():
+            return self._finished(name, self._located([name]).mapped(name))
 
     def check(self, name: str, tensor: torch.Tensor) -> None:
         """Raise ValueError if a file holds other values than those of a tensor."""

@@ -84,11 +84,13 @@ class FileIdentity(NamedTuple):
         size: in bytes.
         modified: nanoseconds.
         head: a digest of its first bytes, the header of a safetensors file; empty of other files.
+        inode: 0 if a copy of the file in its place is the same version.
     """
 
     size: int
     modified: int
     head: str
+    inode: int = 0
 
     @classmethod
     def of(cls, path: str) -> FileIdentity:
@@ -106,10 +108,22 @@ class FileIdentity(NamedTuple):
         except OSError as error:
             if error.errno in _NO_DESCRIPTORS:
                 raise
-            raise WeightReadError(
-                f"{path}: {error.strerror}: its weights are streamed from there; put the file back."
-            ) from None
+            raise unreadable(path, error) from None
         return cls(status.st_size, status.st_mtime_ns, head)
+
+    def is_of(self, status: os.stat_result) -> bool:
+        """Return whether a file is this version, by what its status tells."""
+        is_alike = (status.st_size, status.st_mtime_ns) == (self.size, self.modified)
+        return is_alike and self.inode in (0, status.st_ino)
+
+
+def unreadable(path: str, error: OSError) -> WeightReadError:
+    """Return the error for a file of weights that cannot be opened."""
+    is_missing = isinstance(error, FileNotFoundError)
+    return WeightReadError(
+        f"{path}{' is missing' if is_missing else ''}: {error.strerror}: the weights of a "
+        "dispatched model are streamed from there; put the file back, or offload the model again."
+    )
 
 
 @dataclass(frozen=True)
@@ -162,6 +176,20 @@ class StoredWeights:
         paths = sorted({one.path for one in self.tensors.values()})
         return StoredWeights(self.tensors, {path: FileIdentity.of(path) for path in paths})
 
+    def read(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """Return tensors in memory of their own; files are opened once, and read in their order."""
+        found: dict[str, torch.Tensor] = {}
+        reader = Reader(self)
+        try:
+            for name in sorted(names, key=lambda name: self.tensors[name][:2]):
+                stored = self.tensors[name]
+                memory = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu")
+                reader.fill(plan_reads({name: stored}, direct=False), memory)
+                found[name] = memory.view(stored.dtype).view(stored.shape)
+        finally:
+            reader.close()
+        return [found[name] for name in names]
+
     def mapped(self, name: str) -> torch.Tensor:
         """Return a tensor as a view of its mapped file: no memory, until it is read or written to.
 
@@ -205,7 +233,7 @@ class StoredWeights:
             status = os.stat(path)
             if (status.st_dev, status.st_ino) != inode or was is None:
                 return
-            if (status.st_size, status.st_mtime_ns) != was[:2]:
+            if not was.is_of(status):
                 raise _has_changed(path, was, status)
 
     def at(self, path: str, position: int) -> str:
@@ -257,10 +285,7 @@ class OpenFile:
         except OSError as error:
             if error.errno in (errno.EINVAL, *_NO_DESCRIPTORS):
                 raise
-            raise WeightReadError(
-                f"{path}: {error.strerror}: the weights of a dispatched model are streamed from "
-                "there; put the file back."
-            ) from None
+            raise unreadable(path, error) from None
         try:
             self.check()
         except BaseException:
@@ -274,7 +299,7 @@ class OpenFile:
     def check(self) -> None:
         """Raise WeightReadError if the file has changed since the model was dispatched."""
         status, was = os.fstat(self._descriptor), self.identity
-        if was is not None and (status.st_size, status.st_mtime_ns) != was[:2]:
+        if was is not None and not was.is_of(status):
             raise _has_changed(self.path, was, status)
 
     def close(self) -> None:
@@ -291,7 +316,8 @@ class OpenFile:
 def _has_changed(path: str, was: FileIdentity, status: os.stat_result) -> WeightReadError:
     return WeightReadError(
         f"{path} has changed since the model was dispatched ({was.size} bytes then, "
-        f"{status.st_size} now): its weights are other ones. Dispatch the model again."
+        f"{status.st_size} now): its weights are other ones, or those of another model that was "
+        "written there. Dispatch the model again, and give each model a folder of its own."
     )
 
 

@@ -21,7 +21,9 @@ from accel_callbacks.offload.folder import (
     offload_state_dict,
     offload_weight,
     save_offload_index,
+    stored_in_index,
 )
+from accel_callbacks.offload.source import WeightReadError
 from checkpoint_io import CorruptCheckpointError
 
 TENSORS = {
@@ -178,6 +180,8 @@ def test_names_are_no_paths(tmp_path):
             use()
     with pytest.raises(ValueError, match="it is a path"):
         offload_weight(torch.ones(1), "../x", tmp_path / "in")
+    with pytest.raises(ValueError, match="it is a path"):
+        stored_in_index(index, tmp_path / "in")
 
 
 def test_what_has_no_values_is_not_written(tmp_path):
@@ -247,10 +251,10 @@ def test_safetensors_under_another_name_and_dtype(shard):
 
 
 def test_a_header_is_read_once(shard, monkeypatch):
-    import checkpoint_io.format.safetensors as format
+    from checkpoint_io.weights import safetensors
 
-    parsed, parse = [], format.parse_header
-    monkeypatch.setattr(format, "parse_header", lambda *args: parsed.append(1) or parse(*args))
+    parsed, parse = [], safetensors.parse_header
+    monkeypatch.setattr(safetensors, "parse_header", lambda *args: parsed.append(1) or parse(*args))
     loader = OffloadedWeightsLoader(index={name: entry(shard) for name in "xy"})
     for _ in range(3):
         assert [one.shape[0] for one in loader.fetch(["x", "y"])] == [3, 2]
@@ -278,6 +282,24 @@ def test_a_damaged_shard_raises(tmp_path, content):
     file.write_bytes(content)
     with pytest.raises(CorruptCheckpointError, match=r"bad\.safetensors"):
         OffloadedWeightsLoader(index={"z": entry(file)})["z"]
+
+
+def test_a_dispatched_model_refuses_what_the_loader_refuses(tmp_path):
+    """Both look weights up in one way."""
+    for entry in ({"dtype": "float32", "shape": [-1]}, {"dtype": "Tensor", "shape": [2]}):
+        with pytest.raises(WeightReadError, match="no valid dtype and shape"):
+            stored_in_index({"a": entry}, tmp_path)
+    (tmp_path / "index.json").write_text("[]")
+    with pytest.raises(WeightReadError, match="is no index of an offload folder"):
+        stored_in_index(None, tmp_path)
+
+
+def test_tensors_that_are_read_have_memory_of_their_own(tmp_path):
+    offload_state_dict(tmp_path, TENSORS)
+    weights = stored_in_index(None, tmp_path)
+    for name, tensor in zip(TENSORS, weights.read(list(TENSORS)), strict=True):
+        assert is_same(tensor, TENSORS[name]), name
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes, name
 
 
 def test_writing_into_a_mapped_tensor_does_not_change_the_file(tmp_path):
