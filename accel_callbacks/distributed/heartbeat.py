@@ -173,6 +173,7 @@ class Heartbeat:
         self._count, self._place, self._answered = 0, "", time.monotonic()
         self._stopped, self._rounds = threading.Event(), threading.Condition()
         self._round, self._everyone = 0, False
+        self._error: BaseException | None = None
         self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._watch, name="accel-heartbeat", daemon=True)
         # In a child of multiprocessing atexit does not run, and this does.
@@ -198,10 +199,11 @@ class Heartbeat:
             return [rank for rank, beat in enumerate(beats) if beat is None]
         return []
 
-    def stop(self) -> None:
-        """Note that this rank leaves the group, and stop the thread; once only."""
+    def stop(self, error: BaseException | None = None) -> None:
+        """Note that this rank leaves the group, and why, and stop the thread; once only."""
         if self._stopped.is_set():
             return
+        self._error = error
         self._wake()
         self._stopped.set()
         self._at_exit.cancel()
@@ -307,7 +309,7 @@ class Heartbeat:
             self._sleep(self._interval / 10 if unseen else self._interval)
         self._sleep(0)  # to see whether the process that serves the store has ended first
         with suppress(Exception):
-            self._store.call(lambda store: self._beat(store, left=_parting_words()))
+            self._store.call(lambda store: self._beat(store, left=_parting_words(self._error)))
 
     def _observe(self) -> None:
         """Note where the threads of this process are."""
@@ -590,12 +592,12 @@ def start_join_heartbeat(
     return watch
 
 
-def stop_heartbeat() -> None:
-    """Stop the heartbeat; do nothing without one."""
+def stop_heartbeat(error: BaseException | None = None) -> None:
+    """Stop the heartbeat, which tells the others an error; do nothing without one."""
     global _current
     watch, _current = _current, None
     if watch is not None:
-        watch[0].stop()
+        watch[0].stop(error)
 
 
 def _group_timeout() -> float:
@@ -632,10 +634,10 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _parting_words() -> str:
-    """Return what this process ends with: an uncaught error, "" for none."""
-    error = getattr(sys, "last_value", None)
-    if error is None:
+def _parting_words(error: BaseException | None) -> str:
+    """Return what this process ends with: the error, or an uncaught one; "" for none."""
+    error = getattr(sys, "last_value", None) if error is None else error
+    if error is None or isinstance(error, SystemExit):
         return ""
     text = traceback.format_exception_only(type(error), error)[-1].strip()
     return f"{_FOLLOWS if is_disconnect(error) else _WITH}{text[:300]}"

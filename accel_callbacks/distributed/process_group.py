@@ -189,7 +189,8 @@ def connect(
         failed = isinstance(error, (RuntimeError, TimeoutError))
         lost = watch.find_lost(error) if failed else None
         absent = watch.absent() if failed and lost is None else []
-        stop_heartbeat()
+        # sys.last_value, which the others are told else, is not set yet.
+        stop_heartbeat(error if lost is None and not absent else None)
         if lost is not None:
             raise watch.error_of(lost, _JOIN) from error
         if absent:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from weakref import WeakMethod, ref
 
 import torch.distributed as dist
@@ -103,7 +104,8 @@ class PassEnds:
         self._ended, mine = False, self._progress()
         if mine != self._compared and self._trains_together():
             self._compared = mine
-            self._meet(operation, mine)
+            with suppress(dist.DistError):  # of a store that is gone: the collective says with whom
+                self._meet(operation, mine)
 
     def _begin_in_group(self) -> None:
         """Count from here: the ranks have joined another group, each from another place.

@@ -50,7 +50,8 @@ SENTENCES = {
     "exit": r"rank {rank}( exited with code 0| has ended|( failed in .*|: )SystemExit: 0)",
     "vanish": r"rank {rank} (exited with code 0|ended without a word)",
     "block": r"rank {rank} has been in one call of a save for \d+ s \(its storage hangs\?\)",
-    "raise": r"rank {rank}( failed in .*| has ended with |: )ValueError: struck",
+    "raise": r"rank {rank}( failed in .*| (has ended|exited with code 1) with |: )"
+    r"ValueError: struck",
 }
 #: Of a rank that is struck before its first heartbeat.
 NOT_THERE = [
@@ -190,7 +191,8 @@ def check(struck: Struck) -> None:
         sentence = SENTENCES[case.fault].format(rank=case.rank)
         if case.place == "start":
             sentence = NOT_THERE[case.rank]
-        if case.place == "join" and case.rank == 0:  # whose store has gone with its reason
+        # The reason of rank 0 goes with its store, where no collective waits for it.
+        if case.place in ("join", "end_training") and case.rank == 0:
             sentence += "|rank 0 exited with code 1"
         assert re.search(sentence, text, re.DOTALL), told
 
@@ -210,10 +212,12 @@ SHORT = [
     Case("start", "stop", rank=0),
     Case("start", "stop", rank=1),
     Case("join", "stop", rank=0),
+    Case("join", "raise"),
     Case("joined", "stop", rank=0),
     Case("joined", "stop", rank=1),
     Case("end_training", "stop", rank=0),
     Case("end_training", "vanish"),
+    Case("end_training", "vanish", rank=0, run="plain"),
     Case("loader worker", "stop"),
     Case("backward", "stop"),
     Case("save, after the write", "stop", rank=0),
