@@ -63,6 +63,20 @@ make_venv() {
         "$python" -m venv --clear "$1"
 }
 
+# Makes an environment at $1 that has the packages of .venv below its own.
+make_layer() {
+    PYTHON="$VENV/bin/python" make_venv "$1"
+    "$VENV/bin/python" - "$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" <<'PYTHON'
+import pathlib
+import sys
+import sysconfig
+
+below = sysconfig.get_path("purelib")
+line = f"import site; site.addsitedir({below!r})\n"
+pathlib.Path(sys.argv[1], "below.pth").write_text(line, encoding="utf-8")
+PYTHON
+}
+
 # Changes when an installed environment no longer fits: requirements, place, interpreter, torch.
 fingerprint() {
     "$VENV/bin/python" - "$ROOT" "${ACCEL_TORCH:-}" <<'PYTHON'

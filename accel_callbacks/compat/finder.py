@@ -30,7 +30,9 @@ class _Distribution(importlib.metadata.Distribution):
     def read_text(self, filename: str) -> str | None:
         if filename != "METADATA":
             return None
-        return f"Metadata-Version: 2.1\nName: accelerate\nVersion: {_LOCAL}\n"
+        head = f"Metadata-Version: 2.1\nName: accelerate\nVersion: {_LOCAL}\n"
+        # By which sentence-transformers tells the package from another one of its name.
+        return f"{head}Home-page: https://github.com/huggingface/accelerate\n"
 
     def locate_file(self, path: Any) -> Any:
         return Path(__file__).parent / path

@@ -208,6 +208,18 @@ class Accelerator(accelerator.Accelerator):
             )
         return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather each sample once, of a tensor with an entry for each of a full batch too.
+
+        A Trainer repeats its loss for each sample of a full batch, and the last may be smaller.
+        """
+        if self.loop.active and not use_gather_object:
+            loader = self.loop.active[-1]
+            input_data = _of_last_batch(
+                input_data, loader, self.strategy.data_rank, self.strategy.data_world
+            )
+        return super().gather_for_metrics(input_data, use_gather_object)
+
     def load_state(
         self,
         input_dir: str | os.PathLike[str] | None = None,
@@ -253,6 +265,17 @@ class Accelerator(accelerator.Accelerator):
     @property
     def _dataloaders(self) -> list[Any]:
         return self.loaders
+
+
+def _of_last_batch(data: Any, loader: loader.DataLoaderShard, rank: int, world: int) -> Any:
+    """Cut tensors with an entry for each sample of a full batch to those of a smaller one."""
+    full = loader.total_batch_size
+    if full is None or loader.padded >= full:
+        return data
+    rows = loader.padded // world if loader.kept is None else loader.kept[rank]
+    return collectives.map_tensors(
+        data, lambda tensor: tensor[:rows] if tensor.shape[:1] == (full // world,) else tensor
+    )
 
 
 def _lacks_generator(sampler: Any) -> bool:

@@ -1,3 +1,3 @@
-"""``parity_cases.py`` is a script that imports ``accelerate``, not a module of tests."""
+"""Scripts that import ``accelerate`` are no modules of tests."""
 
-collect_ignore = ["parity_cases.py"]
+collect_ignore = ["parity_cases.py", "programs"]

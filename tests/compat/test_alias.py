@@ -74,6 +74,7 @@ def test_a_script_for_accelerate_runs_as_it_is(tmp_path):
 
         assert accelerate.__version__.startswith("1.15.0")
         assert importlib.metadata.version("accelerate") == accelerate.__version__
+        assert "huggingface" in importlib.metadata.metadata("accelerate")["Home-page"]
         assert sys.argv[1:] == [] and __name__ == "__main__"
         assert PartialState._shared_state == {}
         loaders = DataLoaderConfiguration()

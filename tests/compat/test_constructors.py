@@ -28,6 +28,17 @@ def accelerator():
     made.end_training()
 
 
+def test_of_a_loss_for_each_sample_of_a_full_batch_a_smaller_one_counts_its_own(accelerator):
+    loader = accelerator.prepare(DataLoader(range(13), batch_size=8))
+    gathered = [
+        accelerator.gather_for_metrics((torch.full((8,), 1.0), batch, torch.ones(9)))
+        for batch in loader
+    ]
+    sizes = [[len(tensor) for tensor in tensors] for tensors in gathered]
+    assert sizes == [[8, 8, 9], [5, 5, 9]]
+    assert len(accelerator.gather_for_metrics(torch.ones(8))) == 8  # after the loop
+
+
 class Count(IterableDataset):
     def __iter__(self):
         return iter(range(5))
