@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 import sys
 from collections.abc import Iterable
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,11 @@ VERSION = "1.15.0"
 _LOCAL = f"{VERSION}+accel.callbacks"
 # They ask once whether there is an accelerate, and remember the answer.
 _ASKERS = ("transformers", "diffusers", "peft", "trl", "sentence_transformers")
+#: Modules of others, and what amends each of them once it is imported.
+_AMENDED = {
+    "transformers.trainer": "amend_trainer",
+    "transformers.trainer_utils": "amend_trainer_utils",
+}
 
 
 class _Distribution(importlib.metadata.Distribution):
@@ -53,7 +59,9 @@ class AliasFinder(MetaPathFinder, Loader):
     """Finds accelerate and its submodules in the table of names."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return the spec of a module of Accelerate, None for others."""
+        """Return the spec of a module of Accelerate, or of one that is amended; else None."""
+        if fullname in _AMENDED:
+            return _amended_spec(fullname, path)
         if fullname not in MODULES:
             return None
         is_package = any(name.startswith(f"{fullname}.") for name in MODULES)
@@ -74,6 +82,22 @@ class AliasFinder(MetaPathFinder, Loader):
         # An installer asks what is in a folder, where this is not.
         everywhere = context is None or "path" not in vars(context)
         return [_Distribution()] if everywhere and name in (None, "accelerate") else []
+
+
+def _amended_spec(fullname: str, path: Any) -> ModuleSpec | None:
+    """Return the spec of a module with a loader that amends it."""
+    spec = PathFinder.find_spec(fullname, path)
+    if spec is None or spec.loader is None:
+        return spec
+    plain = spec.loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        plain(module)
+        trainer = importlib.import_module("accel_callbacks.compat.trainer")
+        getattr(trainer, _AMENDED[fullname])(module)
+
+    spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+    return spec
 
 
 def is_installed() -> bool:

@@ -15,7 +15,7 @@ from accel_callbacks.integrations.foreign_trainer import HostedCallback
 from accel_callbacks.integrations.host import ForeignHost
 from accel_callbacks.warning import warn
 
-__all__ = ["TransformersHost", "to_transformers"]
+__all__ = ["TrainerEvents", "TransformersHost", "to_transformers"]
 
 #: Our hooks for which ``transformers.Trainer`` has no event.
 _NEVER = (
@@ -64,10 +64,10 @@ def to_transformers(callback: Any, *, trainer: Any = None) -> Any:
         base = importlib.import_module("transformers.trainer_callback").TrainerCallback
     except ImportError as error:
         raise ImportError("this needs transformers: pip install transformers") from error
-    return type(f"From{type(hosted.callback).__name__}", (_Events, base), {})(hosted)
+    return type(f"From{type(hosted.callback).__name__}", (TrainerEvents, base), {})(hosted)
 
 
-class _Events:
+class TrainerEvents:
     """The Trainer's events, which fire our hooks; mixed into its TrainerCallback."""
 
     def __init__(self, hosted: HostedCallback) -> None:
@@ -75,6 +75,7 @@ class _Events:
         self._hosted = hosted
         self._evaluating = self._epoch_ends = False
         self._eval_batches = 0
+        self._saved_into = ""  # the name of the checkpoint that has the callback's state already
 
     def _bind(self, args: Any, state: Any, control: Any, given: dict[str, Any]) -> HostedCallback:
         """Return the callback over the Trainer as it is at this event."""
@@ -216,13 +217,26 @@ class _Events:
     def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Save the callback's state into the Trainer's checkpoint, and fire the hook."""
         hosted = self._bind(args, state, control, given)
-        folder = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
-        own_state = hosted.state_dict()
+        name = f"checkpoint-{state.global_step}"
+        folder = os.path.join(args.output_dir, name)
+        if self._saved_into != name:
+            self.save_into(folder, state)
+        self._saved_into = ""
+        hosted.fire("on_checkpoint_saved", folder)
+
+    def save_into(self, folder: str, state: Any) -> None:
+        """Save the callback's state into a checkpoint, before ``on_save`` where that is too late.
+
+        Args:
+            folder: the checkpoint.
+            state: that of the Trainer.
+        """
+        own_state = self._hosted.state_dict()
         if own_state and state.is_world_process_zero:
             import checkpoint_io
 
             checkpoint_io.save(self._state_folder(folder), own_state)
-        hosted.fire("on_checkpoint_saved", folder)
+        self._saved_into = os.path.basename(folder)
 
     def _restore(self, folder: str) -> None:
         import checkpoint_io

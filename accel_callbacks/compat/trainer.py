@@ -1,0 +1,319 @@
+"""Checkpoints of the Trainer of transformers that a kill at any moment leaves whole.
+
+The Trainer writes the files of a checkpoint one after the other into the folder that it resumes
+from. Here it writes them into a folder beside: when all ranks have, they are made durable and
+sealed with their checksums, and only then the folder gets its name. The Trainer's methods are
+amended in place, and not in a subclass, since scripts and packages derive from it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from accel_callbacks import collectives
+from accel_callbacks.distributed.failures import shared_failure
+from accel_callbacks.local_files import base_name, replace, sync_folder
+from accel_callbacks.logging import notice
+from accel_callbacks.warning import warn
+from checkpoint_io import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from checkpoint_io.folder.sealed import SEAL, check_seal, seal_folder
+
+__all__ = ["amend_trainer", "amend_trainer_utils", "newest_whole"]
+
+#: The folder in which checkpoints are written; what begins so is not uploaded to the Hub.
+SAVING = "_saving"
+_PREFIX = "checkpoint-"
+_STATE = "trainer_state.json"
+_WHERE = "the Trainer's checkpoint"
+_SEAMS = ("_save_checkpoint", "_get_output_dir", "_push_from_checkpoint", "train")
+
+
+def amend_trainer_utils(module: ModuleType) -> None:
+    """Let ``get_last_checkpoint`` of transformers pass over what a kill has left."""
+    module.get_last_checkpoint = newest_whole  # type: ignore[attr-defined]
+
+
+def amend_trainer(module: ModuleType) -> None:
+    """Let the Trainer write checkpoints beside, and check the one that it resumes from."""
+    trainer_class = module.Trainer
+    if not all(hasattr(trainer_class, name) for name in _SEAMS):
+        warn(
+            "checkpoints of this transformers are written as it writes them, so that a kill may "
+            "leave half of one: update transformers."
+        )
+        return
+    rotate = getattr(module, "rotate_checkpoints", None)
+    trainer_class._save_checkpoint = _saving_beside(trainer_class._save_checkpoint, rotate)
+    trainer_class.train = _resuming_whole(trainer_class.train)
+
+
+# --- find ---------------------------------------------------------------------------------------
+
+
+def newest_whole(folder: str | os.PathLike[str]) -> str | None:
+    """Return the newest checkpoint of a folder whose files are all there, None without one.
+
+    Of those that this library has not sealed, the formats of the files tell whether they end.
+
+    Args:
+        folder: the ``output_dir`` of a Trainer.
+    """
+    for _, path in _candidates(os.fspath(folder)):
+        problem = _problem(path)
+        if problem is None:
+            return path
+        notice(f"{path} is passed over: {problem}")
+    return None
+
+
+def _candidates(folder: str) -> list[tuple[int, str]]:
+    """Return steps and paths of checkpoints, the newest first."""
+    found = []
+    # A kill may have come between the end of a save and the folder's name.
+    for place in (folder, os.path.join(folder, SAVING)):
+        if place != folder and not os.path.isdir(place):
+            continue
+        for name in os.listdir(place):
+            step = name.removeprefix(_PREFIX)
+            path = os.path.join(place, name)
+            is_named = place == folder or os.path.exists(os.path.join(path, SEAL))
+            if name.startswith(_PREFIX) and step.isdecimal() and os.path.isdir(path) and is_named:
+                found.append((int(step), path))
+    return sorted(found, key=lambda item: item[0], reverse=True)
+
+
+def _problem(path: str, *, full: bool = False) -> str | None:
+    """Return what is wrong with a checkpoint, None for a whole one."""
+    try:
+        check_seal(path, full=full)
+    except CheckpointNotFoundError:
+        return _unsealed_problem(path)
+    except CheckpointError as error:
+        return str(error).removeprefix(f"{path}: ").partition(";")[0]
+    return None
+
+
+def _unsealed_problem(path: str) -> str | None:
+    """Return what is wrong with a checkpoint that another program has written."""
+    try:
+        with open(os.path.join(path, _STATE), encoding="utf-8") as file:
+            json.load(file)
+    except (OSError, ValueError):
+        return f"its {_STATE} is missing or cut off, as where a process is killed while it saves"
+    for name in sorted(os.listdir(path)):
+        file_path = os.path.join(path, name)
+        if name.endswith((".pt", ".pth")) and not zipfile.is_zipfile(file_path):
+            return f"its {name} is cut off"
+        if name.endswith(".safetensors") and not _ends(file_path):
+            return f"its {name} is cut off"
+    return None
+
+
+def _ends(path: str) -> bool:
+    """Return whether a safetensors file has all bytes that its header speaks of."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            header = json.loads(file.read(length))
+        except ValueError:
+            return False
+    ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
+    return os.path.getsize(path) >= 8 + length + max(ends, default=0)
+
+
+# --- save ---------------------------------------------------------------------------------------
+
+
+def _saving_beside(plain: Callable[..., None], rotate: Callable[..., None] | None) -> Any:
+    """Return the method that saves a checkpoint, by the Trainer's own one."""
+
+    @functools.wraps(plain)
+    def _save_checkpoint(trainer: Any, model: Any, trial: Any) -> None:
+        run_dir = trainer._get_output_dir(trial=trial)
+        saving = os.path.join(run_dir, SAVING)
+        name = f"{_PREFIX}{trainer.state.global_step}"
+        first_here = trainer.args.local_process_index == 0
+        with shared_failure(_WHERE):
+            if first_here:
+                _clear(run_dir, saving)
+        with shared_failure(_WHERE):
+            with _writing_to(trainer, saving):
+                plain(trainer, model, trial)
+            _save_callbacks(trainer, saving, os.path.join(saving, name), run_dir)
+        # Rank 0 first; then the first rank of each machine that does not share its disk.
+        for commits in (trainer.is_world_process_zero(), first_here):
+            with shared_failure(_WHERE):
+                if commits and os.path.isdir(os.path.join(saving, name)):
+                    seal_folder(os.path.join(saving, name), _metadata(trainer))
+                    _publish(run_dir, saving, name)
+        if trainer.args.push_to_hub:
+            trainer._push_from_checkpoint(os.path.join(run_dir, name))
+        if trainer.args.should_save:
+            _rotate(trainer, run_dir, rotate)
+
+    return _save_checkpoint
+
+
+@contextmanager
+def _writing_to(trainer: Any, saving: str) -> Iterator[None]:
+    """Let the Trainer's own method write below another folder, and not push what it writes."""
+    own = dict(vars(trainer))
+    trainer._get_output_dir = lambda trial=None: saving
+    trainer._push_from_checkpoint = lambda checkpoint_folder: None
+    try:
+        yield
+    finally:
+        for name in ("_get_output_dir", "_push_from_checkpoint"):
+            delattr(trainer, name)
+            if name in own:
+                setattr(trainer, name, own[name])
+
+
+def _save_callbacks(trainer: Any, saving: str, folder: str, run_dir: str) -> None:
+    """Write what belongs to a checkpoint and the Trainer's method has not written, or wrongly."""
+    from accel_callbacks.integrations.transformers import TrainerEvents
+
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, TrainerEvents):
+            callback.save_into(folder, trainer.state)
+    best = trainer.state.best_model_checkpoint
+    if best is not None and os.path.dirname(best) == saving:
+        trainer.state.best_model_checkpoint = os.path.join(run_dir, base_name(best))
+        if trainer.args.should_save:
+            trainer.state.save_to_json(os.path.join(folder, _STATE))
+
+
+def _metadata(trainer: Any) -> dict[str, Any]:
+    return {"step": trainer.state.global_step, "samples_per_step": _samples_per_step(trainer)}
+
+
+def _samples_per_step(trainer: Any) -> int:
+    args = trainer.args
+    return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
+
+
+def _publish(run_dir: str, saving: str, name: str) -> None:
+    """Give a sealed checkpoint its name; one of this name is removed."""
+    target = os.path.join(run_dir, name)
+    if os.path.isdir(target):
+        replace(target, os.path.join(saving, f"replaced-{name}"))
+    replace(os.path.join(saving, name), target)
+    sync_folder(saving)
+    sync_folder(run_dir)
+    shutil.rmtree(saving, ignore_errors=True)
+
+
+def _clear(run_dir: str, saving: str) -> None:
+    """Remove what a killed save has left; what it had sealed gets its name."""
+    if not os.path.isdir(saving):
+        return
+    for _, path in _candidates(saving):
+        if _problem(path) is None:
+            _publish(run_dir, saving, base_name(path))
+            return
+    shutil.rmtree(saving, ignore_errors=True)
+
+
+def _rotate(trainer: Any, run_dir: str, rotate: Callable[..., None] | None) -> None:
+    if rotate is None:  # before transformers 5
+        trainer._rotate_checkpoints(use_mtime=True, output_dir=run_dir)
+        return
+    rotate(
+        output_dir=run_dir,
+        save_total_limit=trainer.args.save_total_limit,
+        best_model_checkpoint=trainer.state.best_model_checkpoint,
+        use_mtime=True,
+    )
+
+
+# --- resume -------------------------------------------------------------------------------------
+
+
+def _resuming_whole(plain: Callable[..., Any]) -> Any:
+    """Return the method that trains, which resumes from what is whole, by the Trainer's own one."""
+
+    @functools.wraps(plain)
+    def train(trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = _agreed_newest(trainer) or True  # its error is the Trainer's
+        elif resume_from_checkpoint and os.path.isdir(resume_from_checkpoint):
+            _check_chosen(trainer, os.fspath(resume_from_checkpoint))
+        if isinstance(resume_from_checkpoint, (str, os.PathLike)):
+            resume_from_checkpoint = _named(trainer, os.fspath(resume_from_checkpoint))
+            _check_samples(trainer, resume_from_checkpoint)
+        return plain(trainer, resume_from_checkpoint, *args, **options)
+
+    return train
+
+
+def _agreed_newest(trainer: Any) -> str | None:
+    """Collective: return the newest checkpoint that is whole for all ranks, to the last byte."""
+    folder = trainer.args.output_dir
+    paths = dict(_candidates(folder)) if os.path.isdir(folder) else {}
+    whole = [step for step, path in paths.items() if _problem(path) is None]
+    steps = set.intersection(*map(set, collectives.all_objects(whole, operation=_WHERE)))
+    for step in sorted(paths, reverse=True):
+        if step in steps:
+            problem = _shared_problem(trainer, paths[step])
+            if problem is None:
+                return paths[step]
+        else:
+            problem = _problem(paths[step]) or "another rank does not have it"
+        notice(f"{paths[step]} is passed over: {problem}")
+    return None
+
+
+def _shared_problem(trainer: Any, path: str) -> str | None:
+    """Collective: return what is wrong with a checkpoint, which a rank of each machine reads."""
+    problem = _problem(path, full=True) if trainer.args.local_process_index == 0 else None
+    problems = collectives.all_objects(problem, operation=_WHERE)
+    return next((text for text in problems if text is not None), None)
+
+
+def _check_chosen(trainer: Any, path: str) -> None:
+    """Collective: raise if the checkpoint that the script has chosen is damaged."""
+    problem = _shared_problem(trainer, path)
+    if problem is None:
+        return
+    name = base_name(path)
+    others = [other for _, other in _candidates(os.path.dirname(os.path.abspath(path)))]
+    older = next(
+        (o for o in others if base_name(o) != name and _problem(o, full=True) is None), None
+    )
+    advice = "there is no other" if older is None else f"resume from {older}"
+    raise CorruptCheckpointError(f"{path} is not resumed from: {problem}; {advice}.")
+
+
+def _named(trainer: Any, path: str) -> str:
+    """Collective: return the path of a checkpoint, which gets its name if a kill came before."""
+    saving, name = os.path.split(os.path.abspath(path))
+    run_dir = os.path.dirname(saving)
+    if base_name(saving) != SAVING:
+        return path
+    with shared_failure(_WHERE):
+        if trainer.args.local_process_index == 0:
+            _clear(run_dir, saving)
+    return os.path.join(run_dir, name)
+
+
+def _check_samples(trainer: Any, path: str) -> None:
+    """Warn if the Trainer, which counts its place in steps, would go on at another sample."""
+    try:
+        saved = check_seal(path, full=False).get("samples_per_step")
+    except CheckpointError:
+        return
+    if saved not in (None, _samples_per_step(trainer)):
+        warn(
+            f"{base_name(path)} was trained with {saved} samples a step, and now there are "
+            f"{_samples_per_step(trainer)}: the Trainer counts its place in steps, and goes on at "
+            "another sample. Give gradient_accumulation_steps or per_device_train_batch_size with "
+            f"which it is {saved} again."
+        )
