@@ -498,7 +498,20 @@ def _on_accelerators(
         where = balance(request.items.sizes, rooms, request.policy == "balanced_low_0")
     if where is None:
         where = place(request.items, rooms, request.factor)
+    if where is not None and 0 not in where:
+        where = _with_first(request, where, rooms[0])
     return None if where is None else _stored(request, sizes, where, fast, fast[0])
+
+
+def _with_first(request: _Request, where: Sequence[int], room: int) -> Sequence[int]:
+    """Return a placement with a group on the first device, which tells that the rest runs there."""
+    items = request.items
+    away = [n for n, device in enumerate(where) if device == ELSEWHERE]
+    room -= request.factor * max((items.windows[n] for n in away), default=0)
+    room -= sum(items.fixed[n] for n in away)
+    fitting = (n for n, size in enumerate(items.sizes) if where[n] != ELSEWHERE and size <= room)
+    number = next(fitting, None) if away else None
+    return [0 if n == number else device for n, device in enumerate(where)]
 
 
 def _stored(

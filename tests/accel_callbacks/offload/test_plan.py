@@ -331,3 +331,12 @@ def test_ten_thousand_units_are_looked_at_a_bounded_number_of_times() -> None:
     finally:
         sys.setprofile(before)
     assert calls < 40 * len(units)
+
+
+def test_a_unit_shows_on_which_device_offloaded_ones_run() -> None:
+    """All but two of 30 fit device 1; as the map tells it, they would run there, without room."""
+    sizes = {f"part{number}.w": size for number, size in enumerate([30, 40, 5, 5, 30])}
+    found = plan(sizes, {0: 40, 1: 50, "cpu": 30}, prefetch=0)
+    assert list(found.device_map.values()) == ["disk", 1, 0, 1, "disk"]
+    assert found.execution_device == 0
+    assert all(use.left is None or use.left >= 0 for use in found.devices)
