@@ -308,6 +308,7 @@ offload
     accel_callbacks/offload/quantize.py
     accel_callbacks/offload/residence.py
     accel_callbacks/offload/sizes.py
+    accel_callbacks/offload/slots.py
     accel_callbacks/offload/source.py
     accel_callbacks/offload/spill.py
     accel_callbacks/offload/tensors.py

@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 import torch
 
 from accel_callbacks.offload.device_map import check_device_map
-from accel_callbacks.offload.units import Slot, place_of
+from accel_callbacks.offload.slots import Slot
+from accel_callbacks.offload.units import place_of
 
 __all__ = [
     "Assigned",

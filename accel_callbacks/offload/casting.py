@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from accel_callbacks.offload.hooks import ModelHook, add_hook_to_module, outside_graphs
-from accel_callbacks.offload.tensors import Before, as_it_is, is_changed
+from accel_callbacks.offload.slots import Lent, Slot
 
 __all__ = ["LayerwiseCastingHook", "attach_layerwise_casting_hooks"]
 
@@ -57,11 +57,10 @@ class LayerwiseCastingHook(ModelHook):
         self.storage_dtype = storage_dtype
         self.compute_dtype = compute_dtype
         self.non_blocking = non_blocking
-        self._stored: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, Before]] = []
-        self._depth = 0
+        self._lent = Lent()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_stored": [], "_depth": 0}
+        return {**vars(self), "_lent": Lent()}
 
     def init_hook(self, module: Any) -> Any:
         """Round to the dtype of storage."""
@@ -83,42 +82,31 @@ class LayerwiseCastingHook(ModelHook):
 
     def detach_hook(self, module: Any) -> Any:
         """Convert the tensors to the dtype of the computation for good."""
-        self._depth = min(self._depth, 1)
-        self._restore()
+        self._restore(of_all=True)
         return module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
 
     @outside_graphs
     def _cast(self, module: torch.nn.Module) -> None:
-        self._depth += 1
-        if self._depth > 1:
+        if not self._lent.begin():
             return
-        for owner in module.modules():
-            for slots in (owner._parameters, owner._buffers):
-                for name, tensor in slots.items():
+        for path, owner in module.named_modules():
+            for is_parameter, tensors in ((True, owner._parameters), (False, owner._buffers)):
+                for key, tensor in tensors.items():
                     if tensor is None or not tensor.is_floating_point():
                         continue
                     copy = tensor.to(self.compute_dtype, non_blocking=self.non_blocking)
-                    held: Any = slots
-                    is_stored = isinstance(tensor, torch.nn.Parameter) or copy is tensor
-                    before = 0 if is_stored else as_it_is(copy, module.training)
-                    self._stored.append((held, name, tensor, copy, before))
-                    held[name] = copy
+                    if copy is not tensor:
+                        slot = Slot(owner, key, is_parameter)
+                        self._lent.put(f"{path}.{key}", [slot], copy, tensor)
 
     @outside_graphs
-    def _restore(self) -> None:
-        if self._depth == 0:
+    def _restore(self, of_all: bool = False) -> None:
+        if not self._lent.end(of_all):
             return
-        self._depth -= 1
-        if self._depth:
-            return
-        for slots, name, stored, copy, before in self._stored:
-            if slots[name] is not copy:
-                continue  # somebody has put a tensor of his own there
-            is_buffer = not isinstance(stored, torch.nn.Parameter)
-            if is_buffer and copy is not stored and is_changed(copy, before):
-                stored.copy_(copy)
-            slots[name] = stored
-        self._stored.clear()
+        for loan in self._lent:
+            if not loan.slots[0].is_parameter and loan.is_there() and loan.is_changed():
+                loan.instead_of.copy_(loan.tensor)
+        self._lent.take()
 
 
 def attach_layerwise_casting_hooks(

@@ -495,43 +495,55 @@ class PrefixedDataset(Mapping[str, Any]):
         return PrefixedDataset(deepcopy(own, memo), self.prefix)
 
     def fetch(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return several tensors, read together from files."""
-        whole = [f"{self.prefix}{name}" for name in names]
-        if isinstance(self.dataset, OffloadedWeightsLoader):
-            return self.dataset.fetch(whole)
-        return [self.dataset[name] for name in whole]
+        """Return several tensors, with one request where the map has one for it."""
+        names = [f"{self.prefix}{name}" for name in names]
+        fetch = getattr(self.dataset, "fetch", None)
+        return list(fetch(names)) if fetch is not None else [self.dataset[name] for name in names]
 
     def mapped(self, name: str) -> torch.Tensor:
         """Return a tensor; one in a file without reading it before it is used."""
-        if isinstance(self.dataset, OffloadedWeightsLoader):
-            return self.dataset.mapped(f"{self.prefix}{name}")
-        found: torch.Tensor = self[name]
-        return found
+        read = getattr(self.dataset, "mapped", self.dataset.__getitem__)
+        tensor: torch.Tensor = read(f"{self.prefix}{name}")
+        return tensor
 
     def held(self, name: str) -> torch.Tensor | None:
-        """Return a tensor that is in memory, None for one in a file."""
-        if isinstance(self.dataset, OffloadedWeightsLoader):
-            return self.dataset.held(f"{self.prefix}{name}")
-        return self[name] if isinstance(self.dataset, dict) else None
+        """Return a tensor that is in memory, None for one in a file or in a map of its own kind."""
+        own = self.dataset.get if isinstance(self.dataset, dict) else lambda name: None
+        held = getattr(self.dataset, "held", own)
+        tensor: torch.Tensor | None = held(f"{self.prefix}{name}")
+        return tensor
+
+    def has(self, name: str, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is the one in memory, or shares its values."""
+        held = self.held(name)
+        if held is None or is_absent(held) or is_absent(tensor):
+            return False
+        is_alike = held.device == tensor.device
+        return held is tensor or (is_alike and held.data_ptr() == tensor.data_ptr())
 
     def is_stored(self, name: str) -> bool:
         """Return whether a tensor is in a file."""
-        loader = self.dataset
-        return isinstance(loader, OffloadedWeightsLoader) and loader.is_stored(self.prefix + name)
+        is_stored = getattr(self.dataset, "is_stored", None)
+        return is_stored is not None and bool(is_stored(f"{self.prefix}{name}"))
 
     def check(self, name: str, tensor: torch.Tensor) -> None:
         """Raise ValueError if a file holds other values than these."""
-        if isinstance(self.dataset, OffloadedWeightsLoader):
-            self.dataset.check(f"{self.prefix}{name}", tensor)
+        check = getattr(self.dataset, "check", None)
+        if check is not None:
+            check(f"{self.prefix}{name}", tensor)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Keep other values, in memory."""
-        if isinstance(self.dataset, OffloadedWeightsLoader):
-            self.dataset.put(f"{self.prefix}{name}", tensor)
+        put = getattr(self.dataset, "put", None)
+        if put is not None:
+            put(f"{self.prefix}{name}", tensor)
         elif isinstance(self.dataset, MutableMapping):
             self.dataset[f"{self.prefix}{name}"] = tensor
         else:
-            raise TypeError(f"{type(self.dataset).__name__} cannot keep other values for {name}.")
+            raise RuntimeError(
+                f"{self.prefix}{name} was changed in place while it was fetched, and "
+                f"{type(self.dataset)} cannot store it: use a dict, or do not offload it."
+            )
 
 
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):

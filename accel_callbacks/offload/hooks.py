@@ -9,27 +9,24 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from accel_callbacks.data.device import send_to_device
 from accel_callbacks.offload.folder import PrefixedDataset
-from accel_callbacks.offload.placeholder import ON_DISK, AbsentWeight
+from accel_callbacks.offload.placeholder import ON_DISK, AbsentWeight, LostGradient
 from accel_callbacks.offload.sizes import get_non_persistent_buffers, named_module_tensors
+from accel_callbacks.offload.slots import Lent, Slot
 from accel_callbacks.offload.tensors import (
-    Before,
     Device,
     TiedParams,
     as_device,
-    as_it_is,
     is_absent,
-    is_changed,
     is_quantizer,
     move,
     new_like,
     set_module_tensor_to_device,
-    slot_of,
     stand_in,
 )
 from accel_callbacks.utils.operations import find_device
@@ -305,19 +302,6 @@ class _Values:
         self._hook.fill(*args)
 
 
-class _LostGradient:
-    """Raise in the backward pass, where the gradient of a fetched weight would be lost."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, gradient: torch.Tensor) -> NoReturn:
-        raise RuntimeError(
-            f"{self._name} is offloaded, and its gradient would be lost: freeze it with "
-            "requires_grad_(False) before the model is offloaded, or keep its module on the device."
-        )
-
-
 class AlignDevicesHook(ModelHook):
     """Bring inputs and weights of a module to one device, and offload the weights after it ran.
 
@@ -377,10 +361,9 @@ class AlignDevicesHook(ModelHook):
         self.tied_params_names: set[str] = set()
         self._away: dict[str, torch.Tensor] = {}  # placeholders by name
         self._names: dict[str, str] = {}  # in the model, for messages
-        self._here: dict[str, tuple[torch.Tensor, Before]] = {}  # fetched, and as they came
+        self._lent = Lent()
         self._tied_keys: dict[str, int] = {}
         self._noted: list[tuple[int, Any]] = []  # entries of `tied_params_map` made for a forward
-        self._depth = 0
         self._handle: Any = None
 
     def __repr__(self) -> str:
@@ -430,12 +413,9 @@ class AlignDevicesHook(ModelHook):
         """Move tensors to the execution device; on "meta", plain ones that only have shapes."""
         assert self.execution_device is not None
         for name in names:
-            slots, key = slot_of(module, name)
             if self._is_meta:
-                like = torch.empty(slots[key].shape, dtype=slots[key].dtype, device="meta")
-                is_parameter = isinstance(slots[key], torch.nn.Parameter)
-                grad = slots[key].requires_grad
-                slots[key] = torch.nn.Parameter(like, grad) if is_parameter else like
+                slot = Slot.of(module, name)
+                slot.put(_on_meta(slot.get()))
             else:
                 set_module_tensor_to_device(
                     module, name, self.execution_device, tied_params_map=self.tied_params_map
@@ -456,20 +436,19 @@ class AlignDevicesHook(ModelHook):
                 layer.state.CB = layer.state.SCB = None
         if self.weights_map is None:
             self.weights_map = {name: _on_host(one) for name, one in away.items()}
-        check = getattr(self.weights_map, "check", None)
+        weights = self._weights()
         for name, tensor in away.items():
-            if check is not None and not is_absent(tensor):
-                check(name, tensor)
+            if not is_absent(tensor):
+                weights.check(name, tensor)
         device = None if self.execution_device is None else as_device(self.execution_device)
         for name, tensor in away.items():
             if not is_absent(tensor) and tensor.data_ptr() in (self.tied_params_map or ()):
                 self.tied_params_names.add(name)
                 self._tied_keys[name] = tensor.data_ptr()
-            slots, key = slot_of(module, name)
-            self._names[name] = self._full_name(module, name)
-            slots[key] = self._away[name] = stand_in(
-                tensor, self._names[name], self._where(name), device
-            )
+            self._names[name] = f"{weights.prefix or type(module).__name__ + '.'}{name}"
+            place = ON_DISK if weights.is_stored(name) else "in the CPU's memory"
+            self._away[name] = stand_in(tensor, self._names[name], place, device)
+            Slot.of(module, name).put(self._away[name])
         if self.execution_device is not None:
             self._place(module, [name for name in everything if name not in away])
         self._handle = module.register_state_dict_post_hook(_Values(self))
@@ -479,13 +458,11 @@ class AlignDevicesHook(ModelHook):
         among = module.modules() if self.place_submodules else (module,)
         return [one for one in among if type(one).__name__ == "Linear8bitLt"]
 
-    def _full_name(self, module: Any, name: str) -> str:
-        prefix = getattr(self.weights_map, "prefix", None)
-        return f"{type(module).__name__}.{name}" if prefix is None else f"{prefix}{name}"
-
-    def _where(self, name: str) -> str:
-        is_stored = getattr(self.weights_map, "is_stored", None)
-        return ON_DISK if is_stored is not None and is_stored(name) else "in the CPU's memory"
+    def _weights(self) -> PrefixedDataset:
+        """Return the map of weights as one that reads several together."""
+        if isinstance(self.weights_map, PrefixedDataset):
+            return self.weights_map
+        return PrefixedDataset({} if self.weights_map is None else self.weights_map, "")
 
     def pre_forward(self, module: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Fetch the weights, and send the inputs to the execution device."""
@@ -515,28 +492,22 @@ class AlignDevicesHook(ModelHook):
 
     @outside_graphs
     def _fetch(self, module: Any) -> None:
-        self._depth += 1
-        if self._depth > 1:
+        if not self._lent.begin():
             return
         try:
             self._bring(module)
         except BaseException:
-            self._depth = 1
             self._drop(module)
             raise
 
     def _bring(self, module: Any) -> None:
         """Put values in the slots that hold our placeholders; what others have put there stays."""
-        wanted = []
-        for name, absent in self._away.items():
-            slots, key = slot_of(module, name)
-            if slots[key] is absent:
-                wanted.append((name, absent, slots, key))
-        values = _read(self.weights_map, [name for name, *_ in wanted])
+        slots = {name: Slot.of(module, name) for name in self._away}
+        wanted = [name for name, absent in self._away.items() if slots[name].get() is absent]
         device = as_device("cpu" if self.execution_device is None else self.execution_device)
-        for (name, absent, slots, key), value in zip(wanted, values, strict=True):
-            slots[key] = tensor = self._made(name, absent, value, device)
-            self._here[name] = tensor, as_it_is(tensor, module.training)
+        for name, value in zip(wanted, self._weights().fetch(wanted), strict=True):
+            absent = self._away[name]
+            self._lent.put(name, [slots[name]], self._made(name, absent, value, device), absent)
 
     def _made(
         self, name: str, absent: torch.Tensor, value: torch.Tensor, device: torch.device
@@ -559,9 +530,7 @@ class AlignDevicesHook(ModelHook):
         self, name: str, absent: torch.Tensor, value: torch.Tensor, device: torch.device
     ) -> torch.Tensor:
         if device.type == "meta":
-            like = torch.empty(absent.shape, dtype=absent.dtype, device="meta")
-            is_parameter = isinstance(absent, torch.nn.Parameter)
-            return torch.nn.Parameter(like, absent.requires_grad) if is_parameter else like
+            return _on_meta(absent)
         if not is_quantizer(value) and value.dtype != absent.dtype and value.shape == absent.shape:
             value = value.to(absent.dtype)
         same_kind = isinstance(value, torch.nn.Parameter) == isinstance(absent, torch.nn.Parameter)
@@ -577,63 +546,43 @@ class AlignDevicesHook(ModelHook):
             return value
         made = new_like(absent, value, device)
         if made.requires_grad and torch.is_grad_enabled() and made.is_leaf:
-            made.register_hook(_LostGradient(self._names[name]))  # type: ignore[no-untyped-call]
-        statistics = _scales(self.weights_map, name, value)
+            made.register_hook(LostGradient(self._names[name]))  # type: ignore[no-untyped-call]
+        if value.dtype == torch.int8 and not is_quantizer(value) and "weight" in name:
+            # The scales that are stored beside an int8 weight of bitsandbytes.
+            statistics = self._weights().get(name.replace("weight", "SCB"))
+        else:
+            statistics = None
         if statistics is not None:
             made.SCB = statistics.to(device)  # type: ignore[attr-defined]
         return made
 
     @outside_graphs
-    def _drop(self, module: Any) -> None:
+    def _drop(self, module: Any, of_all: bool = False) -> None:
         """Put the placeholders back, and store what was changed in place."""
-        if self._depth == 0:
+        if not self._lent.end(of_all):
             return
-        self._depth -= 1
-        if self._depth:
-            return
-        moved = False
-        for name, (tensor, before) in self._here.items():
-            slots, key = slot_of(module, name)
-            moved = moved or not _is_stored_object(self.weights_map, name, tensor)
-            if slots[key] is not tensor:
-                continue  # somebody has put a tensor of his own there
-            if is_changed(tensor, before):
-                self._store(name, tensor)
-            slots[key] = self._away[name]
+        weights, moved = self._weights(), False
+        for loan in self._lent:
+            is_stored = weights.has(loan.name, loan.tensor)
+            moved = moved or not is_stored
+            if not is_stored and loan.is_there() and loan.is_changed():
+                weights.put(loan.name, loan.tensor.detach().to("cpu"))
+        self._lent.take()
         for layer in self._int8_layers(module) if moved else ():
             layer.state.CB = layer.state.SCB = None  # they hold the fetched weight
-        self._here.clear()
         for pointer, device in self._noted:
             if self.tied_params_map is not None:
                 self.tied_params_map.get(pointer, {}).pop(device, None)
         self._noted.clear()
 
-    def _store(self, name: str, tensor: torch.Tensor) -> None:
-        """Keep a tensor that a forward has changed in place."""
-        if _is_stored_object(self.weights_map, name, tensor):
-            return
-        host = tensor.detach().to("cpu")
-        put = getattr(self.weights_map, "put", None)
-        if put is not None:
-            put(name, host)
-        elif isinstance(self.weights_map, MutableMapping):
-            self.weights_map[name] = host
-        else:
-            raise RuntimeError(
-                f"{name} was changed in place while it was fetched, and {type(self.weights_map)} "
-                "cannot store it: use a dict, or do not offload it."
-            )
-
     def fill(
         self, module: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any
     ) -> None:
         """Put values in the place of placeholders in a state dict; a hook of torch's calls it."""
-        weights: Any = self.weights_map
-        read = getattr(weights, "mapped", weights.__getitem__)
         for name, absent in self._away.items():
             is_away = isinstance(state_dict.get(prefix + name), AbsentWeight)
-            if is_away and slot_is(module, name, absent):
-                state_dict[prefix + name] = read(name).detach()
+            if is_away and Slot.of(module, name).get() is absent:
+                state_dict[prefix + name] = self._weights().mapped(name).detach()
 
     def detach_hook(self, module: Any) -> Any:
         """Bring the weights back to the devices where they were; what was absent stays absent."""
@@ -642,18 +591,14 @@ class AlignDevicesHook(ModelHook):
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
-        self._depth = min(self._depth, 1)
-        self._drop(module)
-        for name, absent in self._away.items():
-            slots, key = slot_of(module, name)
-            if slots[key] is not absent:
-                continue
-            device = self.original_devices[name]
-            if device.type != "meta":
-                slots[key] = self._returned(name, absent, device)
+        self._drop(module, of_all=True)
         for name, device in self.original_devices.items():
-            if name not in self._away and device.type != "meta":
+            if device.type == "meta":
+                continue
+            if name not in self._away:
                 set_module_tensor_to_device(module, name, device)
+            elif (slot := Slot.of(module, name)).get() is self._away[name]:
+                slot.put(self._returned(name, self._away[name], device))
         self._away.clear()
         return module
 
@@ -673,18 +618,11 @@ class AlignDevicesHook(ModelHook):
         return found
 
 
-def slot_is(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> bool:
-    """Return whether a slot of a module holds exactly this tensor.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.offload.hooks import slot_is
-        >>> layer = torch.nn.Linear(2, 1)
-        >>> slot_is(layer, "bias", layer.bias)
-        True
-    """
-    slots, key = slot_of(module, name)
-    return slots[key] is tensor
+def _on_meta(tensor: Any) -> torch.Tensor:
+    """Return a plain tensor or parameter that has the shape of another one, and no values."""
+    like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    return torch.nn.Parameter(like, tensor.requires_grad) if is_parameter else like
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -698,34 +636,6 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     with torch.no_grad():  # a graph would keep the memory on the device
         return tensor.to("cpu")
-
-
-def _read(weights: Any, names: Sequence[str]) -> list[torch.Tensor]:
-    """Return stored tensors, all with one request where the map has one for it."""
-    fetch = getattr(weights, "fetch", None)
-    return list(fetch(names)) if fetch is not None else [weights[name] for name in names]
-
-
-def _scales(weights: Any, name: str, value: torch.Tensor) -> torch.Tensor | None:
-    """Return the scales that are stored beside an int8 weight of bitsandbytes."""
-    if value.dtype != torch.int8 or is_quantizer(value) or "weight" not in name:
-        return None
-    scales = name.replace("weight", "SCB")
-    found: torch.Tensor | None = weights.get(scales)
-    return found
-
-
-def _is_stored_object(weights: Any, name: str, tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is the one in the map, or shares its memory."""
-    held = getattr(weights, "held", None)
-    if held is None:
-        held = weights.get if isinstance(weights, dict) else lambda name: None
-    stored = held(name)
-    if stored is None or is_absent(stored) or is_absent(tensor):
-        return False
-    return stored is tensor or (
-        stored.device == tensor.device and stored.data_ptr() == tensor.data_ptr()
-    )
 
 
 def _first_device(args: Any, kwargs: Any) -> torch.device | None:

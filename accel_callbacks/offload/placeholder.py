@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-__all__ = ["ON_DISK", "AbsentWeight", "AbsentWeightError", "placeholder", "unwritable"]
+__all__ = [
+    "ON_DISK",
+    "AbsentWeight",
+    "AbsentWeightError",
+    "LostGradient",
+    "placeholder",
+    "unwritable",
+]
 
 ON_DISK = "on disk"
 
@@ -130,6 +137,12 @@ class AbsentWeight(torch.Tensor):
         """Raise for operators that are called past ``__torch_function__``, as from C++."""
         raise _error(func, args, kwargs)
 
+    def filled(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a value as the parameter or buffer that this stands for."""
+        if not vars(self).get("_is_param", False):  # isinstance takes longer
+            return value
+        return torch.nn.Parameter(value, self.is_trained)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Return name, place, shape and dtype."""
         return (
@@ -193,6 +206,23 @@ def placeholder(
     parameter = isinstance(like, torch.nn.Parameter)
     kind = (tuple(like.shape), like.dtype, like.requires_grad, parameter)
     return _rebuild(*kind, name, place, torch.device(device), fetch)
+
+
+class LostGradient(NamedTuple):
+    """A gradient hook that raises, where the gradient of a weight that goes away would be lost.
+
+    Args:
+        name: of the weight.
+    """
+
+    name: str
+
+    def __call__(self, gradient: torch.Tensor) -> NoReturn:
+        """Raise with the name of the weight."""
+        raise AbsentWeightError(
+            f"{self.name} is offloaded and requires a gradient, which would be lost: freeze it "
+            "with requires_grad_(False), or keep it resident by a device in the device_map."
+        )
 
 
 def unwritable(model: torch.nn.Module) -> set[str]:

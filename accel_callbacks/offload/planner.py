@@ -503,7 +503,7 @@ def _on_accelerators(
     return None if where is None else _stored(request, sizes, where, fast, fast[0])
 
 
-def _with_first(request: _Request, where: Sequence[int], room: int) -> Sequence[int]:
+def _with_first(request: _Request, where: Sequence[int], room: int) -> list[int]:
     """Return a placement with a group on the first device, which tells that the rest runs there."""
     items = request.items
     away = [n for n, device in enumerate(where) if device == ELSEWHERE]

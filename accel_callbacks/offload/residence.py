@@ -20,10 +20,12 @@ from accel_callbacks.offload.placeholder import (
     ON_DISK,
     AbsentWeight,
     AbsentWeightError,
+    LostGradient,
     placeholder,
 )
+from accel_callbacks.offload.slots import Lent, Loan, Slot
 from accel_callbacks.offload.source import StoredWeights
-from accel_callbacks.offload.units import FetchUnit, Slot
+from accel_callbacks.offload.units import FetchUnit
 from accel_callbacks.offload.window import Traffic, Window, forks
 from accel_callbacks.warning import warn
 
@@ -35,7 +37,6 @@ __all__ = [
     "held_weights",
     "offload_hooks",
     "onloaded",
-    "remove",
 ]
 
 _CACHED = 0.9  # of the free memory; the rest is for activations
@@ -65,26 +66,12 @@ class OffloadOptions(NamedTuple):
 DEFAULTS = OffloadOptions()
 
 
-class _Present:
+class _Present(Lent):
     """A unit that is in the slots of its modules."""
 
     def __init__(self, memory: torch.Tensor | None) -> None:
+        super().__init__(by_pointer=True)
         self.memory = memory
-        self.values: dict[str, torch.Tensor] = {}
-        self.versions: list[tuple[torch.Tensor, int]] = []
-        self.pointers: list[int] = []  # of the values; `weight.data = ...` changes them
-        self.uses = 0
-
-    def watch(self, tensor: torch.Tensor) -> None:
-        """Note how a tensor is now."""
-        self.versions.append((tensor, tensor._version))
-
-    def is_changed(self) -> bool:
-        """Return whether a tensor has been changed in place since."""
-        return any(one._version != version for one, version in self.versions) or any(
-            value.data_ptr() != at
-            for value, at in zip(self.values.values(), self.pointers, strict=True)
-        )
 
 
 class Offload:
@@ -257,29 +244,43 @@ class Offload:
                     try:
                         self._put(index, unit, present)
                     except BaseException:
-                        _take(unit, present)
+                        present.take()
                         raise
                     self._present[index] = present
-                present.uses += 1
+                present.begin()
         except BaseException:
             if memory is not None:
                 self.window.release(index)
             raise
         return memory
 
-    def leave(self, index: int, unit: FetchUnit) -> bool:
-        """Let go of a unit; return whether its weights were changed meanwhile."""
-        changed = False
+    def leave(self, index: int) -> bool:
+        """Let go of a unit; return whether its weights were changed meanwhile.
+
+        Buffers that a module in training has written to are held from then on.
+        """
+        is_changed = False
         with self._lock:
             present = self._present[index]
-            present.uses -= 1
-            if not present.uses:
+            if present.end():
                 del self._present[index]
-                changed = present.is_changed()
-                _take(unit, present)
+                for loan in present:
+                    if loan.is_changed():
+                        if _is_written(loan.slots[0]):
+                            self._keep(index, loan, present)
+                        else:
+                            is_changed = True
+                present.take()
         if present.memory is not None:
             self.window.release(index)
-        return changed
+        return is_changed
+
+    def _keep(self, index: int, loan: Loan, present: _Present) -> None:
+        """Hold what has been written to a buffer."""
+        self.hold(loan.name, loan.tensor.clone(), loan.instead_of)
+        weight = self._contents[index].weights.get(loan.name)
+        if weight is not None and present.memory is not None:
+            weight.of(present.memory).copy_(loan.tensor)  # not read again for the next use
 
     def check_files(self, index: int) -> None:
         """Raise WeightReadError if files that are a unit's memory have been written to."""
@@ -294,30 +295,27 @@ class Offload:
     def present(self, index: int) -> list[torch.Tensor]:
         """Return the weights of a unit that are in their slots now."""
         with self._lock:
-            found = self._present.get(index)
-            return [] if found is None else list(found.values.values())
+            return [loan.tensor for loan in self._present.get(index, ())]
 
     def _put(self, index: int, unit: FetchUnit, present: _Present) -> None:
         memory = present.memory
         weights = self._contents[index].weights
-        if memory is not None:
-            present.watch(memory)  # its views have its version
         # Weights are plain tensors for torch.func and outside of inference mode too.
         with torch._C._DisableFuncTorch(), torch.inference_mode(False):
             for name, slots in unit.slots.items():
                 stands = unit.placeholders[name]
                 weight = weights.get(name)
                 if weight is not None and memory is not None:
-                    value = weight.of(memory)
+                    value = stands.filled(weight.of(memory))
                 else:
-                    value = self.held[name].detach()
-                    present.watch(value)
-                value = present.values[name] = _in_place_of(stands, value)
-                present.pointers.append(value.data_ptr())
-                for slot in slots:
-                    # Not where somebody has put another tensor, as torch.func.functional_call does.
-                    if slot.get() is stands:
-                        slot.put(value)
+                    value = stands.filled(self.held[name].detach())
+                if value.requires_grad:
+                    refusal = LostGradient(stands.weight_name)
+                    value.register_hook(refusal)  # type: ignore[no-untyped-call]
+                elif _is_written(slots[0]):
+                    value = value.clone()  # what is written to it changes no other weight
+                # Not where somebody has put another tensor, as torch.func.functional_call does.
+                present.put(name, slots, value, stands)
 
     def fetched(self, index: int, name: str) -> torch.Tensor:
         """Return a weight as a view of the window, which lasts as long as the view."""
@@ -349,16 +347,27 @@ class Offload:
         """
         with self._lock:
             for index, present in self._present.items():
-                if name in present.values:
+                if name in present:
                     raise AbsentWeightError(
                         f"{name} cannot be loaded into while its module runs (unit {index})."
                     )
             if name in self._shared:
-                self.hold(name, self.held[name].clone())
+                self._hold(name, self.held[name].clone())
             return self.held[name]
 
-    def hold(self, name: str, value: torch.Tensor) -> None:
-        """Hold a weight in host memory, in place of what was held."""
+    def hold(self, name: str, value: torch.Tensor, stands: torch.Tensor) -> None:
+        """Hold a weight in host memory, in place of what was held or stored.
+
+        Args:
+            name: of the weight.
+            value: its values.
+            stands: its placeholder.
+        """
+        assert isinstance(stands, AbsentWeight)
+        stands.weight_place = _IN_HOST_MEMORY
+        self._hold(name, value)
+
+    def _hold(self, name: str, value: torch.Tensor) -> None:
         value = value.detach()
         if value.device.type != "cpu" and self.device.type != "cpu":
             value = value.cpu()
@@ -390,12 +399,9 @@ class Offload:
         return made
 
 
-def _take(unit: FetchUnit, present: _Present) -> None:
-    """Put the placeholders back into the slots."""
-    for name, value in present.values.items():
-        for slot in unit.slots[name]:
-            if slot.get() is value:
-                slot.put(unit.placeholders[name])
+def _is_written(slot: Slot) -> bool:
+    """Return whether a forward writes to a tensor, as batch norm to its buffers."""
+    return not slot.is_parameter and slot.module.training
 
 
 class _Progress:
@@ -419,28 +425,6 @@ class _Fetch:
     def __call__(self) -> torch.Tensor:
         with torch._C._DisableFuncTorch():
             return self.offload.fetched(self.unit, self.name)
-
-
-class _Refusal(NamedTuple):
-    """A gradient hook that raises: the gradient of a weight that goes away would be lost."""
-
-    name: str
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        raise AbsentWeightError(
-            f"{self.name} is offloaded and requires a gradient, which would be lost: freeze it "
-            "with requires_grad_(False), or keep it resident by a device in the device_map."
-        )
-
-
-def _in_place_of(stands: AbsentWeight, weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight as the parameter or buffer that a placeholder stands for."""
-    if not vars(stands).get("_is_param", False):  # isinstance takes longer
-        return weight
-    parameter = torch.nn.Parameter(weight, stands.is_trained)
-    if stands.is_trained:
-        parameter.register_hook(_Refusal(stands.weight_name))  # type: ignore[no-untyped-call]
-    return parameter
 
 
 def _fit_page_cache(nbytes: int) -> bool:
@@ -532,7 +516,7 @@ class _Use:
         for index, unit in reversed(units):
             before = self._sums.get(index)
             differs = before is not None and not torch.equal(before[1], _sum_of(before[0]))
-            if self._offload.leave(index, unit) or differs:
+            if self._offload.leave(index) or differs:
                 changed.append(unit)
                 self._offload.forget(index)
         return changed
@@ -866,10 +850,7 @@ class _StateHook:
         for name, slot in _slots_of(self._of, module):
             value = state.get(prefix + slot.key)
             if isinstance(value, AbsentWeight):
-                weight = self._of.offload.tensor(name)
-                if isinstance(value, torch.nn.Parameter):  # keep_vars
-                    weight = torch.nn.Parameter(weight, value.is_trained)
-                state[prefix + slot.key] = weight
+                state[prefix + slot.key] = value.filled(self._of.offload.tensor(name))  # keep_vars
 
 
 class _HeldToLoad:
@@ -889,9 +870,7 @@ class _HeldToLoad:
         for name, slot in _slots_of(self._of, module):
             stands = slot.get()
             if isinstance(stands, AbsentWeight) and prefix + slot.key in state:
-                held = self._of.offload.writable(name)
-                is_parameter = isinstance(stands, torch.nn.Parameter)
-                slot.put(torch.nn.Parameter(held, stands.is_trained) if is_parameter else held)
+                slot.put(stands.filled(self._of.offload.writable(name)))
 
 
 class _HeldLoaded:
@@ -910,7 +889,7 @@ class _HeldLoaded:
         for name, slot in _slots_of(self._of, module):
             loaded, stands = slot.get(), self._of.placeholder_of(name)
             if loaded is not stands and loaded is not None and name in self._of.offload.held:
-                self._of.offload.hold(name, loaded)
+                self._of.offload.hold(name, loaded, stands)
                 slot.put(stands)
 
 
@@ -948,54 +927,6 @@ def attach(model: torch.nn.Module, offload: Offload, units: Sequence[FetchUnit])
     for module in model.modules():
         if next(_absent_in(module), None) is not None:
             _Guard.on(module)
-
-
-def remove(model: torch.nn.Module, *, mapped: bool = False) -> torch.nn.Module:
-    """Give a dispatched model, or a part of one, its weights back and remove all hooks.
-
-    Args:
-        model: the model; it is changed in place and returned.
-        mapped: weights on disk are views of their mapped files, which take no memory until they
-            are read; by default they are read. What was in host memory stays there.
-
-    Raises:
-        WeightReadError: the weights cannot be read; the model is dispatched as before.
-        OutOfMemoryError, MemoryError: they do not fit.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.offload.residence import remove
-        >>> remove(torch.nn.Linear(1, 1)).weight.shape
-        torch.Size([1, 1])
-    """
-    hooks = list(offload_hooks(model))
-    values: dict[int, torch.Tensor] = {}
-    for hook in hooks:
-        for _, unit in hook.units:
-            for name, stands in unit.placeholders.items():
-                if id(stands) not in values:
-                    values[id(stands)] = _taken(hook.offload, name, stands, mapped)
-    for hook in hooks:
-        for _, unit in hook.units:
-            for name, stands in unit.placeholders.items():
-                for slot in unit.slots[name]:
-                    if slot.get() is stands:
-                        slot.put(values[id(stands)])
-        hook.detach()
-    for module in model.modules():
-        guard = vars(module).get("_offload_guard")
-        if guard is not None and next(_absent_in(module), None) is None:
-            guard.off()
-    return model
-
-
-def _taken(offload: Offload, name: str, stands: AbsentWeight, mapped: bool) -> torch.Tensor:
-    weight = offload.writable(name) if name in offload.held else offload.tensor(name)
-    if name not in offload.held and not mapped:
-        weight = weight.clone()
-    if isinstance(stands, torch.nn.Parameter):
-        return torch.nn.Parameter(weight, stands.is_trained)
-    return weight
 
 
 def offload_hooks(model: torch.nn.Module) -> Iterator[UnitHook]:

@@ -11,17 +11,16 @@ import torch
 from accel_callbacks.distributed.topology import own_accelerator
 from accel_callbacks.memory import clear_device_cache
 from accel_callbacks.offload.placeholder import AbsentWeight, AbsentWeightError, placeholder
+from accel_callbacks.offload.slots import Lent, Slot
 
 __all__ = [
     "align_module_device",
     "as_device",
-    "as_it_is",
     "get_state_dict_from_offload",
     "get_state_dict_offloaded_model",
     "has_offloaded_params",
     "id_tensor_storage",
     "is_absent",
-    "is_changed",
     "is_quantizer",
     "move",
     "new_like",
@@ -29,15 +28,12 @@ __all__ = [
     "recursive_getattr",
     "retie_parameters",
     "set_module_tensor_to_device",
-    "slot_of",
     "stand_in",
 ]
 
 Device = int | str | torch.device
 #: Data pointer of a tied weight to its copies by device, filled in as they are made.
 TiedParams = MutableMapping[int, MutableMapping[Any, torch.Tensor]]
-
-Before = int | torch.Tensor  # a version, or a copy
 
 _KIND = "_stands_for"
 
@@ -70,30 +66,6 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
     for part in attr.split("."):
         obj = getattr(obj, part)
     return obj
-
-
-def slot_of(module: torch.nn.Module, tensor_name: str) -> tuple[dict[str, Any], str]:
-    """Return the dict that holds a parameter or buffer of a module, and the key in it.
-
-    Raises:
-        ValueError: there is none of this name.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.offload.tensors import slot_of
-        >>> layer = torch.nn.Linear(2, 1)
-        >>> slot_of(torch.nn.Sequential(layer), "0.bias")[0] is layer._parameters
-        True
-    """
-    path, _, name = tensor_name.rpartition(".")
-    try:
-        owner = module.get_submodule(path) if path else module
-    except AttributeError:
-        owner = None
-    for slots in () if owner is None else (owner._parameters, owner._buffers):
-        if slots.get(name) is not None:
-            return slots, name
-    raise ValueError(f"{type(module).__name__} has no parameter or buffer named {tensor_name!r}.")
 
 
 def is_absent(tensor: Any) -> bool:
@@ -213,41 +185,6 @@ def move(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     return value.to(device, non_blocking=device.type == "cuda")
 
 
-def as_it_is(tensor: torch.Tensor, training: bool) -> Before:
-    """Return what tells later whether a tensor was written in place.
-
-    Args:
-        tensor: a parameter or buffer.
-        training: its module is in training mode.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.offload.tensors import as_it_is, is_changed
-        >>> buffer = torch.ones(1)
-        >>> before = as_it_is(buffer, training=False)
-        >>> is_changed(buffer.zero_(), before)
-        True
-    """
-    if not isinstance(tensor, torch.nn.Parameter) and (training or tensor.is_inference()):
-        # Batch norm counts no version of what it writes; tensors of inference_mode have none.
-        return tensor.clone()
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def is_changed(tensor: torch.Tensor, before: Before) -> bool:
-    """Return whether a tensor was written in place, see :func:`as_it_is`.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.offload.tensors import as_it_is, is_changed
-        >>> is_changed(torch.ones(1), as_it_is(torch.ones(1), training=True))
-        False
-    """
-    if isinstance(before, torch.Tensor):
-        return not torch.equal(tensor, before)
-    return not tensor.is_inference() and tensor._version != before
-
-
 def set_module_tensor_to_device(
     module: torch.nn.Module,
     tensor_name: str,
@@ -287,15 +224,16 @@ def set_module_tensor_to_device(
         Parameter containing:
         tensor([[1., 1.]], requires_grad=True)
     """
-    slots, key = slot_of(module, tensor_name)
-    old = slots[key]
+    slot = Slot.of(module, tensor_name)
+    old = slot.get()
+    assert old is not None
     target = as_device(device)
     known = _tied(tied_params_map, value if value is not None else old)
     if known is not None and device in known:
-        slots[key] = known[device]
+        slot.put(known[device])
         return
     if target.type == "meta":
-        slots[key] = _on_meta(old, tensor_name, dtype)
+        slot.put(_on_meta(old, tensor_name, dtype))
         return
     if value is None:
         if is_absent(old):
@@ -310,7 +248,7 @@ def set_module_tensor_to_device(
     new = new_like(old, source, target)
     if fp16_statistics is not None:
         new.SCB = fp16_statistics.to(new.device)  # type: ignore[attr-defined]
-    slots[key] = new
+    slot.put(new)
     if known is not None:
         known[device] = new
     if clear_cache and target.type not in ("cpu", "meta"):
@@ -393,18 +331,21 @@ def retie_parameters(model: torch.nn.Module, tied_params: Sequence[Sequence[str]
         >>> model[0].weight is model[1].weight
         True
     """
-    changes = []
+    changes: list[tuple[Slot, torch.Tensor]] = []
     for group in tied_params:
-        slots = {name: slot_of(model, name) for name in group}
-        tensors = {name: held[key] for name, (held, key) in slots.items()}
+        slots = {name: Slot.of(model, name) for name in group}
+        tensors = {
+            name: tensor for name, slot in slots.items() if (tensor := slot.get()) is not None
+        }
         if len({tensor.shape for tensor in tensors.values()}) > 1:
             shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
             raise ValueError(f"parameters of different shapes cannot be tied: {shapes}")
-        one = next((tensor for tensor in tensors.values() if not is_absent(tensor)), None)
-        if one is not None:
-            changes += [(held, key, one) for held, key in slots.values()]
-    for held, key, one in changes:
-        held[key] = one
+        for tensor in tensors.values():
+            if not is_absent(tensor):
+                changes += [(slot, tensor) for slot in slots.values()]
+                break
+    for slot, tensor in changes:
+        slot.put(tensor)
 
 
 def offload_hook(module: torch.nn.Module) -> Any:
@@ -482,7 +423,7 @@ def align_module_device(
 @contextmanager
 def _moved(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
     """Put copies on a device in place of parameters; take their changes over at the end."""
-    moved: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = {}
+    lent = Lent()
     slots: dict[str, Any] = module._parameters
     try:
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -493,17 +434,18 @@ def _moved(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
                 )
             set_module_tensor_to_device(module, name, device)
             if slots[name] is not parameter:
-                moved[name] = parameter, slots[name], slots[name]._version
+                lent.put(name, [Slot(module, name, True)], slots[name], parameter)
         yield
     finally:
-        for name, (own, copy, version) in moved.items():
-            held = slots.get(name)
-            if held is not None and held is copy and held._version == version:
-                slots[name] = own
-            elif held is not None and not is_absent(held):
+        for loan in lent:
+            value = slots.get(loan.name)
+            if value is None or is_absent(value):
+                continue
+            if not loan.is_there() or loan.is_changed():
                 with torch.no_grad():
-                    own.copy_(held)
-                slots[name] = own
+                    loan.instead_of.copy_(value)
+                slots[loan.name] = loan.instead_of
+        lent.take()
 
 
 def get_state_dict_offloaded_model(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
 from accel_callbacks.modeling.compile import regions
 from accel_callbacks.offload.placeholder import AbsentWeight
+from accel_callbacks.offload.slots import Slot
 
-__all__ = ["FetchUnit", "Slot", "blocks_of", "cut_units"]
+__all__ = ["FetchUnit", "blocks_of", "cut_units"]
 
 # Their forward uses the weights of modules in them without calling these.
 _WHOLE = (
@@ -19,31 +19,6 @@ _WHOLE = (
     torch.nn.TransformerEncoderLayer,
     torch.nn.TransformerDecoderLayer,
 )
-
-
-class Slot(NamedTuple):
-    """Where a module has a tensor.
-
-    Args:
-        module: the module.
-        key: in its ``_parameters`` or ``_buffers``.
-        is_parameter: which of the two.
-    """
-
-    module: torch.nn.Module
-    key: str
-    is_parameter: bool
-
-    def get(self) -> torch.Tensor | None:
-        """Return what is there."""
-        slots = self.module._parameters if self.is_parameter else self.module._buffers
-        return slots[self.key]
-
-    def put(self, tensor: torch.Tensor) -> None:
-        """Put a tensor there, a placeholder or a weight."""
-        # Not by setattr, which costs ten times as much and refuses what is no Parameter.
-        slots = self.module._parameters if self.is_parameter else self.module._buffers
-        slots[self.key] = tensor  # type: ignore[assignment]
 
 
 @dataclass(eq=False)

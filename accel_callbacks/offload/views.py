@@ -15,7 +15,8 @@ from accel_callbacks.offload.folder import PrefixedDataset, names_in
 from accel_callbacks.offload.hooks import AlignDevicesHook
 from accel_callbacks.offload.placeholder import AbsentWeight
 from accel_callbacks.offload.residence import Offload, offload_hooks
-from accel_callbacks.offload.units import FetchUnit, Slot
+from accel_callbacks.offload.slots import Slot
+from accel_callbacks.offload.units import FetchUnit
 
 __all__ = ["DispatchHook", "OffloadWeights", "put_views", "remove_views"]
 
@@ -123,8 +124,8 @@ class DispatchHook(AlignDevicesHook):
     """A view of how a dispatched module is served; the engine does the work.
 
     Its methods do what those of Accelerate's hook do: bring the module's own weights, take them
-    back, and end their offloading. A weight that was changed meanwhile stays: in host memory if it
-    was held there, else in the module.
+    back, and end their offloading. A weight that was changed meanwhile is held in host memory from
+    then on.
 
     Args:
         module: the module.
@@ -146,7 +147,6 @@ class DispatchHook(AlignDevicesHook):
         self._module = module
         self._dispatched = dispatched
         self._served = dict(served)
-        self._lent: dict[str, tuple[AbsentWeight, torch.Tensor]] = {}
         self._own_map: PrefixedDataset | None = None
         for key, one in self._served.items():
             if self._own_map is None:
@@ -212,39 +212,29 @@ class DispatchHook(AlignDevicesHook):
         """Take the weights back."""
         self.post_forward(module, None)
 
-    def _fetch(self, module: Any) -> None:
-        self._depth += 1
-        if self._depth > 1:
-            return
+    def _bring(self, module: Any) -> None:
+        """Lend copies of the module's own weights to all that have them."""
         device = torch.device(self.execution_device or "cpu")
         with torch.no_grad():
-            for key, one in self._served.items():
+            for key, served in self._served.items():
                 stands = _slot(module, key).get()
                 if isinstance(stands, AbsentWeight):
-                    value = one.offload.tensor(one.name).to(device, copy=True)
-                    lent = _as(stands, value)
-                    one.put(lent, stands)
-                    self._lent[key] = stands, lent
+                    value = served.offload.tensor(served.name).to(device, copy=True)
+                    slots = served.unit.slots[served.name]
+                    self._lent.put(key, slots, stands.filled(value), stands)
 
-    def _drop(self, module: Any) -> None:
-        if self._depth == 0:
+    def _drop(self, module: Any, of_all: bool = False) -> None:
+        """Take the copies back; hold what was changed, and let stay what others have put there."""
+        if not self._lent.end(of_all):
             return
-        self._depth -= 1
-        if self._depth:
-            return
-        for key, (stands, lent) in self._lent.items():
-            one = self._served[key]
-            now = _slot(module, key).get()
-            if now is None:
-                self._keep(key, lent, lent)
-            elif now is lent and same_bits(lent, one.offload.tensor(one.name)):
-                one.put(stands, lent)
-            elif now is lent and one.name in one.offload.held:
-                one.offload.hold(one.name, lent.detach())
-                one.put(stands, lent)
-            else:
-                self._keep(key, now, lent)
-        self._lent.clear()
+        for loan in self._lent:
+            served, tensor = self._served[loan.name], _slot(module, loan.name).get()
+            if tensor is not loan.tensor:
+                self._lent.give(loan.name)
+                self._keep(loan.name, loan.tensor if tensor is None else tensor, loan.tensor)
+            elif not same_bits(tensor, served.offload.tensor(served.name)):
+                served.offload.hold(served.name, tensor, loan.instead_of)
+        self._lent.take()
         self.weights_map = self._own_map
 
     def _keep(self, key: str, tensor: torch.Tensor, instead_of: torch.Tensor) -> None:
@@ -260,15 +250,14 @@ class DispatchHook(AlignDevicesHook):
         """Give the module its own weights: those in host memory, and views of mapped files."""
         if module is not self._module:
             return module
-        self._depth = min(self._depth, 1)
-        self._drop(module)
+        self._drop(module, of_all=True)
         for key, one in list(self._served.items()):
             stands = _slot(module, key).get()
             if isinstance(stands, AbsentWeight):
                 if one.name in one.offload.held:
-                    given = _as(stands, one.offload.writable(one.name))
+                    given = stands.filled(one.offload.writable(one.name))
                 else:
-                    given = _as(stands, one.offload.tensor(one.name))
+                    given = stands.filled(one.offload.tensor(one.name))
                     note_origin(given, one.offload.stored, one.name)
                 self._keep(key, given, stands)
         if (align := self._align()) is not None:
@@ -279,12 +268,6 @@ class DispatchHook(AlignDevicesHook):
 
 def _slot(module: torch.nn.Module, key: str) -> Slot:
     return Slot(module, key, key in module._parameters)
-
-
-def _as(stands: AbsentWeight, value: torch.Tensor) -> torch.Tensor:
-    if isinstance(stands, torch.nn.Parameter):
-        return torch.nn.Parameter(value, stands.is_trained)
-    return value
 
 
 def put_views(model: torch.nn.Module, device: torch.device, offload_buffers: bool = False) -> None:

@@ -502,3 +502,27 @@ def test_arguments_are_those_of_accelerate(name: str) -> None:
     parameters = inspect.signature(getattr(accel_callbacks, name)).parameters.values()
     positional = [one.name for one in parameters if one.kind is not one.KEYWORD_ONLY]
     assert positional == ARGUMENTS[name].split()
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_a_buffer_that_a_forward_in_training_writes_is_kept(tmp_path: Path, place: str) -> None:
+    torch.manual_seed(0)
+    wanted = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    wanted.requires_grad_(False)
+    model = dispatch_model(
+        deepcopy(wanted), {"": place, "0": "disk"}, offload_dir=tmp_path, offload_buffers=True
+    )
+    norm = model[1] if place == "disk" else cpu_offload(deepcopy(wanted[1]), offload_buffers=True)
+    for inputs in torch.rand(2, 4, 3):
+        assert torch.equal(norm.train()(inputs), wanted[1].train()(inputs))
+    for name, value in wanted[1].state_dict().items():
+        assert torch.equal(norm.state_dict()[name], value), name
+    assert torch.equal(norm.eval()(inputs), wanted[1].eval()(inputs))
+    assert torch.equal(deepcopy(norm)(inputs), norm(inputs))
+    assert isinstance(norm.running_mean, AbsentWeight)
+    state = norm.state_dict()
+    state["running_mean"] = torch.ones(3)
+    for name in ("weight", "bias"):  # which may be in files
+        del state[name]
+    norm.load_state_dict(state, strict=False)
+    assert norm.state_dict()["running_mean"].tolist() == [1, 1, 1]

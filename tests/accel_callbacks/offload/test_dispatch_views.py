@@ -135,7 +135,9 @@ def test_weights_are_changed_in_place(offloaded: Small, by_data: bool) -> None:
                 up.weight.add_(1)
     assert same(offloaded, wanted)
     assert torch.equal(offloaded.state_dict()["blocks.0.up.weight"], wanted.blocks[0].up.weight)
+    assert offloaded.blocks[0].up.weight.weight_place == "in host memory"
     assert isinstance(offloaded.blocks[0].up.bias, AbsentWeight)
+    assert same(deepcopy(offloaded), wanted)
 
 
 def test_a_tied_weight_is_changed_in_place(offloaded: Small) -> None:

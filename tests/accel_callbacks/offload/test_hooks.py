@@ -357,7 +357,7 @@ def test_a_gradient_that_would_be_lost_raises(net, weights):
         pytest.skip("the parameter itself is used, and gets its gradient")
     attach_align_device_hook(net, "cpu", offload=True, weights_map=weights)
     loss = net(X).sum()
-    with pytest.raises(RuntimeError, match="is offloaded, and its gradient would be lost"):
+    with pytest.raises(RuntimeError, match="requires a gradient, which would be lost"):
         loss.backward()
 
 

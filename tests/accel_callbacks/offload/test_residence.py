@@ -16,10 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from accel_callbacks import TorchDynamoPlugin
 from accel_callbacks.modeling.compile import compile_model, is_compiled, release, uncompile
-from accel_callbacks.offload import residence
 from accel_callbacks.offload.placeholder import AbsentWeight, AbsentWeightError
-from accel_callbacks.offload.residence import held_weights, offload_hooks, onloaded, remove
+from accel_callbacks.offload.residence import held_weights, offload_hooks, onloaded
 from accel_callbacks.offload.source import StoredWeights
+from accel_callbacks.offload.views import put_views
+from accel_callbacks.utils import remove_hook_from_submodules
 from checkpoint_io import load_model, save_model
 from tests.accel_callbacks.offload.adapted import Block, pretrained, saved, words
 from tests.accel_callbacks.offload.attached import attached
@@ -184,14 +185,14 @@ def test_a_forward_that_changes_its_weight_is_an_error(plain, folder, mode):
 
 def test_an_error_while_weights_are_put_leaves_the_model_as_it_was(plain, folder, monkeypatch):
     model, offload = attached(plain, folder)
-    really, count = residence._in_place_of, itertools.count()
+    really, count = AbsentWeight.filled, itertools.count()
 
     def fails(*args):
         if next(count) == 4:
             raise MemoryError
         return really(*args)
 
-    monkeypatch.setattr(residence, "_in_place_of", fails)
+    monkeypatch.setattr(AbsentWeight, "filled", fails)
     with pytest.raises(MemoryError):
         model(BATCH)
     assert len(absent(model)) == len(list(plain.parameters()))
@@ -530,14 +531,14 @@ def test_the_window_ends_with_the_model(plain, folder):
     assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("mapped", [False, True])
-def test_a_model_gets_its_weights_back(plain, folder, mapped):
+def test_a_model_gets_its_weights_back(plain, folder):
     model, _ = attached(plain, folder, held=["blocks.1"])
+    put_views(model, torch.device("cpu"))
     before = {id(one): set(vars(one)) for one in plain.modules()}
     assert same(model, plain)
-    assert remove(model.blocks[0], mapped=mapped) is model.blocks[0]
+    remove_hook_from_submodules(model.blocks[0])
     assert same(model, plain)
-    remove(model, mapped=mapped)
+    remove_hook_from_submodules(model)
     assert not absent(model)
     assert not list(offload_hooks(model))
     assert not held_weights(model)
@@ -618,7 +619,8 @@ def test_a_model_that_is_taken_back_stays_compiled(plain, folder, graphs):
     for block in model.blocks:
         block.compile(backend=graphs)
     assert same(model, plain)
-    remove(model)
+    put_views(model, torch.device("cpu"))
+    remove_hook_from_submodules(model)
     count = len(graphs.graphs)
     assert is_compiled(model)
     assert same(model, plain)

@@ -1,0 +1,177 @@
+"""Places of tensors in modules, and tensors that are in them for the time of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Lent", "Loan", "Slot"]
+
+
+class Slot(NamedTuple):
+    """Where a module has a tensor.
+
+    Args:
+        module: the module.
+        key: in its ``_parameters`` or ``_buffers``.
+        is_parameter: which of the two.
+    """
+
+    module: torch.nn.Module
+    key: str
+    is_parameter: bool
+
+    @classmethod
+    def of(cls, module: torch.nn.Module, tensor_name: str) -> Slot:
+        """Return the slot of a parameter or buffer of a module, by its name with dots.
+
+        Raises:
+            ValueError: there is none of this name.
+
+        Example:
+            >>> import torch
+            >>> from accel_callbacks.offload.slots import Slot
+            >>> layer = torch.nn.Linear(2, 1)
+            >>> Slot.of(torch.nn.Sequential(layer), "0.bias").module is layer
+            True
+        """
+        path, _, key = tensor_name.rpartition(".")
+        try:
+            owner = module.get_submodule(path) if path else module
+        except AttributeError:
+            owner = None
+        if owner is not None and owner._parameters.get(key) is not None:
+            return cls(owner, key, True)
+        if owner is not None and owner._buffers.get(key) is not None:
+            return cls(owner, key, False)
+        raise ValueError(
+            f"{type(module).__name__} has no parameter or buffer named {tensor_name!r}."
+        )
+
+    def get(self) -> torch.Tensor | None:
+        """Return what is there."""
+        slots = self.module._parameters if self.is_parameter else self.module._buffers
+        return slots.get(self.key)
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Put a tensor there, a placeholder or a weight."""
+        # Not by setattr, which costs ten times as much and refuses what is no Parameter.
+        slots = self.module._parameters if self.is_parameter else self.module._buffers
+        slots[self.key] = tensor  # type: ignore[assignment]
+
+
+class Loan(NamedTuple):
+    """A tensor that is in slots in place of another one, and how it was when it came there.
+
+    Args:
+        name: of the tensor.
+        slots: the places.
+        tensor: what is there for a time.
+        instead_of: what was there.
+        version: of the tensor.
+        pointer: to its values; 0 if other ones are no change.
+        values: a copy, where a write counts no version.
+    """
+
+    name: str
+    slots: Sequence[Slot]
+    tensor: torch.Tensor
+    instead_of: torch.Tensor
+    version: int
+    pointer: int
+    values: torch.Tensor | None
+
+    def is_there(self) -> bool:
+        """Return whether it is still in its slot: nobody has put another tensor there."""
+        return self.slots[0].get() is self.tensor
+
+    def is_changed(self) -> bool:
+        """Return whether it was written in place."""
+        if self.values is not None:
+            return not torch.equal(self.tensor, self.values)
+        if not self.tensor.is_inference() and self.tensor._version != self.version:
+            return True
+        return bool(self.pointer) and self.tensor.data_ptr() != self.pointer
+
+
+class Lent:
+    """Tensors that are in slots for the time of a call, in place of those that stay there.
+
+    Calls may be nested: the tensors are put back when the last one ends.
+
+    Args:
+        by_pointer: ``tensor.data = ...`` is a change, too.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.offload.slots import Lent, Slot
+        >>> layer, lent = torch.nn.Linear(1, 1), Lent()
+        >>> slot, weight = Slot.of(layer, "weight"), layer.weight
+        >>> lent.put("weight", [slot], torch.nn.Parameter(torch.zeros(1, 1)), weight)
+        >>> layer.weight.item(), [loan.is_changed() for loan in lent]
+        (0.0, [False])
+        >>> lent.take()
+        >>> layer.weight is weight
+        True
+    """
+
+    def __init__(self, by_pointer: bool = False) -> None:
+        self._by_pointer = by_pointer
+        self._loans: dict[str, Loan] = {}
+        self._calls = 0
+
+    def begin(self) -> bool:
+        """Count a call; return whether it is the first."""
+        self._calls += 1
+        return self._calls == 1
+
+    def end(self, of_all: bool = False) -> bool:
+        """Count the end of a call, or of all; return whether it was the last."""
+        if not self._calls:
+            return False
+        self._calls = 0 if of_all else self._calls - 1
+        return not self._calls
+
+    def __iter__(self) -> Iterator[Loan]:
+        return iter(list(self._loans.values()))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._loans
+
+    def put(
+        self, name: str, slots: Sequence[Slot], tensor: torch.Tensor, instead_of: torch.Tensor
+    ) -> None:
+        """Put a tensor into slots that hold another one; not where somebody has put a third one.
+
+        Args:
+            name: of the tensor.
+            slots: the places.
+            tensor: what comes there.
+            instead_of: what is put back at the end.
+        """
+        values = None
+        is_inference = tensor.is_inference()
+        is_written = is_inference or slots[0].module.training
+        if not slots[0].is_parameter and is_written and not tensor.is_meta:
+            # Batch norm counts no version of what it writes; tensors of inference_mode have none.
+            values = tensor.clone()
+        version = 0 if is_inference else tensor._version
+        pointer = tensor.data_ptr() if self._by_pointer else 0
+        self._loans[name] = Loan(name, slots, tensor, instead_of, version, pointer, values)
+        for slot in slots:
+            if slot.get() is instead_of:
+                slot.put(tensor)
+
+    def give(self, name: str) -> None:
+        """Let a tensor stay where it is."""
+        del self._loans[name]
+
+    def take(self) -> None:
+        """Put back what was there, but where somebody has put another tensor meanwhile."""
+        for loan in self._loans.values():
+            for slot in loan.slots:
+                if slot.get() is loan.tensor:
+                    slot.put(loan.instead_of)
+        self._loans.clear()
