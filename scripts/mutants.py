@@ -291,7 +291,6 @@ config
 offload
     accel_callbacks/offload/align.py
     accel_callbacks/offload/assignment.py
-    accel_callbacks/offload/attachment.py
     accel_callbacks/offload/budgets.py
     accel_callbacks/offload/casting.py
     accel_callbacks/offload/checkpoint_weights.py
@@ -302,6 +301,7 @@ offload
     accel_callbacks/offload/file_pages.py
     accel_callbacks/offload/folder.py
     accel_callbacks/offload/hooks.py
+    accel_callbacks/offload/origins.py
     accel_callbacks/offload/placeholder.py
     accel_callbacks/offload/placement.py
     accel_callbacks/offload/planner.py

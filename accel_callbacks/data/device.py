@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from accel_callbacks.collectives.nested import map_leaves
 from accel_callbacks.data.sources import Delivery
 
-__all__ = ["Feed", "device_feed", "send_to_device"]
+__all__ = ["Feed", "device_feed", "is_on", "send_to_device"]
 
+_PLAIN = (str, bytes, int, float, complex, torch.dtype, torch.device)
 Pairs = Iterator[tuple[Any, Delivery]]
 Feed = Callable[[Pairs], Pairs]
 
@@ -46,6 +47,32 @@ def send_to_device(
     """
     skipped = frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ())
     return _send(tensor, device, non_blocking and _orders_copies(torch.device(device)), skipped)
+
+
+def is_on(data: Any, device: torch.device | str | int) -> bool:
+    """Return whether nothing of a nested structure has to be moved to a device, as far as is plain.
+
+    Also in graphs of ``torch.compile``, which :func:`send_to_device` may break.
+
+    Args:
+        data: tensors in lists, tuples and dicts; of other objects it is not known.
+        device: the device; a number is that of an accelerator.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.data.device import is_on
+        >>> is_on((torch.ones(1), "label"), "cpu"), is_on({"x": object()}, "cpu")
+        (True, False)
+    """
+    if isinstance(data, torch.Tensor):
+        if isinstance(device, int):
+            return data.device.type != "cpu" and data.device.index == device
+        return data.device == torch.device(device)
+    if isinstance(data, (tuple, list)):
+        return all(is_on(item, device) for item in data)
+    if type(data) is dict:
+        return all(is_on(value, device) for value in data.values())
+    return data is None or isinstance(data, _PLAIN)
 
 
 def _orders_copies(device: torch.device) -> bool:

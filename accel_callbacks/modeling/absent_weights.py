@@ -13,11 +13,11 @@ from accel_callbacks import collectives
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.rng import capture_rng, restore_rng
 from accel_callbacks.modeling.compile import is_compiled, original
+from accel_callbacks.utils.text import listed
 
 __all__ = ["AbsentWeights", "absent_weights", "initialize_weights", "named_tensors"]
 
 Init = Callable[[torch.nn.Module], Any]
-_SHOWN = 5
 _ATTRIBUTE = "_absent_weights"
 _INITIALIZE = "initialize_weights"
 _FIRST_FORWARD = "the first forward of a model that was built without weights"
@@ -169,8 +169,8 @@ class AbsentWeights:
         """Raise ValueError if weights have no values."""
         if names := self.names():
             raise ValueError(
-                f"{_listed(names)} of {type(self._model).__name__} {_have(names)} no values, since "
-                "it was built on the meta device: load them after prepare(), with "
+                f"{listed(map(repr, names))} of {type(self._model).__name__} {_have(names)} no "
+                "values, since it was built on the meta device: load them after prepare(), with "
                 "load_checkpoint_in_model(model, path) or accel.load_state(path), or call "
                 f"initialize_weights(model).{self._about_buffers(names)}"
             )
@@ -216,9 +216,9 @@ class AbsentWeights:
             ]
             if left and not partly:
                 raise ValueError(
-                    f"{_listed(left)} of {type(self._model).__name__} {_have(left)} no values "
-                    f"after {'param_init_fn' if init else 'reset_parameters'}, which did not "
-                    "write there: load the weights, or initialize all of a module in "
+                    f"{listed(map(repr, left))} of {type(self._model).__name__} {_have(left)} no "
+                    f"values after {'param_init_fn' if init else 'reset_parameters'}, which did "
+                    "not write there: load the weights, or initialize all of a module in "
                     f"param_init_fn=.{self._about_buffers(left)}"
                 )
         return sorted(wanted.difference(left))
@@ -240,10 +240,10 @@ class AbsentWeights:
         names = [name for name, _ in lost]
         kinds = sorted({type(owner).__name__ for _, owner in lost})
         raise ValueError(
-            f"{_listed(names)} cannot be initialized: {', '.join(kinds)} has no reset_parameters. "
-            "Load the weights with load_checkpoint_in_model(model, path), or pass "
-            "initialize_weights(model, param_init_fn), a function that initializes the module that "
-            f"it is given.{self._about_buffers(names)}"
+            f"{listed(map(repr, names))} cannot be initialized: {', '.join(kinds)} has no "
+            "reset_parameters. Load the weights with load_checkpoint_in_model(model, path), or "
+            "pass initialize_weights(model, param_init_fn), a function that initializes the module "
+            f"that it is given.{self._about_buffers(names)}"
         )
 
     def _reset(
@@ -279,8 +279,8 @@ class AbsentWeights:
         lasting = self._model.state_dict().keys()
         if lost := [name for name in names if name not in lasting]:
             return (
-                f" No checkpoint has {_listed(lost)} (non-persistent): build the model in "
-                "init_empty_weights(), which leaves buffers their values, and not in "
+                f" No checkpoint has {listed(map(repr, lost))} (non-persistent): build the "
+                "model in init_empty_weights(), which leaves buffers their values, and not in "
                 'torch.device("meta").'
             )
         return ""
@@ -402,12 +402,6 @@ def _random_numbers_of_rank_0(device: torch.device) -> Iterator[None]:
         yield
     finally:
         restore_rng(own, device)
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(map(repr, names[:_SHOWN])) + (
-        f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    )
 
 
 def _have(names: list[str]) -> str:

@@ -13,14 +13,13 @@ from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.modeling.absent_weights import absent_weights
 from accel_callbacks.modeling.compile import original
 from accel_callbacks.strategies.zero_state import RowsOfModel, is_kept_by_zero, without_engine
+from accel_callbacks.utils.text import listed
 from accel_callbacks.warning import warn
 
 __all__ = ["load_checkpoint_in_model"]
 
 Device = int | str | torch.device
 DtypeOf = Callable[[str], torch.dtype | None]
-
-_SHOWN = 5
 
 
 def load_checkpoint_in_model(
@@ -207,8 +206,7 @@ def _load(
     )
     for what, names in (("did not have", missing), ("has unused", unexpected)):
         if names:
-            listed = ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)
-            warn(f"{os.fspath(checkpoint)} {what} {listed}")
+            warn(f"{os.fspath(checkpoint)} {what} {listed(names)}")
     _initialize_missing(model, checkpoint, missing)
     return missing
 
@@ -235,8 +233,7 @@ def _initialize_missing(
             "translates names."
         )
     if names := guard.initialize(guard.names(), partly=True):
-        listed = ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)
-        warn(f"initialized what {os.fspath(checkpoint)} did not have: {listed}")
+        warn(f"initialized what {os.fspath(checkpoint)} did not have: {listed(names)}")
 
 
 def _load_and_send(

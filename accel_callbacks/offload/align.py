@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from accel_callbacks.data.device import send_to_device
+from accel_callbacks.data.device import is_on, send_to_device
 from accel_callbacks.offload.assignment import Assignment
+from accel_callbacks.offload.hooks import MOVERS
 from accel_callbacks.offload.placeholder import AbsentWeight
 from accel_callbacks.utils.operations import find_device
 from accel_callbacks.warning import warn
@@ -17,8 +18,6 @@ from accel_callbacks.warning import warn
 __all__ = ["AlignHook", "align", "guard_moves", "unalign"]
 
 _ATTRIBUTE = "_align_hook"
-_MOVES = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")  # those that Accelerate guards
-_PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
 
 
 class AlignHook:
@@ -71,21 +70,9 @@ class AlignHook:
 
 def _moved(item: Any, device: torch.device, skip_keys: frozenset[str]) -> Any:
     """Return the item itself, unless a tensor in it is elsewhere."""
-    if _is_there(item, device):
+    if is_on(item, device):
         return item
     return send_to_device(item, device, skip_keys=skip_keys)
-
-
-def _is_there(item: Any, device: torch.device) -> bool:
-    if isinstance(item, torch.Tensor):
-        return item.device == device
-    if isinstance(item, _PLAIN):
-        return True
-    if type(item) is dict:
-        return all(_is_there(one, device) for one in item.values())
-    if type(item) in (tuple, list):
-        return all(_is_there(one, device) for one in item)
-    return False
 
 
 def align(
@@ -134,14 +121,14 @@ def unalign(model: torch.nn.Module) -> None:
         hook = vars(module).get(_ATTRIBUTE)
         if hook is not None:
             hook.detach(module)
-        for name in _MOVES:
+        for name in MOVERS:
             if isinstance(vars(module).get(name), _Guard):
                 del vars(module)[name]
 
 
 def guard_moves(model: torch.nn.Module) -> None:
     """Let ``model.to(device)`` and the like warn, or raise if weights are offloaded."""
-    for name in _MOVES:
+    for name in MOVERS:
         if hasattr(type(model), name):
             vars(model)[name] = _Guard(_move, model, name)
 

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from accel_callbacks.offload import tensors
 from accel_callbacks.offload.device_map import check_device_map
 from accel_callbacks.offload.slots import Slot
 from accel_callbacks.offload.units import place_of
@@ -245,13 +246,10 @@ def as_device(place: Any) -> torch.device:
         >>> as_device("cpu")
         device(type='cpu')
     """
-    if isinstance(place, int) and not isinstance(place, bool):
-        kind = torch.accelerator.current_accelerator()
-        if kind is None:
-            raise ValueError(f"device_map: there is no accelerator {place} here.")
-        return torch.device(kind.type, place)
+    if isinstance(place, bool):
+        place = str(place)
     try:
-        device = torch.device(place)
+        device = tensors.as_device(place)
     except (RuntimeError, TypeError) as error:
         raise ValueError(
             f'device_map: {place!r} is no device: use 0, "cuda:1", "cpu" or "disk"'

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.offload.assignment import Assigned, Assignment, Place, Weight, assign
-from accel_callbacks.offload.attachment import Stored, blocks, detach, note, stored_by_name
-from accel_callbacks.offload.placeholder import ON_DISK, AbsentWeight, placeholder
-from accel_callbacks.offload.source import FileIdentity, StoredTensor
+from accel_callbacks.offload.origins import detach, note
+from accel_callbacks.offload.placeholder import ON_DISK, AbsentWeight, on_meta, placeholder
+from accel_callbacks.offload.source import FileIdentity, Stored, StoredTensor, StoredWeights
 from accel_callbacks.offload.spill import Spill
-from accel_callbacks.offload.units import cut_units
+from accel_callbacks.offload.units import blocks_of, cut_units
+from accel_callbacks.utils.text import listed
 from accel_callbacks.warning import warn
 
 __all__ = ["load_spread"]
 
 DtypeOf = Callable[[str], "torch.dtype | None"]
-_SHOWN = 5
 
 
 def load_spread(
@@ -76,7 +76,7 @@ def load_spread(
             _mark_missing(one, checkpoint)
             continue
         if isinstance(weight.tensor, AbsentWeight):
-            weight.put(_meta(weight.tensor, weight.tensor.dtype))
+            weight.put(on_meta(weight.tensor))
         by_device.setdefault(device, set()).update(weight.names)
     for device, names in by_device.items():
         checkpoint_io.load_model(
@@ -91,28 +91,20 @@ def load_spread(
     for one in assignment.on_disk:
         if one.weight.name in stored:
             weight, dtype = one.weight, _dtype(one.weight, dtype_of)
-            like = _meta(weight.tensor, dtype)
+            like = on_meta(weight.tensor, dtype)
             weight.put(placeholder(like, weight.name, ON_DISK, one.device))
         else:
             _mark_missing(one, checkpoint)
     known = {
         name: stored[one.weight.name] for one, _ in on_disk.values() for name in one.weight.names
     }
-    note(model, stored_by_name(known))
+    note(model, StoredWeights.of(known))
 
 
 def _dtype(weight: Weight, dtype_of: DtypeOf) -> torch.dtype:
     """Return the dtype of a weight after loading."""
     wanted = dtype_of(weight.name) if weight.tensor.is_floating_point() else None
     return weight.tensor.dtype if wanted is None else wanted
-
-
-def _meta(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor or parameter like another one, on the meta device."""
-    made = torch.empty(tuple(like.shape), dtype=dtype, device="meta")
-    if isinstance(like, torch.nn.Parameter):
-        return torch.nn.Parameter(made, like.requires_grad)
-    return made
 
 
 def _mark_missing(one: Assigned, checkpoint: str | os.PathLike[str]) -> None:
@@ -149,10 +141,9 @@ def _match(assignment: Assignment, source: Any, strict: bool) -> dict[str, str]:
         elif len(names) > 1 and not _alike(names, source):
             problems.append(f"{' and '.join(weight.names)} are tied, and stored are different ones")
     if problems:
-        more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise StateMismatchError(
-            f"{source.where} does not fit the model: {'; '.join(problems[:_SHOWN])}{more}; nothing "
-            "was changed. Build the model as it was saved."
+            f"{source.where} does not fit the model: {listed(problems, between='; ')}; nothing was "
+            "changed. Build the model as it was saved."
         )
     known = {name for weight in wanted for name in weight.names}
     unexpected = [name for name in stored if name not in known]
@@ -165,7 +156,7 @@ def _match(assignment: Assignment, source: Any, strict: bool) -> dict[str, str]:
         )
     for what, names in (("did not have", missing), ("has unused", unexpected)):
         if names:
-            warn(f"{source.where} {what} {_listed(names)}")
+            warn(f"{source.where} {what} {listed(names)}")
     return found
 
 
@@ -191,7 +182,7 @@ def _refuse_lost_buffers(assignment: Assignment) -> None:
     ]
     if lost:
         raise ValueError(
-            f"no checkpoint has {_listed(lost)} (non-persistent buffers on the meta device): build "
+            f"no checkpoint has {listed(lost)} (non-persistent buffers on the meta device): build "
             "the model in init_empty_weights(), which leaves buffers their values, and not in "
             'torch.device("meta") or with include_buffers=True.'
         )
@@ -230,7 +221,7 @@ def _located(
         return found
     if folder is None:
         raise ValueError(
-            f"{_listed(rest)} cannot be streamed from {source.where}, since that is not in local "
+            f"{listed(rest)} cannot be streamed from {source.where}, since that is not in local "
             "files of safetensors: give an offload_folder=, into which they are written once, or "
             "convert the checkpoint with `accel merge-weights`."
         )
@@ -249,7 +240,7 @@ def _converted(
     from checkpoint_io.progress import TransferProgress
 
     names = {other: name for name, (one, _) in wanted.items() for other in one.weight.names}
-    units = cut_units(model, names.__contains__, blocks(model))
+    units = cut_units(model, names.__contains__, blocks_of(model))
     written = Spill(folder)
     done: set[str] = set()
     size = sum(source.infos[key].nbytes for _, key in wanted.values())
@@ -273,12 +264,4 @@ def _converted(
     except BaseException:
         written.discard()
         raise
-    return {
-        name: Stored(stored.tensors[name], stored.identities[stored.tensors[name].path])
-        for name in wanted
-    }
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)
+    return {name: stored.at(name) for name in wanted}

@@ -15,11 +15,13 @@ from accel_callbacks.offload.sizes import (
     class_names,
     compute_module_sizes,
     convert_file_size_to_int,
+    direct_parts,
     get_module_leaves,
     get_non_persistent_buffers,
 )
 from accel_callbacks.offload.units import place_of
 from accel_callbacks.offload.weights import Weights
+from accel_callbacks.utils.text import listed
 from accel_callbacks.warning import warn
 
 __all__ = [
@@ -32,7 +34,6 @@ __all__ = [
     "infer_auto_device_map",
 ]
 
-_SHOWN = 5
 _STORES = ("cpu", "disk")
 _Memory = Mapping[Device, "int | float | str"]
 
@@ -254,21 +255,16 @@ def check_device_map(model: torch.nn.Module, device_map: Mapping[str, Device]) -
         hint = nearest(unknown[0], known)
         warn(
             f"the device map has names that are no module and no tensor of the model: "
-            f"{_listed(unknown)}.{hint}"
+            f"{listed(map(repr, unknown))}.{hint}"
         )
     missing = [
         name for name in tensors if name not in skipped and place_of(name, device_map) is None
     ]
     if missing:
         raise ValueError(
-            f"the device map has no device for {_listed(missing)}: add it, or a module that it "
-            "is in."
+            f"the device map has no device for {listed(map(repr, missing))}: add it, or a "
+            "module that it is in."
         )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(map(repr, names[:_SHOWN])) + more
 
 
 def check_tied_parameters_on_same_device(
@@ -294,7 +290,9 @@ def check_tied_parameters_on_same_device(
         devices = {name: place_of(name, device_map) for name in group}
         absent = [name for name, device in devices.items() if device is None]
         if absent:
-            raise ValueError(f"the device map has no device for {_listed(absent)}: add it.")
+            raise ValueError(
+                f"the device map has no device for {listed(map(repr, absent))}: add it."
+            )
         if len(set(map(str, devices.values()))) > 1:
             shown = ", ".join(f"{name} on {device}" for name, device in devices.items())
             warn(
@@ -403,9 +401,4 @@ def _children(name: str, module: Any) -> list[tuple[str, Any]]:
     """Return the parts that a module is split into; none of one without children."""
     if not isinstance(module, torch.nn.Module) or not any(module.children()):
         return []
-    named = [
-        *module.named_parameters(recurse=False),
-        *module.named_children(),
-        *module.named_buffers(recurse=False),
-    ]
-    return [(f"{name}.{key}", one) for key, one in named]
+    return [(f"{name}.{key}", part) for key, part in direct_parts(module)]

@@ -12,7 +12,6 @@ from accel_callbacks.modeling.compile import original
 from accel_callbacks.modeling.load import dtype_rule, load_checkpoint_in_model
 from accel_callbacks.offload.align import align, guard_moves, unalign
 from accel_callbacks.offload.assignment import (
-    Assigned,
     Assignment,
     Place,
     Weight,
@@ -20,29 +19,22 @@ from accel_callbacks.offload.assignment import (
     assign,
     assign_all,
 )
-from accel_callbacks.offload.attachment import (
-    Origin,
-    Stored,
-    attach,
-    detach,
-    noted_origin,
-    origins,
-    stored_by_name,
-)
 from accel_callbacks.offload.checkpoint_weights import load_spread
 from accel_callbacks.offload.folder import Index, stored_in_index
+from accel_callbacks.offload.origins import Origin, Origins, detach
 from accel_callbacks.offload.placeholder import AbsentWeight
-from accel_callbacks.offload.residence import DEFAULTS, OffloadOptions
-from accel_callbacks.offload.source import StoredWeights
+from accel_callbacks.offload.residence import DEFAULTS, Offload, OffloadOptions, attach
+from accel_callbacks.offload.source import Stored, StoredWeights
 from accel_callbacks.offload.spill import spill
+from accel_callbacks.offload.units import blocks_of, cut_units
 from accel_callbacks.offload.views import put_views, remove_views
+from accel_callbacks.utils.text import listed
 
 __all__ = ["cpu_offload", "disk_offload", "dispatch_model", "load_checkpoint_and_dispatch"]
 
 Path = str | os.PathLike[str]
 Model = TypeVar("Model", bound=torch.nn.Module)
 _POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
-_SHOWN = 5
 
 
 def load_checkpoint_and_dispatch(
@@ -266,7 +258,7 @@ def dispatch_model(
     inner = original(model)
     assignment = assign(inner, device_map, main_device, offload_buffers, keep_trainable)
     given = None if offload_index is None else stored_in_index(offload_index, offload_dir)
-    known = _Known(inner, assignment.weights, given, offload_dir)
+    known = Origins(inner, assignment.weights, given, offload_dir)
     resident = not assignment.held and not assignment.on_disk
     absent = any(known.is_absent(one) for one in assignment.weights)
     if resident and not assignment.several and not force_hooks and not absent:
@@ -409,7 +401,7 @@ def _offload_all(
     inner = original(model)
     device = _device_of(inner) if execution_device is None else as_device(execution_device)
     assignment = assign_all(inner, place, device, offload_buffers, keep_trainable)
-    known = _Known(inner, assignment.weights, None, folder)
+    known = Origins(inner, assignment.weights, None, folder)
     _spread(
         inner,
         assignment,
@@ -432,67 +424,10 @@ def _device_of(model: torch.nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-class _Known:
-    """Where the values of weights are that are not in memory.
-
-    Args:
-        model: the model.
-        weights: where its weights go.
-        given: an index of the caller's, which counts more than values in memory.
-        folder: of which the index counts for weights without values.
-    """
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        weights: Sequence[Assigned],
-        given: StoredWeights | None,
-        folder: Path | None,
-    ) -> None:
-        self._origins = origins(model)
-        self._given = given
-        self._indexed = given
-        lost = [one for one in weights if self.is_absent(one) and not self._is_known(one)]
-        if given is None and lost:
-            self._indexed = stored_in_index(None, folder)
-        #: Then it is this model's, and has its buffers, which are built with other values.
-        self._serves = self._indexed is not None and any(
-            self._in(self._indexed, one.weight) is not None for one in lost
-        )
-
-    def _is_known(self, one: Assigned) -> bool:
-        return id(one.weight.tensor) in self._origins
-
-    def is_absent(self, one: Assigned) -> bool:
-        """Return whether a weight has no values in memory."""
-        tensor = one.weight.tensor
-        return isinstance(tensor, AbsentWeight) or (tensor.is_meta and one.device.type != "meta")
-
-    def origin(self, one: Assigned) -> Origin | None:
-        """Return where a weight's values are; None in memory, or nowhere."""
-        weight = one.weight
-        if (found := self._origins.get(id(weight.tensor))) is not None:
-            return found
-        if self._indexed is None:
-            return noted_origin(weight.tensor) if one.place == "disk" else None
-        asked = self._given is not None and one.place == "disk"
-        buffer = self._serves and not weight.is_parameter and weight.persistent
-        if asked or buffer or self.is_absent(one):
-            return self._in(self._indexed, weight)
-        return None
-
-    @staticmethod
-    def _in(index: StoredWeights, weight: Weight) -> Stored | None:
-        for name in weight.names:
-            if (tensor := index.tensors.get(name)) is not None:
-                return Stored(tensor, index.identities[tensor.path])
-        return None
-
-
 def _spread(
     model: torch.nn.Module,
     assignment: Assignment,
-    known: _Known,
+    known: Origins,
     write: Callable[[Mapping[str, torch.Tensor]], Mapping[str, Stored]],
     state_dict: Mapping[str, torch.Tensor] | None,
     block_classes: Collection[str] | None,
@@ -504,7 +439,7 @@ def _spread(
     lost: list[str] = []
     for one in assignment.weights:
         weight = one.weight
-        origin = known.origin(one)
+        origin = known.of(one)
         if origin is None and one.place == "host":
             origin = (
                 next((state_dict[n] for n in weight.names if n in state_dict), None)
@@ -520,7 +455,7 @@ def _spread(
             lost.append(weight.name)
     if lost:
         raise ValueError(
-            f"{_listed(lost)}: on the meta device, without values, and nothing tells where they "
+            f"{listed(lost)}: on the meta device, without values, and nothing tells where they "
             "are: load the model with load_checkpoint_and_dispatch, or give an offload_index=. "
             "(Of buffers that no checkpoint has, build the model in init_empty_weights(), which "
             "leaves them their values.)"
@@ -549,15 +484,11 @@ def _spread(
         assert isinstance(origin, Stored)
         stored.update(dict.fromkeys(one.weight.names, origin))
     if stored or values:
-        attach(
-            model,
-            stored_by_name(stored),
-            {name: values[one.weight.name] for one in held for name in one.weight.names},
-            {name for one in (*held, *on_disk) for name in one.weight.names},
-            assignment.main,
-            block_classes,
-            options,
-        )
+        names = {name for one in (*held, *on_disk) for name in one.weight.names}
+        units = cut_units(model, names.__contains__, blocks_of(model, block_classes))
+        kept = {name: values[one.weight.name] for one in held for name in one.weight.names}
+        offload = Offload(units, assignment.main, StoredWeights.of(stored), kept, options)
+        attach(model, offload, units)
 
 
 def _release(model: torch.nn.Module) -> None:
@@ -571,15 +502,12 @@ def _release(model: torch.nn.Module) -> None:
 def _spilled(weights: Mapping[str, torch.Tensor], folder: Path | None) -> dict[str, Stored]:
     if folder is None:
         raise ValueError(
-            f"offload_dir= is needed: {_listed(weights)} are in memory, and go to the disk by the "
+            f"offload_dir= is needed: {listed(weights)} are in memory, and go to the disk by the "
             "device_map. (Weights of a checkpoint stay in its own files: use "
             "load_checkpoint_and_dispatch.)"
         )
     stored = spill(weights, folder)
-    return {
-        name: Stored(stored.tensors[name], stored.identities[stored.tensors[name].path])
-        for name in weights
-    }
+    return {name: stored.at(name) for name in weights}
 
 
 def _check(weight: Weight, origin: Origin) -> None:
@@ -596,9 +524,7 @@ def _check(weight: Weight, origin: Origin) -> None:
 
 
 def _as_tensor(origin: Origin) -> torch.Tensor:
-    if isinstance(origin, Stored):
-        return stored_by_name({"": origin}).mapped("")
-    return origin.detach()
+    return origin.mapped() if isinstance(origin, Stored) else origin.detach()
 
 
 def _place(weight: Weight, device: torch.device, origin: Origin | None) -> None:
@@ -627,8 +553,3 @@ def _on_host(tensor: torch.Tensor, origin: Origin | None) -> torch.Tensor:
         return tensor.detach().to("cpu")
     value = _as_tensor(origin)
     return value.to("cpu", tensor.dtype, copy=isinstance(origin, Stored))
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from accel_callbacks.data.device import send_to_device
+from accel_callbacks.data.device import is_on, send_to_device
 from accel_callbacks.offload.folder import PrefixedDataset
-from accel_callbacks.offload.placeholder import ON_DISK, AbsentWeight, LostGradient
+from accel_callbacks.offload.placeholder import ON_DISK, AbsentWeight, LostGradient, on_meta
 from accel_callbacks.offload.sizes import get_non_persistent_buffers, named_module_tensors
 from accel_callbacks.offload.slots import Lent, Slot
 from accel_callbacks.offload.tensors import (
@@ -46,8 +46,8 @@ __all__ = [
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-#: What `dispatch_model` puts in front of methods of the module, as warnings.
-_MOVERS = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
+#: What Accelerate's `dispatch_model` and ours put in front of methods of the module, as warnings.
+MOVERS = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
 
 
 def outside_graphs(function: _Function) -> _Function:
@@ -269,7 +269,7 @@ def remove_hook_from_module(module: _Module, recurse: bool = False) -> _Module:
             own.pop("forward", None)  # the method of the class
         else:
             _set_forward(module, forward)
-    for name in _MOVERS:
+    for name in MOVERS:
         own.pop(name, None)
     if recurse:
         for child in module.children():
@@ -398,7 +398,7 @@ class AlignDevicesHook(ModelHook):
         if self.offload:
             self._offload(module)
         elif self.execution_device is not None:
-            self._place(module, list(self._tensors(module)))
+            self._place(module, self._tensors(module))
         return module
 
     def _tensors(self, module: Any, buffers: bool = True) -> dict[str, torch.Tensor]:
@@ -409,13 +409,12 @@ class AlignDevicesHook(ModelHook):
             found.update(module.named_buffers(recurse=deep, remove_duplicate=False))
         return found
 
-    def _place(self, module: Any, names: Sequence[str]) -> None:
+    def _place(self, module: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         """Move tensors to the execution device; on "meta", plain ones that only have shapes."""
         assert self.execution_device is not None
-        for name in names:
+        for name in tensors:
             if self._is_meta:
-                slot = Slot.of(module, name)
-                slot.put(_on_meta(slot.get()))
+                Slot.of(module, name).put(on_meta(tensors[name]))
             else:
                 set_module_tensor_to_device(
                     module, name, self.execution_device, tied_params_map=self.tied_params_map
@@ -450,7 +449,7 @@ class AlignDevicesHook(ModelHook):
             self._away[name] = stand_in(tensor, self._names[name], place, device)
             Slot.of(module, name).put(self._away[name])
         if self.execution_device is not None:
-            self._place(module, [name for name in everything if name not in away])
+            self._place(module, {k: one for k, one in everything.items() if k not in away})
         self._handle = module.register_state_dict_post_hook(_Values(self))
 
     def _int8_layers(self, module: Any) -> list[Any]:
@@ -530,7 +529,7 @@ class AlignDevicesHook(ModelHook):
         self, name: str, absent: torch.Tensor, value: torch.Tensor, device: torch.device
     ) -> torch.Tensor:
         if device.type == "meta":
-            return _on_meta(absent)
+            return on_meta(absent)
         if not is_quantizer(value) and value.dtype != absent.dtype and value.shape == absent.shape:
             value = value.to(absent.dtype)
         same_kind = isinstance(value, torch.nn.Parameter) == isinstance(absent, torch.nn.Parameter)
@@ -618,13 +617,6 @@ class AlignDevicesHook(ModelHook):
         return found
 
 
-def _on_meta(tensor: Any) -> torch.Tensor:
-    """Return a plain tensor or parameter that has the shape of another one, and no values."""
-    like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    is_parameter = isinstance(tensor, torch.nn.Parameter)
-    return torch.nn.Parameter(like, tensor.requires_grad) if is_parameter else like
-
-
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the CPU: itself, if it is there."""
     if is_absent(tensor):
@@ -652,22 +644,9 @@ def _nested_device(args: Any, kwargs: Any) -> torch.device | None:
 
 def _sent(data: Any, device: Device, skip_keys: Any = None) -> Any:
     """Return a structure on a device; tensors that are there need no function that graphs lack."""
-    if _is_there(data, device):
+    if is_on(data, device):
         return data
     return _send(data, device, skip_keys)
-
-
-def _is_there(data: Any, device: Device) -> bool:
-    if isinstance(data, torch.Tensor):
-        where = data.device
-        if isinstance(device, int):
-            return where.type != "cpu" and where.index == device
-        return where == torch.device(device)
-    if isinstance(data, (tuple, list)):
-        return all(_is_there(one, device) for one in data)
-    if type(data) is dict:
-        return all(_is_there(one, device) for one in data.values())
-    return data is None or isinstance(data, (bool, int, float, str))
 
 
 @outside_graphs

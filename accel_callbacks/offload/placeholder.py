@@ -13,6 +13,7 @@ __all__ = [
     "AbsentWeight",
     "AbsentWeightError",
     "LostGradient",
+    "on_meta",
     "placeholder",
     "unwritable",
 ]
@@ -206,6 +207,25 @@ def placeholder(
     parameter = isinstance(like, torch.nn.Parameter)
     kind = (tuple(like.shape), like.dtype, like.requires_grad, parameter)
     return _rebuild(*kind, name, place, torch.device(device), fetch)
+
+
+def on_meta(like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a plain tensor or parameter with the shape of another one, on the meta device.
+
+    Args:
+        like: the other one; a placeholder, too.
+        dtype: that of the other one, if ``None``.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.offload.placeholder import on_meta
+        >>> on_meta(torch.ones(2), torch.float16)
+        tensor(..., device='meta', size=(2,), dtype=torch.float16)
+    """
+    made = torch.empty(tuple(like.shape), dtype=dtype or like.dtype, device="meta")
+    if isinstance(like, torch.nn.Parameter):
+        return torch.nn.Parameter(made, like.requires_grad)
+    return made
 
 
 class LostGradient(NamedTuple):

@@ -13,6 +13,7 @@ from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.distributed.topology import own_accelerator
 from accel_callbacks.offload.sizes import CustomDtype, find_tied_parameters
 from accel_callbacks.offload.tensors import Device, as_device, is_absent
+from accel_callbacks.utils.text import listed
 from accel_callbacks.warning import warn
 
 __all__ = [
@@ -26,7 +27,6 @@ _Model = TypeVar("_Model", bound=torch.nn.Module)
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _THRESHOLD = 6.0
-_SHOWN = 3
 
 
 @dataclass
@@ -272,11 +272,10 @@ class _Rule:
             if place in ("cpu", "disk") and not _is_in(name, [*self.skipped, *self.in_fp32])
         ]
         if self.config.load_in_4bit and away and places != {"cpu"}:
-            listed = ", ".join(away[:_SHOWN]) + ", ..." * (len(away) > _SHOWN)
             raise ValueError(
-                f"4-bit layers cannot be offloaded, and {listed} would be: allow more memory on "
-                "the accelerator, use load_in_8bit, or name these in a device_map of your own, "
-                "which leaves them in torch_dtype."
+                f"4-bit layers cannot be offloaded, and {listed(away, most=3)} would be: allow "
+                "more memory on the accelerator, use load_in_8bit, or name these in a device_map "
+                "of your own, which leaves them in torch_dtype."
             )
 
     def layer(self, old: torch.nn.Linear) -> torch.nn.Module:
@@ -430,9 +429,8 @@ def _load(
         slots[key] = groups.get(id(slots[key]), slots[key])
     del before
     if missing := [name for name in missing if is_absent(_tensor(model, name))]:
-        listed = ", ".join(missing[:_SHOWN]) + ", ..." * (len(missing) > _SHOWN)
         raise CheckpointError(
-            f"{location} does not have {listed}, which {type(model).__name__} has"
+            f"{location} does not have {listed(missing, most=3)}, which {type(model).__name__} has"
         )
 
 

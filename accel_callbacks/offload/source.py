@@ -25,6 +25,7 @@ from accel_callbacks.offload import file_pages
 __all__ = [
     "FileIdentity",
     "Reads",
+    "Stored",
     "StoredTensor",
     "StoredWeights",
     "WeightReadError",
@@ -126,6 +127,22 @@ def unreadable(path: str, error: OSError) -> WeightReadError:
     )
 
 
+class Stored(NamedTuple):
+    """A weight in a file, with the version of the file.
+
+    Args:
+        tensor: where it is.
+        identity: of the file.
+    """
+
+    tensor: StoredTensor
+    identity: FileIdentity
+
+    def mapped(self) -> torch.Tensor:
+        """Return the weight as a view of its mapped file."""
+        return StoredWeights.of({"": self}).mapped("")
+
+
 @dataclass(frozen=True)
 class StoredWeights:
     """Tensors in local files, by name.
@@ -140,6 +157,25 @@ class StoredWeights:
     _maps: weakref.WeakValueDictionary[str, mmap.mmap] = field(
         default_factory=weakref.WeakValueDictionary, repr=False, compare=False
     )
+
+    @classmethod
+    def of(cls, stored: Mapping[str, Stored]) -> StoredWeights:
+        """Return weights by name.
+
+        Example:
+            >>> from accel_callbacks.offload.source import StoredWeights
+            >>> StoredWeights.of({}).tensors
+            {}
+        """
+        return cls(
+            {name: weight.tensor for name, weight in stored.items()},
+            {weight.tensor.path: weight.identity for weight in stored.values()},
+        )
+
+    def at(self, name: str) -> Stored:
+        """Return where one of them is."""
+        tensor = self.tensors[name]
+        return Stored(tensor, self.identities[tensor.path])
 
     @classmethod
     def of_checkpoint(cls, checkpoint: str | os.PathLike[str]) -> StoredWeights:
@@ -236,7 +272,7 @@ class StoredWeights:
             if not was.is_of(status):
                 raise _has_changed(path, was, status)
 
-    def at(self, path: str, position: int) -> str:
+    def tensor_at(self, path: str, position: int) -> str:
         """Return which tensor has this byte, with its file, for errors."""
         for name, stored in self.tensors.items():
             if stored.path == path and 0 <= position - stored.begin < max(stored.nbytes, 1):
@@ -607,7 +643,7 @@ class Reader:
             except OSError as error:
                 if direct and error.errno == errno.EINVAL:  # this file system has no direct reads
                     return self._read(piece, targets, False)
-                where = self._weights.at(piece.path, piece.begin + done)
+                where = self._weights.tensor_at(piece.path, piece.begin + done)
                 raise WeightReadError(
                     f"{where}: {error.strerror} at byte {piece.begin + done}: check the disk"
                 ) from None
@@ -620,9 +656,9 @@ class Reader:
         if done < piece.needed:
             file.check()
             raise WeightReadError(
-                f"{self._weights.at(piece.path, piece.begin + done)}: truncated, it ends at byte "
-                f"{piece.begin + done}; it was complete when the model was dispatched. Copy the "
-                "file again."
+                f"{self._weights.tensor_at(piece.path, piece.begin + done)}: truncated, it ends "
+                f"at byte {piece.begin + done}; it was complete when the model was "
+                "dispatched. Copy the file again."
             )
         file.check()
         return done

@@ -10,7 +10,13 @@ import torch
 
 from accel_callbacks.distributed.topology import own_accelerator
 from accel_callbacks.memory import clear_device_cache
-from accel_callbacks.offload.placeholder import AbsentWeight, AbsentWeightError, placeholder
+from accel_callbacks.offload.placeholder import (
+    AbsentWeight,
+    AbsentWeightError,
+    on_meta,
+    placeholder,
+)
+from accel_callbacks.offload.sizes import as_dtype
 from accel_callbacks.offload.slots import Lent, Slot
 
 __all__ = [
@@ -238,13 +244,13 @@ def set_module_tensor_to_device(
     if value is None:
         if is_absent(old):
             raise ValueError(f"{tensor_name} has no values: give `value` to put it on {device}.")
-        wanted = _dtype(dtype) or old.dtype
+        wanted = as_dtype(dtype) or old.dtype
         is_there = old.device.type == target.type and target.index in (None, old.device.index)
         if is_there and wanted == old.dtype:
             return  # the same parameter, so that optimizers and tied modules keep it
         source = old if is_quantizer(old) else _cast(old.detach(), wanted, non_blocking)
     else:
-        source = _checked(old, tensor_name, value, _dtype(dtype), non_blocking)
+        source = _checked(old, tensor_name, value, as_dtype(dtype), non_blocking)
     new = new_like(old, source, target)
     if fp16_statistics is not None:
         new.SCB = fp16_statistics.to(new.device)  # type: ignore[attr-defined]
@@ -265,23 +271,12 @@ def _tied(
 
 
 def _on_meta(old: torch.Tensor, name: str, dtype: str | torch.dtype | None) -> torch.Tensor:
-    wanted = _dtype(dtype)
+    wanted = as_dtype(dtype)
     if isinstance(old, AbsentWeight) and wanted in (None, old.dtype):
         return old
     if wanted is not None and wanted != old.dtype and old.is_floating_point():
-        like = torch.empty(old.shape, dtype=wanted, device="meta")
-        is_parameter = isinstance(old, torch.nn.Parameter)
-        old = torch.nn.Parameter(like, old.requires_grad) if is_parameter else like
+        old = on_meta(old, wanted)
     return stand_in(old, name, "on the meta device", torch.device("meta"))
-
-
-def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    if not isinstance(dtype, str):
-        return dtype
-    found = getattr(torch, dtype.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f'dtype={dtype!r} is no dtype of torch, such as "bfloat16".')
-    return found
 
 
 def _cast(value: torch.Tensor, dtype: torch.dtype, non_blocking: bool = False) -> torch.Tensor:

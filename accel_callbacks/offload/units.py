@@ -9,6 +9,7 @@ import torch
 
 from accel_callbacks.modeling.compile import regions
 from accel_callbacks.offload.placeholder import AbsentWeight
+from accel_callbacks.offload.sizes import class_names
 from accel_callbacks.offload.slots import Slot
 
 __all__ = ["FetchUnit", "blocks_of", "cut_units"]
@@ -40,20 +41,27 @@ class FetchUnit:
     placeholders: dict[str, AbsentWeight] = field(default_factory=dict)
 
 
-def blocks_of(model: torch.nn.Module, names: Collection[str] | None = None) -> set[int]:
+def blocks_of(model: torch.nn.Module, classes: Collection[str] | str | None = None) -> set[int]:
     """Return the ``id`` of each module that is fetched as a whole.
 
     Args:
         model: the model.
-        names: their classes; by default those in ``_no_split_modules``, else the repeated blocks.
+        classes: names of classes, besides those in ``_no_split_modules``, or else the blocks that
+            the model repeats.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.offload.units import blocks_of
+        >>> model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(1, 1)))
+        >>> blocks_of(model, ["Linear"]) == {id(model[0][0])}
+        True
     """
     own: set[str] = set()
-    for one in model.modules():
-        own.update(getattr(one, "_no_split_modules", None) or ())
-    wanted = set(names or own)
-    if wanted:
-        return {id(one) for one in model.modules() if type(one).__name__ in wanted}
-    return {id(one) for one in regions(model)}
+    for module in model.modules():
+        own.update(getattr(module, "_no_split_modules", None) or ())
+    further = class_names(classes)
+    found = {id(one) for one in model.modules() if type(one).__name__ in own | further}
+    return found if own else found.union(map(id, regions(model)))
 
 
 def cut_units(

@@ -10,9 +10,9 @@ import torch
 
 from accel_callbacks.data.device import send_to_device
 from accel_callbacks.offload.align import AlignHook
-from accel_callbacks.offload.attachment import note_origin, same_bits
 from accel_callbacks.offload.folder import PrefixedDataset, names_in
 from accel_callbacks.offload.hooks import AlignDevicesHook
+from accel_callbacks.offload.origins import note_origin, same_bits
 from accel_callbacks.offload.placeholder import AbsentWeight
 from accel_callbacks.offload.residence import Offload, offload_hooks
 from accel_callbacks.offload.slots import Slot

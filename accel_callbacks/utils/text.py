@@ -85,6 +85,19 @@ def wrapped(text: str, file: TextIO | None) -> str:
     )
 
 
+def listed(names: Iterable[str], most: int = 5, between: str = ", ") -> str:
+    """Join the first names, and tell how many there are besides.
+
+    Example:
+        >>> from accel_callbacks.utils.text import listed
+        >>> listed("abc", most=2)
+        'a, b and 1 more'
+    """
+    names = list(names)
+    rest = len(names) - most
+    return between.join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
 def size_of(nbytes: int) -> str:
     """Format a number of bytes in decimal units, as ``max_shard_size`` reads them."""
     value, unit = float(nbytes), 0
