@@ -1,4 +1,4 @@
-"""Checkpoints of the Trainer of transformers that a kill at any moment leaves whole.
+"""Checkpoints of the Trainer of transformers that a kill at any moment leaves whole, and signals.
 
 The Trainer writes the files of a checkpoint one after the other into the folder that it resumes
 from. Here it writes them into a folder beside: when all ranks have, they are made durable and
@@ -12,6 +12,8 @@ import functools
 import json
 import os
 import shutil
+import signal
+import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -249,9 +251,26 @@ def _resuming_whole(plain: Callable[..., Any]) -> Any:
         if isinstance(resume_from_checkpoint, (str, os.PathLike)):
             resume_from_checkpoint = _named(trainer, os.fspath(resume_from_checkpoint))
             _check_samples(trainer, resume_from_checkpoint)
+        _meet_signals(trainer)
         return plain(trainer, resume_from_checkpoint, *args, **options)
 
     return train
+
+
+def _meet_signals(trainer: Any) -> None:
+    """Add a callback that saves and stops on a signal for which the script has no handler."""
+    from accel_callbacks.callbacks import Preemption
+    from accel_callbacks.integrations.transformers import TrainerEvents, to_transformers
+
+    hosted = [c for c in trainer.callback_handler.callbacks if isinstance(c, TrainerEvents)]
+    if threading.current_thread() is not threading.main_thread() or any(
+        isinstance(callback.accel_callback, Preemption) for callback in hosted
+    ):
+        return
+    # On each rank, with or without a handler: they vote.
+    known = [getattr(signal, name, None) for name in ("SIGTERM", "SIGUSR1")]
+    free = [number for number in known if number and signal.getsignal(number) is signal.SIG_DFL]
+    trainer.add_callback(to_transformers(Preemption(free), trainer=trainer))
 
 
 def _agreed_newest(trainer: Any) -> str | None:

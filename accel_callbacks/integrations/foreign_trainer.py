@@ -17,7 +17,7 @@ __all__ = ["HostedCallback"]
 _OWN_SAVES = (
     "it saves and restores checkpoints of this library, which hold what the Accelerator prepared"
 )
-_REFUSED = {"Preemption": "it needs a save that all ranks agree on, which only `accel.run` has"}
+_NO_SAVE = "it needs a save that all ranks agree on, which that trainer does not have"
 
 
 class HostedCallback:
@@ -49,7 +49,7 @@ class HostedCallback:
         self._entry = Entry(given, (adapt,))
         self.callback = self._entry.callback
         self._entry.wrap(Ledger(), self._entry.name)
-        self._check_supported(host.title)
+        self._check_supported(host)
         lost = sorted(hook for hook in never if hook in self._entry.calls)
         # Our own callbacks are written to work without these hooks.
         ours = type(self.callback).__module__.startswith("accel_callbacks.")
@@ -61,17 +61,18 @@ class HostedCallback:
         self.run = ForeignRun(host, self.name, self._log)
         self.on_own_log: Callable[[dict[str, Any]], None] = lambda values: None
 
-    def _check_supported(self, title: str) -> None:
+    def _check_supported(self, host: ForeignHost) -> None:
         """Raise TypeError with the reason if the callback cannot run in the trainer."""
         name = type(self.callback).__name__
-        kinds = {one.__name__ for one in type(self.callback).__mro__}
-        reason = next((why for kind, why in _REFUSED.items() if kind in kinds), None)
+        reason = None
+        if "Preemption" in {base.__name__ for base in type(self.callback).__mro__}:
+            reason = None if host.can_save else _NO_SAVE
         if self._entry.saves:
             reason = _OWN_SAVES
         if getattr(self.callback, "lightning_callback", None) is not None:
             reason = "it is a callback of Lightning, which runs only there or in a plain loop"
         if reason is not None:
-            raise TypeError(f"{name} cannot run in {title}: {reason}.")
+            raise TypeError(f"{name} cannot run in {host.title}: {reason}.")
 
     @property
     def name(self) -> str:
@@ -98,7 +99,10 @@ class HostedCallback:
 
         Within an epoch only if the callback declares ``can_vote``, as in our own loop.
         """
-        if collectives.world_size() > 1 and (self._entry.votes or not within_epoch):
+        if collectives.world_size() == 1:
+            if self.run.votes.asked:
+                self.run.agree()
+        elif self._entry.votes or not within_epoch:
             self.run.agree()
 
     def state_dict(self) -> dict[str, Any]:

@@ -218,6 +218,10 @@ class ForeignHost(ABC):
         """Ask the trainer to save, if it ``can_save``; called on all ranks."""
         raise NotImplementedError(f"{self.title} cannot be asked to save")
 
+    def save_last(self) -> None:
+        """Ask the trainer to save what a run that is preempted resumes from."""
+        self.save_now("preempt")
+
     # --- the rest of the Host interface -------------------------------------------------------
 
     @property
@@ -452,7 +456,6 @@ class ForeignRun(TrainingRun):
     end_epoch = _from_trainer()
     epochs = _from_trainer()
     load_state_dict = _from_trainer()
-    preempt = _from_trainer()
     save_checkpoint = _from_trainer()
     skip_step = _from_trainer()
     start_over = _from_trainer()
@@ -468,6 +471,12 @@ class ForeignRun(TrainingRun):
             raise self._host.missing("run.save_now")
         self._ask_for("save", reason)
 
+    def preempt(self, reason: str = "requested") -> None:
+        """Ask the trainer to save and stop at the end of a step, where it can save."""
+        if not self._host.can_save:
+            raise self._host.missing("run.preempt")
+        self.votes.ask("preempt", reason)
+
     def _ask_for(self, kind: str, reason: str) -> None:
         self.votes.ask(kind, reason)
         if collectives.world_size() == 1:
@@ -476,6 +485,10 @@ class ForeignRun(TrainingRun):
     def agree(self) -> None:
         """Collective: let the trainers of all ranks do what any rank has asked for."""
         agreed = self.votes.agree()
+        if "preempt" in agreed:
+            self.preempted = True
+            self._host.save_last()
+            agreed = {"stop": agreed["preempt"], **agreed}
         if "save" in agreed:
             self._host.save_now(agreed["save"][0])
         if "stop" in agreed:

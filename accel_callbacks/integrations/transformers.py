@@ -73,7 +73,7 @@ class TrainerEvents:
     def __init__(self, hosted: HostedCallback) -> None:
         self.accel_callback = hosted.callback
         self._hosted = hosted
-        self._evaluating = self._epoch_ends = False
+        self._evaluating = self._epoch_ends = self._told_preempted = False
         self._eval_batches = 0
         self._saved_into = ""  # the name of the checkpoint that has the callback's state already
 
@@ -89,7 +89,7 @@ class TrainerEvents:
         """Fire ``setup``, restore the state if training resumes, and fire the start hooks."""
         hosted = self._bind(args, state, control, given)
         hosted.run.begin()
-        self._evaluating = self._epoch_ends = False
+        self._evaluating = self._epoch_ends = self._told_preempted = False
         host: Any = hosted.host
         host.begin_epoch()
         folder = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
@@ -108,6 +108,8 @@ class TrainerEvents:
         hosted.fire("on_train_end")
         hosted.fire("on_fit_end")
         hosted.fire("teardown", "fit")
+        if hosted.run.preempted and hosted.run.exit_code is not None:
+            raise SystemExit(hosted.run.exit_code)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Fire ``on_train_epoch_start``, after the end hooks of the epoch before."""
@@ -124,6 +126,10 @@ class TrainerEvents:
         hosted = self._bind(args, state, control, given)
         self._end_evaluation(hosted)
         self._epoch_ends = True
+        host: Any = hosted.host
+        if hosted.run.preempted and not host.is_last_batch:
+            # In the middle of an epoch all is saved, and the time is short.
+            control.should_evaluate = control.should_save = False
         if control.should_evaluate:
             self._begin_evaluation(hosted)
         else:
@@ -223,6 +229,9 @@ class TrainerEvents:
             self.save_into(folder, state)
         self._saved_into = ""
         hosted.fire("on_checkpoint_saved", folder)
+        if hosted.run.preempted and not self._told_preempted:
+            self._told_preempted = True
+            hosted.fire("on_preempt", hosted.run.stop_reason)
 
     def save_into(self, folder: str, state: Any) -> None:
         """Save the callback's state into a checkpoint, before ``on_save`` where that is too late.
@@ -347,6 +356,13 @@ class TransformersHost(ForeignHost):
     def save_now(self, reason: str) -> None:
         """Set ``control.should_save``, for after this step."""
         self._control.should_save = True
+
+    def save_last(self) -> None:
+        """Set it, also where an evaluation that follows would decide whether to save."""
+        strategy = self._args.save_strategy
+        if strategy == "best":
+            self._args.save_strategy = type(strategy)("steps")
+        self.save_now("preempt")
 
     def accumulate(self, batches: int) -> None:
         """Set the argument; the Trainer reads it again at the next epoch."""

@@ -11,40 +11,62 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 from transformers.trainer_utils import get_last_checkpoint
 
 import checkpoint_io.folder.sealed as sealed
+from accel_callbacks import collectives
+from accel_callbacks.callbacks import EMA
+from accel_callbacks.callbacks.adapters import to_transformers
 from accel_callbacks.compat import trainer as amended
 
 WORDS, LENGTH = 32, 8
 
 
-def train(folder: Path, resume: bool | str | None = None, size: int = 2) -> str:
-    """Return the digest of the weights of six steps an epoch, saved at each second."""
+def train(
+    folder: Path,
+    resume: bool | str | None = None,
+    size: int = 2,
+    callbacks: Sequence[TrainerCallback] = (),
+    **options: Any,
+) -> str:
+    """Return the digest of weights and their average; an epoch has six steps."""
     set_seed(0)
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(0, WORDS, (12, LENGTH), generator=generator)
     rows = [{"input_ids": row, "labels": row} for row in tokens]
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": LENGTH}
     model = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, bos_token_id=0, eos_token_id=0, **sizes))
-    arguments = TrainingArguments(
-        output_dir=str(folder), use_cpu=True, disable_tqdm=True, report_to=[], logging_steps=4,
-        per_device_train_batch_size=size, num_train_epochs=2, learning_rate=1e-2,
-        save_strategy="steps", save_steps=2, save_total_limit=2, eval_strategy="steps",
-        eval_steps=4, load_best_model_at_end=False, metric_for_best_model="loss",
-    )  # fmt: skip
+    common: dict[str, Any] = {
+        **{"use_cpu": True, "disable_tqdm": True, "report_to": [], "logging_steps": 4},
+        **{"per_device_train_batch_size": size, "num_train_epochs": 2, "learning_rate": 1e-2},
+        **{"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2},
+        **{"eval_strategy": "steps", "eval_steps": 4, "metric_for_best_model": "loss"},
+    }
+    arguments = TrainingArguments(output_dir=str(folder), **(common | options))
     trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:3])
+    average = EMA(0.9)
+    for callback in (to_transformers(average, trainer=trainer), *callbacks):
+        trainer.add_callback(callback)
     trainer.train(resume_from_checkpoint=resume)
     best = trainer.state.best_model_checkpoint
     assert size != 2 or Path(best or "").parent == folder, best
     digest = hashlib.sha256()
-    for _, tensor in sorted(model.state_dict().items()):
+    averages = collectives.tensors_in(average.state_dict())
+    assert len(averages) > 10
+    for tensor in (*model.state_dict().values(), *averages):
         digest.update(tensor.detach().numpy().tobytes())
     return digest.hexdigest()
 
@@ -56,7 +78,7 @@ def in_fork(work: Callable[[], Any]) -> Any:
     if pid == 0:
         try:
             outcome: Any = work()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             outcome = f"{type(error).__name__}: {error}"
         os.write(writing, json.dumps(outcome).encode())
         os._exit(0)
@@ -98,8 +120,8 @@ MOMENTS = {
 }
 
 
-def resumed(folder: Path) -> str:
-    return train(folder, get_last_checkpoint(folder))
+def resumed(folder: Path, **options: Any) -> str:
+    return train(folder, get_last_checkpoint(folder), **options)
 
 
 def damaged(folder: Path) -> dict[str, Any]:
@@ -135,6 +157,22 @@ def replaced(folder: Path) -> str:
     return str(in_fork(lambda: resumed(folder)))
 
 
+class Terminated(TrainerCallback):
+    """Sends this process a signal at the end of a step that the Trainer does not save at."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        if state.global_step == 5:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def terminated(folder: Path, **options: Any) -> dict[str, Any]:
+    """Return what comes of a signal, and of a resume after it."""
+    stopped = in_fork(lambda: train(folder, callbacks=[Terminated()], **options))
+    newest = max(int(path.name.partition("-")[2]) for path in folder.glob("checkpoint-*"))
+    ended = in_fork(lambda: resumed(folder, **options))
+    return {"stopped": stopped, "newest": newest, "resumed": ended}
+
+
 def main() -> None:
     base = Path(sys.argv[1])
     say = lambda name, outcome: print(json.dumps([name, outcome]), flush=True)  # noqa: E731
@@ -152,6 +190,10 @@ def main() -> None:
         left = sorted(path.name for path in folder.iterdir())
         assert left == ["checkpoint-10", "checkpoint-12"], left
     say("its name is taken", replaced(base / "taken"))
+    say("terminated", terminated(base / "terminated"))
+    best = {"save_strategy": "best", "eval_steps": 5}
+    say("best", terminated(base / "best", **best))
+    say("best unbroken", in_fork(lambda: train(base / "best unbroken", **best)))
     say("damaged", damaged(base / "unbroken"))
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,9 @@ def test_a_kill_at_any_moment_of_a_save_changes_no_weight(tmp_path):
     said = run("-m", "accel_callbacks.as_accelerate", str(script), str(tmp_path))
     outcomes = dict(json.loads(line) for line in said.splitlines() if line.startswith('["'))
     unbroken, damage = outcomes.pop("unbroken"), outcomes.pop("damaged")
+    for name, weights in (("terminated", unbroken), ("best", outcomes.pop("best unbroken"))):
+        outcome = outcomes.pop(name)
+        assert outcome == {"stopped": "SystemExit: 75", "newest": 5, "resumed": weights}
     assert len(outcomes) == 8
     assert set(outcomes.values()) == {unbroken}
     assert damage["newest"] == unbroken
@@ -44,6 +49,28 @@ def test_a_kill_at_any_moment_of_a_save_changes_no_weight(tmp_path):
         "checkpoint-12 is not resumed from: the bytes of optimizer.pt are not those that were "
         f"sealed; resume from {tmp_path / 'unbroken' / 'checkpoint-10'}."
     )
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+@pytest.mark.timeout(240)
+def test_a_signal_to_the_launcher_stops_both_processes_at_one_step(tmp_path):
+    pytest.importorskip("transformers")
+    words = [sys.executable, "-m", "accel_callbacks.cli", "launch", "--as_accelerate", "--cpu"]
+    words += ["--num_processes=2", str(ROOT / "scripts" / "wedge_trainer.py"), str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    progress = tmp_path / "progress"
+    progress.touch()
+    with subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True) as launcher:
+        while progress.stat().st_size < 5 and launcher.poll() is None:
+            time.sleep(0.01)
+        launcher.send_signal(signal.SIGTERM)
+        said = launcher.communicate()[1]
+    assert launcher.returncode == 128 + signal.SIGTERM, said  # as launchers end
+    newest = newest_whole(tmp_path / "run")
+    assert newest is not None
+    assert newest.endswith(f"checkpoint-{progress.stat().st_size}")
+    assert not (tmp_path / "weights").exists()
 
 
 @pytest.mark.distributed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from accel_callbacks.callbacks import (
     EarlyStopping,
     GradientNorm,
     LearningRateMonitor,
+    Preemption,
     ProgressBar,
     Timer,
 )
@@ -215,6 +217,26 @@ def test_those_that_need_our_saves_are_refused() -> None:
 class Backward(Callback):
     def on_after_backward(self, run: Any, model: Any) -> None:
         """Never."""
+
+
+class Terminated(Callback):
+    def on_after_optimizer_step(self, run: Any, model: Any, optimizer: Any) -> None:
+        if run.global_step == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+
+class EvaluatesNever(Callback):
+    def on_validation_batch_end(self, run: Any, model: Any, o: Any, b: Any, i: int) -> None:
+        raise AssertionError("the epoch is not over")
+
+
+def test_a_signal_saves_and_ends_the_script(tmp_path: Path) -> None:
+    saved: list[list[str]] = []
+    preemption = Preemption(requeue=lambda run: saved.append([*map(str, tmp_path.iterdir())]))
+    with pytest.raises(SystemExit, match="75"):
+        train([Terminated(), EvaluatesNever(), preemption], tmp_path, 9)
+    assert saved == [[str(tmp_path / "checkpoint-2")]]  # in the middle of the first epoch
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_hooks_without_a_place_are_warned_about() -> None:

@@ -1,0 +1,69 @@
+"""Train a small GPT-2 by the Trainer of transformers, resuming from its newest checkpoint.
+
+Usage: wedge_trainer.py FOLDER; nothing in it is written for a library that stands in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+WORDS, LENGTH, SAMPLES = 64, 8, 96
+
+
+class Progress(TrainerCallback):
+    """Appends a byte to a file at each step, by which the moment of a kill is chosen."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        if state.is_world_process_zero:
+            with self._path.open("a") as file:
+                file.write(".")
+
+
+def samples() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, WORDS, (SAMPLES, LENGTH), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    set_seed(0)
+    sizes = {"n_embd": 192, "n_layer": 3, "n_head": 4, "n_positions": LENGTH}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, bos_token_id=0, eos_token_id=0, **sizes))
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    arguments = TrainingArguments(
+        output_dir=str(folder / "run"), use_cpu=True, disable_tqdm=True, report_to=[],
+        per_device_train_batch_size=4 // processes, num_train_epochs=2, learning_rate=1e-3,
+        save_strategy="steps", save_steps=2, save_total_limit=3, logging_steps=5,
+    )  # fmt: skip
+    callbacks = [Progress(folder / "progress")]
+    trainer = Trainer(model, arguments, train_dataset=samples(), callbacks=callbacks)
+    newest = get_last_checkpoint(folder / "run") if (folder / "run").exists() else None
+    trainer.train(resume_from_checkpoint=newest)
+    if trainer.is_world_process_zero():
+        digest = hashlib.sha256()
+        for _, tensor in sorted(model.state_dict().items()):
+            digest.update(tensor.detach().numpy().tobytes())
+        (folder / "weights").write_text(digest.hexdigest())
+
+
+if __name__ == "__main__":
+    main()
