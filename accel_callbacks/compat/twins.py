@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from accel_callbacks import accelerator, collectives, scheduler, state
 from accel_callbacks.compat import checkpoints
+from accel_callbacks.compat.beside import remove_leftovers, save_beside
 from accel_callbacks.compat.helpers import get_sampler
 from accel_callbacks.compat.stand_in import StandIn
 from accel_callbacks.data import config, dispatch, loader, skip
@@ -23,6 +24,7 @@ from accel_callbacks.data.device import device_feed
 from accel_callbacks.data.prepare import prepare_loader
 from accel_callbacks.data.sources import Setting
 from accel_callbacks.distributed.topology import destroy_topology, is_initialized
+from accel_callbacks.local_files import local_path
 from accel_callbacks.optimizer import AcceleratedOptimizer as _AcceleratedOptimizer
 
 __all__ = [
@@ -189,6 +191,10 @@ class Accelerator(accelerator.Accelerator):
         super().__init__(**options)
         global _newest
         _newest = weakref.ref(self)
+        if self.is_main_process:
+            # Where scripts list what there is to resume from.
+            places = (".", self.project_configuration.root)
+            remove_leftovers(filter(None, map(local_path, places)))
 
     def prepare_data_loader(
         self,
@@ -219,6 +225,28 @@ class Accelerator(accelerator.Accelerator):
                 input_data, loader, self.strategy.data_rank, self.strategy.data_world
             )
         return super().gather_for_metrics(input_data, use_gather_object)
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        **options: Any,
+    ) -> str:
+        """Save the whole training state; a new folder gets its name when it is whole.
+
+        Args:
+            output_dir: folder of the state, or a URL; numbered in the project if None.
+            safe_serialization: always on.
+            **options: as of :meth:`accel_callbacks.Accelerator.save_state`.
+        """
+
+        def save(place: str) -> str:
+            return super(Accelerator, self).save_state(place, safe_serialization, **options)
+
+        # Callbacks are told of a place, and a save in the background returns before its end.
+        if output_dir is None or options.get("async_save") or self.callbacks:
+            return super().save_state(output_dir, safe_serialization, **options)
+        return save_beside(output_dir, save)
 
     def load_state(
         self,

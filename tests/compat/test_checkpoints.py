@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import sys
 
 import numpy as np
 import pytest
@@ -13,6 +16,8 @@ from torch.utils.data import DataLoader
 from accel_callbacks import ResumeError
 from accel_callbacks.compat.names import resolve
 from checkpoint_io import CorruptCheckpointError
+from checkpoint_io.storage.local import folder_lock
+from tests.support import warm
 
 
 def name(key: str):
@@ -109,3 +114,42 @@ def test_a_seed_of_the_data_is_that_of_the_seedable_sampler_alone():
     accelerator = name("Accelerator")(cpu=True, dataloader_config=options)
     torch.manual_seed(3)
     assert [batch.tolist() for batch in accelerator.prepare(loader)] == plain
+
+
+KILLED = """
+import os, signal, sys
+import torch
+from accel_callbacks.compat import beside
+from accel_callbacks.compat.names import resolve
+from checkpoint_io.storage import local
+
+accelerator = resolve("accelerate", "Accelerator")(cpu=True)
+accelerator.prepare(torch.nn.Linear(1, 1))
+assert accelerator.save_state("step_1") == "step_1"
+where = {"manifest": local, "name": beside}[sys.argv[1]]
+where.replace = lambda old, new: os.kill(os.getpid(), signal.SIGKILL)
+accelerator.save_state("step_2")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+@pytest.mark.parametrize("moment", ["manifest", "name"])
+def test_a_listing_never_has_half_a_state(moment, tmp_path, monkeypatch):
+    killed = warm.run([sys.executable, "-c", KILLED, moment], cwd=tmp_path, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert sorted(os.listdir(tmp_path)) == ["_saving-step_2", "step_1"]
+    monkeypatch.chdir(tmp_path)
+    with folder_lock(str(tmp_path / "_saving-step_2")):  # another process saves there
+        name("Accelerator")(cpu=True)
+        assert sorted(os.listdir(tmp_path)) == ["_saving-step_2", "step_1"]
+    accelerator = name("Accelerator")(cpu=True)
+    assert os.listdir(tmp_path) == ["step_1"]
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    accelerator.load_state("step_1")
+    with torch.no_grad():
+        model.weight.fill_(3.0)
+    assert accelerator.save_state(tmp_path / "step_2") == str(tmp_path / "step_2")
+    assert accelerator.save_state("step_1") == "step_1"  # one that there is, in place
+    accelerator.load_state(tmp_path / "step_1")
+    assert model.weight.item() == 3.0
+    assert sorted(os.listdir(tmp_path)) == ["step_1", "step_2"]

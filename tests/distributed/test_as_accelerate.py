@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from accel_callbacks import PartialState
 from accel_callbacks.compat.models import copy_tensor_to_devices, prepare_pippy
+from accel_callbacks.compat.twins import Accelerator
 
 pytestmark = pytest.mark.distributed
 
@@ -38,3 +41,24 @@ def test_a_pipeline_for_inference_returns_what_the_model_does(pool):
 def test_a_tensor_of_one_process_is_copied_to_all(pool):
     text = "copy_tensor_to_devices: no process has a tensor; pass it on one."
     assert pool.run(copied) == [([0, 1, 2], text)] * 2
+
+
+def saved(folder):
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    paths = [accelerator.save_state(f"{folder}/step_1") for _ in range(2)]  # new, and in place
+    accelerator.load_state(paths[0])
+    try:
+        accelerator.save_state(f"{folder}/file/step_2")
+    except Exception as error:
+        paths.append(type(error).__name__)
+    accelerator.end_training()
+    return [path.removeprefix(str(folder)) for path in paths]
+
+
+def test_a_new_state_gets_its_name_from_one_process(pool, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    first, second = pool.run(saved, tmp_path)
+    assert first[:2] == second[:2] == ["/step_1", "/step_1"]
+    assert len(first) == len(second) == 3
+    assert sorted(os.listdir(tmp_path)) == ["file", "step_1"]
