@@ -9,7 +9,7 @@ import torch
 
 from accel_callbacks.errors import nearest
 from accel_callbacks.offload.budgets import Device, get_max_memory
-from accel_callbacks.offload.planner import Plan, PlanError, offloaded_bytes, plan
+from accel_callbacks.offload.planner import POLICIES, Plan, PlanError, offloaded_bytes, plan
 from accel_callbacks.offload.sizes import (
     AnyDtype,
     class_names,
@@ -32,6 +32,7 @@ __all__ = [
     "get_balanced_memory",
     "get_module_size_with_ties",
     "infer_auto_device_map",
+    "planned_device_map",
 ]
 
 _STORES = ("cpu", "disk")
@@ -84,6 +85,45 @@ def infer_auto_device_map(
         print(found.table(every_unit=True))
     device_map = dict(found.device_map)
     return clean_device_map(device_map) if clean_result else device_map
+
+
+def planned_device_map(
+    model: torch.nn.Module,
+    policy: str,
+    max_memory: _Memory | None = None,
+    no_split_module_classes: Collection[str] | str | None = None,
+    dtype: AnyDtype | None = None,
+    offload_buffers: bool = False,
+    special_dtypes: Mapping[str, AnyDtype] | None = None,
+) -> dict[str, Device]:
+    """Return the device map of a model by a policy, as arguments ``device_map=`` name it.
+
+    Args:
+        model: also one on the meta device.
+        policy: ``"auto"`` or ``"balanced"``, ``"balanced_low_0"`` or ``"sequential"``.
+        max_memory: see :func:`infer_auto_device_map`, as the others.
+        no_split_module_classes: the same.
+        dtype: the same.
+        offload_buffers: the same.
+        special_dtypes: the same.
+
+    Raises:
+        ValueError: it is no policy.
+    """
+    if policy not in POLICIES:
+        raise ValueError(
+            f"device_map={policy!r} is no policy: use {', '.join(map(repr, sorted(POLICIES)))}, or "
+            'a mapping such as {"": "cpu"}.'
+        )
+    classes = no_split_module_classes
+    if policy != "sequential":
+        low_zero = policy == "balanced_low_0"
+        max_memory = get_balanced_memory(
+            model, max_memory, classes, dtype, special_dtypes, low_zero=low_zero
+        )
+    return infer_auto_device_map(
+        model, max_memory, classes, dtype, special_dtypes, offload_buffers=offload_buffers
+    )
 
 
 def _fitted(weights: Weights, memory: Mapping[Device, int], offload_buffers: bool) -> Plan:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -20,10 +20,12 @@ from accel_callbacks.offload.assignment import (
     assign_all,
 )
 from accel_callbacks.offload.checkpoint_weights import load_spread
+from accel_callbacks.offload.device_map import planned_device_map
 from accel_callbacks.offload.folder import Index, stored_in_index
 from accel_callbacks.offload.origins import Origin, Origins, detach
 from accel_callbacks.offload.placeholder import AbsentWeight
 from accel_callbacks.offload.residence import DEFAULTS, Offload, OffloadOptions, attach
+from accel_callbacks.offload.sizes import class_names
 from accel_callbacks.offload.source import Stored, StoredWeights
 from accel_callbacks.offload.spill import spill
 from accel_callbacks.offload.units import blocks_of, cut_units
@@ -34,7 +36,6 @@ __all__ = ["cpu_offload", "disk_offload", "dispatch_model", "load_checkpoint_and
 
 Path = str | os.PathLike[str]
 Model = TypeVar("Model", bound=torch.nn.Module)
-_POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def load_checkpoint_and_dispatch(
@@ -114,7 +115,7 @@ def load_checkpoint_and_dispatch(
         True
     """
     if isinstance(device_map, str):
-        device_map = _planned(
+        device_map = planned_device_map(
             original(model), device_map, max_memory, no_split_module_classes, dtype, offload_buffers
         )
     if device_map is None or broadcast_from_rank0:
@@ -144,56 +145,19 @@ def load_checkpoint_and_dispatch(
         )
     if device_map is None:
         return model
-    whole = [*_listed_classes(no_split_module_classes), *_listed_classes(preload_module_classes)]
     return dispatch_model(
         model,
         device_map,
         offload_dir=offload_folder,
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
-        preload_module_classes=whole,
+        preload_module_classes=list(
+            class_names(no_split_module_classes) | class_names(preload_module_classes)
+        ),
         force_hooks=force_hooks,
         keep_trainable=keep_trainable,
         options=options,
     )
-
-
-def _listed_classes(names: Iterable[str] | str | None) -> list[str]:
-    return [names] if isinstance(names, str) else list(names or ())
-
-
-def _planned(
-    model: torch.nn.Module,
-    policy: str,
-    max_memory: Any,
-    no_split: Any,
-    dtype: str | torch.dtype | None,
-    offload_buffers: bool,
-) -> Mapping[str, Place]:
-    """Return the device map by a policy."""
-    if policy not in _POLICIES:
-        raise ValueError(
-            f"device_map={policy!r} is no policy: use {', '.join(map(repr, _POLICIES))}, or a "
-            'mapping such as {"": "cpu"}.'
-        )
-    from accel_callbacks.offload.device_map import get_balanced_memory, infer_auto_device_map
-
-    if policy != "sequential":
-        max_memory = get_balanced_memory(
-            model,
-            max_memory=max_memory,
-            no_split_module_classes=no_split,
-            dtype=dtype,
-            low_zero=policy == "balanced_low_0",
-        )
-    found: Mapping[str, Place] = infer_auto_device_map(
-        model,
-        max_memory=max_memory,
-        no_split_module_classes=no_split,
-        dtype=dtype,
-        offload_buffers=offload_buffers,
-    )
-    return found
 
 
 def dispatch_model(
@@ -258,30 +222,32 @@ def dispatch_model(
     inner = original(model)
     assignment = assign(inner, device_map, main_device, offload_buffers, keep_trainable)
     given = None if offload_index is None else stored_in_index(offload_index, offload_dir)
-    known = Origins(inner, assignment.weights, given, offload_dir)
-    resident = not assignment.held and not assignment.on_disk
-    absent = any(known.is_absent(one) for one in assignment.weights)
-    if resident and not assignment.several and not force_hooks and not absent:
+    origins = Origins(inner, assignment.weights, given, offload_dir)
+    is_hooked = assignment.several or force_hooks
+    is_resident = not assignment.held and not assignment.on_disk
+    if is_resident and not is_hooked and not any(map(origins.is_absent, assignment.weights)):
         _release(inner)
-        device = assignment.weights[0].device if assignment.weights else assignment.main
-        model.to(device)
+        model.to(assignment.weights[0].device if assignment.weights else assignment.main)
     else:
-        hooked = assignment.several or force_hooks
         _spread(
-            inner,
-            assignment,
-            known,
-            lambda weights: _spilled(weights, offload_dir),
-            state_dict,
-            preload_module_classes,
-            options,
+            inner, assignment, origins, offload_dir, state_dict, preload_module_classes, options
         )
-        if hooked:
-            align(inner, assignment, skip_keys)
-            guard_moves(inner)
-            put_views(inner, assignment.main, offload_buffers)
+        if is_hooked:
+            _hook(inner, assignment, offload_buffers, skip_keys)
     vars(inner)["hf_device_map"] = dict(device_map)
     return model
+
+
+def _hook(
+    model: torch.nn.Module,
+    assignment: Assignment,
+    offload_buffers: bool,
+    skip_keys: str | Sequence[str] | None = None,
+) -> None:
+    """Let inputs go to where modules run, and show others how the model is served."""
+    align(model, assignment, skip_keys)
+    guard_moves(model)
+    put_views(model, assignment.main, offload_buffers)
 
 
 def cpu_offload(
@@ -401,19 +367,9 @@ def _offload_all(
     inner = original(model)
     device = _device_of(inner) if execution_device is None else as_device(execution_device)
     assignment = assign_all(inner, place, device, offload_buffers, keep_trainable)
-    known = Origins(inner, assignment.weights, None, folder)
-    _spread(
-        inner,
-        assignment,
-        known,
-        lambda weights: _spilled(weights, folder),
-        state_dict,
-        block_classes,
-        options,
-    )
-    align(inner, assignment)
-    guard_moves(inner)
-    put_views(inner, device, offload_buffers)
+    origins = Origins(inner, assignment.weights, None, folder)
+    _spread(inner, assignment, origins, folder, state_dict, block_classes, options)
+    _hook(inner, assignment, offload_buffers)
     return model
 
 
@@ -427,31 +383,67 @@ def _device_of(model: torch.nn.Module) -> torch.device:
 def _spread(
     model: torch.nn.Module,
     assignment: Assignment,
-    known: Origins,
-    write: Callable[[Mapping[str, torch.Tensor]], Mapping[str, Stored]],
+    origins: Origins,
+    folder: Path | None,
     state_dict: Mapping[str, torch.Tensor] | None,
     block_classes: Collection[str] | None,
     options: OffloadOptions,
 ) -> None:
     """Bring all weights to where they go; everything is checked before anything changes."""
-    found: dict[str, Origin] = {}
+    known, skipped = _checked_origins(assignment, origins, state_dict or {})
+    on_disk = [a.weight for a in assignment.on_disk if a.weight.name not in skipped]
+    held = [a.weight for a in assignment.held if a.weight.name not in skipped]
+    fresh = {
+        weight.name: _as_tensor(known.get(weight.name, weight.tensor))
+        for weight in on_disk
+        if not isinstance(known.get(weight.name), Stored)
+    }
+    written = _spilled(fresh, folder) if fresh else {}
+    _release(model)
+    with torch.no_grad():
+        for assigned in assignment.resident:
+            weight = assigned.weight
+            if weight.name not in skipped:
+                _place(weight, assigned.device, known.get(weight.name))
+        values = {
+            name: value
+            for weight in held
+            for value in [_on_host(weight.tensor, known.get(weight.name))]
+            for name in weight.names
+        }
+    stored: dict[str, Stored] = {}
+    for weight in on_disk:
+        origin = written.get(weight.name) or known[weight.name]
+        assert isinstance(origin, Stored)
+        stored.update(dict.fromkeys(weight.names, origin))
+    if stored or values:
+        is_offloaded = {*stored, *values}.__contains__
+        units = cut_units(model, is_offloaded, blocks_of(model, block_classes))
+        offload = Offload(units, assignment.main, StoredWeights.of(stored), values, options)
+        attach(model, offload, units)
+
+
+def _checked_origins(
+    assignment: Assignment, origins: Origins, state_dict: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, Origin], set[str]]:
+    """Return where values are that are not in the model, and which weights are nowhere.
+
+    Raises:
+        ValueError: values are of another model, or a weight of the model is lost.
+    """
+    known: dict[str, Origin] = {}
     skipped: set[str] = set()
     lost: list[str] = []
-    for one in assignment.weights:
-        weight = one.weight
-        origin = known.of(one)
-        if origin is None and one.place == "host":
-            origin = (
-                next((state_dict[n] for n in weight.names if n in state_dict), None)
-                if (state_dict)
-                else None
-            )
+    for assigned in assignment.weights:
+        weight, origin = assigned.weight, origins.of(assigned)
+        if origin is None and assigned.place == "host":
+            origin = next((state_dict[name] for name in weight.names if name in state_dict), None)
         if origin is not None:
             _check(weight, origin)
-            found[weight.name] = origin
+            known[weight.name] = origin
         elif isinstance(weight.tensor, AbsentWeight):
             skipped.add(weight.name)  # it speaks for itself
-        elif known.is_absent(one):
+        elif origins.is_absent(assigned):
             lost.append(weight.name)
     if lost:
         raise ValueError(
@@ -460,35 +452,7 @@ def _spread(
             "(Of buffers that no checkpoint has, build the model in init_empty_weights(), which "
             "leaves them their values.)"
         )
-    on_disk = [one for one in assignment.on_disk if one.weight.name not in skipped]
-    held = [one for one in assignment.held if one.weight.name not in skipped]
-    fresh = {
-        one.weight.name: one.weight.tensor.detach()
-        if one.weight.name not in found
-        else _as_tensor(found[one.weight.name])
-        for one in on_disk
-        if not isinstance(found.get(one.weight.name), Stored)
-    }
-    written = write(fresh) if fresh else {}
-    _release(model)
-    with torch.no_grad():
-        for one in assignment.resident:
-            if one.weight.name not in skipped:
-                _place(one.weight, one.device, found.get(one.weight.name))
-        values = {
-            one.weight.name: _on_host(one.weight.tensor, found.get(one.weight.name)) for one in held
-        }
-    stored: dict[str, Stored] = {}
-    for one in on_disk:
-        origin = written.get(one.weight.name) or found[one.weight.name]
-        assert isinstance(origin, Stored)
-        stored.update(dict.fromkeys(one.weight.names, origin))
-    if stored or values:
-        names = {name for one in (*held, *on_disk) for name in one.weight.names}
-        units = cut_units(model, names.__contains__, blocks_of(model, block_classes))
-        kept = {name: values[one.weight.name] for one in held for name in one.weight.names}
-        offload = Offload(units, assignment.main, StoredWeights.of(stored), kept, options)
-        attach(model, offload, units)
+    return known, skipped
 
 
 def _release(model: torch.nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -11,8 +11,11 @@ import torch
 
 from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.distributed.topology import own_accelerator
+from accel_callbacks.offload.assignment import weights_of
 from accel_callbacks.offload.sizes import CustomDtype, find_tied_parameters
+from accel_callbacks.offload.slots import Slot
 from accel_callbacks.offload.tensors import Device, as_device, is_absent
+from accel_callbacks.offload.units import place_of
 from accel_callbacks.utils.text import listed
 from accel_callbacks.warning import warn
 
@@ -176,13 +179,9 @@ def load_and_quantize_model(
     marks.is_loaded_in_4bit = bnb_quantization_config.load_in_4bit
     marks.is_loaded_in_8bit = bnb_quantization_config.load_in_8bit
     if len(set(map(str, devices.values()))) > 1 or "disk" in devices.values():
-        import importlib
+        from accel_callbacks.offload.dispatch import dispatch_model
 
-        dispatch = importlib.import_module("accel_callbacks.offload.dispatch")
-        dispatched: _Model = dispatch.dispatch_model(
-            model, device_map=devices, offload_dir=offload_folder
-        )
-        return dispatched
+        return dispatch_model(model, device_map=devices, offload_dir=offload_folder)
     marks.hf_device_map = dict(devices)
     return model
 
@@ -363,26 +362,18 @@ def _planned(
     """Return devices by the names of modules; None for the default device."""
     if device_map is None or isinstance(device_map, Mapping):
         return None if device_map is None else dict(device_map)
-    policies = ("auto", "balanced", "balanced_low_0", "sequential")
-    if device_map not in policies:
-        raise ValueError(f"device_map={device_map!r} is none of {policies}, and no dict.")
-    import importlib
-
-    maps = importlib.import_module("accel_callbacks.offload.device_map")
     special = {
-        name: rule.dtype_of(name, one.dtype)
-        for name, one in model.named_parameters()
+        name: rule.dtype_of(name, parameter.dtype)
+        for name, parameter in model.named_parameters()
         if _is_in(name, [*rule.skipped, *rule.in_fp32])
     }
-    options: dict[str, Any] = {
-        "special_dtypes": special,
-        "no_split_module_classes": classes,
-        "dtype": rule.config.target_dtype,
-    }
-    if device_map != "sequential":
-        low = device_map == "balanced_low_0"
-        max_memory = maps.get_balanced_memory(model, low_zero=low, max_memory=max_memory, **options)
-    return dict(maps.infer_auto_device_map(model, max_memory=max_memory, **options))
+    from accel_callbacks.offload.device_map import planned_device_map
+
+    return dict(
+        planned_device_map(
+            model, device_map, max_memory, classes, rule.config.target_dtype, special_dtypes=special
+        )
+    )
 
 
 def _load(
@@ -395,9 +386,6 @@ def _load(
 
     source = open_weights(location, 0, None)
     stored = {**{key: key for key in source.infos}, **source.tied}
-    before = [slots[key] for _, _, slots, key in _slots(model)]  # alive, so that ids are theirs
-    groups: dict[int, torch.Tensor] = {}
-    missing: list[str] = []
     progress = TransferProgress("loading", 0, enabled=False)
 
     def read(name: str) -> torch.Tensor:
@@ -407,74 +395,47 @@ def _load(
         source.read([(key, target)], progress)
         return target
 
-    for path, name, slots, key in _slots(model):
-        old = slots[key]
-        device = _device_for(name, devices)
-        if id(old) in groups:
-            slots[key] = groups[id(old)]
-        elif name in stored:
-            layer = model.get_submodule(path)
-            new = _made(layer, name, key, old, read, stored, rule, device)
+    missing: list[str] = []
+    for weight in weights_of(model):
+        name = next((name for name in weight.names if name in stored), None)
+        old = weight.tensor
+        if name is not None:
+            new = _made(Slot.of(model, name), name, old, read, stored, rule, devices)
             if old.shape != new.shape and not hasattr(new, "quant_state"):
                 raise CheckpointError(
                     f"{location}: {name} has shape {tuple(new.shape)}, and the model's "
                     f"{tuple(old.shape)}: these are weights of another model"
                 )
-            groups[id(old)] = slots[key] = new
+            weight.put(new)
         elif is_absent(old):
-            missing.append(name)
-        else:
-            slots[key] = old.to(device) if not isinstance(old, torch.nn.Parameter) else old
-    for _, _, slots, key in _slots(model):  # a tied one whose other name came later
-        slots[key] = groups.get(id(slots[key]), slots[key])
-    del before
-    if missing := [name for name in missing if is_absent(_tensor(model, name))]:
+            missing.append(weight.name)
+        elif not weight.is_parameter:
+            weight.put(old.to(_device_for(weight.name, devices)))
+    if missing:
         raise CheckpointError(
             f"{location} does not have {listed(missing, most=3)}, which {type(model).__name__} has"
         )
 
 
-def _slots(model: torch.nn.Module) -> Iterator[tuple[str, str, dict[str, Any], str]]:
-    """Yield path of the module, full name, dict and key of each parameter and buffer."""
-    for path, module in model.named_modules():
-        for slots in (module._parameters, module._buffers):
-            for key, tensor in list(slots.items()):
-                if tensor is not None:
-                    held: Any = slots
-                    yield path, f"{path}.{key}" if path else key, held, key
-
-
-def _tensor(model: torch.nn.Module, name: str) -> torch.Tensor:
-    path, _, key = name.rpartition(".")
-    owner = model.get_submodule(path)
-    found = owner._parameters.get(key)
-    tensor = owner._buffers[key] if found is None else found
-    assert tensor is not None
-    return tensor
-
-
 def _device_for(name: str, devices: Mapping[str, Device]) -> torch.device:
     """Return the device of the longest entry that a name is in; the CPU for what is on disk."""
-    while name not in devices and name:
-        name = name.rpartition(".")[0]
-    place = devices.get(name, "cpu")
-    return torch.device("cpu") if place == "disk" else as_device(place)
+    place = place_of(name, devices)
+    return torch.device("cpu") if place is None or place == "disk" else as_device(place)
 
 
 def _made(
-    layer: Any,
+    slot: Slot,
     name: str,
-    key: str,
     old: torch.Tensor,
     read: Callable[[str], torch.Tensor],
     stored: Mapping[str, str],
     rule: _Rule,
-    device: torch.device,
+    devices: Mapping[str, Device],
 ) -> torch.Tensor:
     """Return a parameter or buffer with its stored values."""
-    value = read(name)
+    value, device = read(name), _device_for(name, devices)
     kind = type(old).__name__
-    if key == "weight" and kind in ("Int8Params", "Params4bit"):
+    if slot.key == "weight" and kind in ("Int8Params", "Params4bit"):
         quantized: Any = type(old)
         made: torch.Tensor
         path = name.rpartition(".")[0]
@@ -485,14 +446,15 @@ def _made(
                 value, requires_grad=False, has_fp16_weights=False, CB=value, SCB=scales
             )
             return made
-        parts = {one.removeprefix(f"{name}."): one for one in stored if one.startswith(f"{name}.")}
+        prefix = f"{name}."
+        parts = {key.removeprefix(prefix): key for key in stored if key.startswith(prefix)}
         if kind == "Params4bit" and parts:
-            statistics = {short: read(one) for short, one in parts.items()}
-            made = quantized.from_prequantized(value, statistics, device=device, module=layer)
+            statistics = {short: read(key) for short, key in parts.items()}
+            made = quantized.from_prequantized(value, statistics, device=device, module=slot.module)
             return made
         if value.shape != old.shape:
             return value  # of another model, as the caller says
-        return _quantized(layer, value.to(rule.config.torch_dtype), device)
+        return _quantized(slot.module, value.to(rule.config.torch_dtype), device)
     value = value.to(device, rule.dtype_of(name, value.dtype))
     if isinstance(old, torch.nn.Parameter):
         return torch.nn.Parameter(value, old.requires_grad and value.is_floating_point())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
@@ -12,7 +13,9 @@ from accel_callbacks.offload.placeholder import AbsentWeight
 from accel_callbacks.offload.sizes import class_names
 from accel_callbacks.offload.slots import Slot
 
-__all__ = ["FetchUnit", "blocks_of", "cut_units"]
+__all__ = ["FetchUnit", "blocks_of", "cut_units", "place_of"]
+
+_Place = TypeVar("_Place")
 
 # Their forward uses the weights of modules in them without calling these.
 _WHOLE = (
@@ -129,7 +132,7 @@ def _own(module: torch.nn.Module) -> Iterator[tuple[str, Slot, torch.Tensor]]:
                 yield key, Slot(module, key, is_parameter), tensor
 
 
-def place_of(name: str, device_map: Mapping[str, object]) -> object:
+def place_of(name: str, device_map: Mapping[str, _Place]) -> _Place | None:
     """Return where a device map puts a tensor: by the longest of its prefixes.
 
     Example:
