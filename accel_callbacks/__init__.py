@@ -65,7 +65,7 @@ _HOME = {
     "broadcast_object_list": "collectives",
     "clear_device_cache": "memory",
     "cpu_offload": "offload.dispatch",
-    "cpu_offload_with_hook": "offload.whole_model",
+    "cpu_offload_with_hook": "offload.hooks",
     "debug_launcher": "launch.notebook",
     "disk_offload": "offload.dispatch",
     "dispatch_model": "offload.dispatch",
@@ -178,7 +178,7 @@ if TYPE_CHECKING:
     from accel_callbacks.offload.dispatch import (
         load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
     )
-    from accel_callbacks.offload.whole_model import cpu_offload_with_hook as cpu_offload_with_hook
+    from accel_callbacks.offload.hooks import cpu_offload_with_hook as cpu_offload_with_hook
     from accel_callbacks.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
     from accel_callbacks.plugins.base import KwargsHandler as KwargsHandler
     from accel_callbacks.plugins.compile import DynamoBackend as DynamoBackend

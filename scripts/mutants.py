@@ -316,7 +316,6 @@ offload
     accel_callbacks/offload/units.py
     accel_callbacks/offload/views.py
     accel_callbacks/offload/weights.py
-    accel_callbacks/offload/whole_model.py
     accel_callbacks/offload/window.py
     tests/accel_callbacks/offload/test_budgets.py
     tests/accel_callbacks/offload/test_casting.py

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -320,9 +320,8 @@ class Offload:
     def fetched(self, index: int, name: str) -> torch.Tensor:
         """Return a weight as a view of the window, which lasts as long as the view."""
         weight = self._contents[index].weights.get(name)
-        if weight is None:
-            return self.held[name]
-        return self.window.view(index, weight.of)
+        with torch._C._DisableFuncTorch():
+            return self.held[name] if weight is None else self.window.view(index, weight.of)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a weight where it is held, or as a view of its mapped file.
@@ -412,19 +411,6 @@ class _Progress:
     def __call__(self, count: int) -> None:
         if self.window is not None:
             self.window.progress(count)
-
-
-@dataclass(frozen=True)
-class _Fetch:
-    """Fetches one weight outside of its module."""
-
-    offload: Offload
-    unit: int
-    name: str
-
-    def __call__(self) -> torch.Tensor:
-        with torch._C._DisableFuncTorch():
-            return self.offload.fetched(self.unit, self.name)
 
 
 def _fit_page_cache(nbytes: int) -> bool:
@@ -635,7 +621,6 @@ class UnitHook:
         _skip_frames(UnitHook.call, UnitHook.run, UnitHook._end, _Compiled.__call__)
         self.module = module
         self.put_placeholders()
-        self._handles.append(_Handle(self))
         own = vars(module)
         own["_offload_hook"], own["_call_impl"], own["compile"] = self, self.call, self.compile
         if module._compiled_call_impl is not None:
@@ -644,14 +629,15 @@ class UnitHook:
         for owner in {id(slot.module): slot.module for slot in self.slots()}.values():
             _Guard.on(owner)
             register: Any = owner.register_state_dict_post_hook
-            self._handles.append(register(_StateHook(self)))
+            self._handles.append(register(_state_hook(_fill, self)))
             register = owner.register_load_state_dict_pre_hook
-            self._handles.append(register(_HeldToLoad(self)))
+            self._handles.append(register(_state_hook(_let_load, self)))
             register = owner.register_load_state_dict_post_hook
-            self._handles.append(register(_HeldLoaded(self)))
+            self._handles.append(register(_state_hook(_hold_loaded, self)))
 
     def detach(self) -> None:
         """Leave the module as it was; what is in its slots stays there."""
+        self.leave()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -676,7 +662,7 @@ class UnitHook:
                     was = slots[0].get()
                     assert was is not None
                     where = _IN_HOST_MEMORY if name in self.offload.held else ON_DISK
-                    fetch = _Fetch(self.offload, index, name)
+                    fetch = partial(Offload.fetched, self.offload, index, name)
                     unit.placeholders[name] = placeholder(
                         was, name, where, self.offload.device, fetch
                     )
@@ -731,16 +717,6 @@ class UnitHook:
         _function._torchdynamo_disable = True
         _function._torchdynamo_disable_msg = "offloaded weights are fetched"
     del _function
-
-
-@dataclass(frozen=True)
-class _Handle:
-    """Ends a hook's hold of calls, as the handles of torch's hooks do."""
-
-    hook: UnitHook
-
-    def remove(self) -> None:
-        self.hook.leave()
 
 
 class _Compiled:
@@ -831,66 +807,40 @@ def _absent_in(module: torch.nn.Module) -> Iterator[tuple[str, AbsentWeight]]:
                 yield name, one
 
 
-class _StateHook:
-    """Puts weights in place of the placeholders in a state dict.
-
-    Args:
-        hook: of the module that needs them.
-    """
-
-    #: Names and shapes of the state are those of the tensors.
-    leaves_names = True
-
-    def __init__(self, hook: UnitHook) -> None:
-        self._of = hook
-
-    def __call__(
-        self, module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any
-    ) -> None:
-        for name, slot in _slots_of(self._of, module):
-            value = state.get(prefix + slot.key)
-            if isinstance(value, AbsentWeight):
-                state[prefix + slot.key] = value.filled(self._of.offload.tensor(name))  # keep_vars
+def _state_hook(function: Callable[..., None], hook: UnitHook) -> Any:
+    """Return a hook of state dicts that copies and pickles with a module's hook."""
+    state_hook = partial(function, hook)
+    vars(state_hook)["leaves_names"] = True  # names and shapes of the state are the tensors'
+    return state_hook
 
 
-class _HeldToLoad:
-    """Lets ``load_state_dict`` write to the weights that are held in host memory.
-
-    Args:
-        hook: of the module that needs them.
-    """
-
-    def __init__(self, hook: UnitHook) -> None:
-        self._of = hook
-        self.leaves_names = True
-
-    def __call__(
-        self, module: torch.nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any
-    ) -> None:
-        for name, slot in _slots_of(self._of, module):
-            stands = slot.get()
-            if isinstance(stands, AbsentWeight) and prefix + slot.key in state:
-                slot.put(stands.filled(self._of.offload.writable(name)))
+def _fill(
+    hook: UnitHook, module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+) -> None:
+    """Put weights in place of the placeholders in a state dict."""
+    for name, slot in _slots_of(hook, module):
+        value = state.get(prefix + slot.key)
+        if isinstance(value, AbsentWeight):
+            state[prefix + slot.key] = value.filled(hook.offload.tensor(name))  # keep_vars
 
 
-class _HeldLoaded:
-    """Holds what ``load_state_dict`` has written, and puts back the placeholders.
+def _let_load(
+    hook: UnitHook, module: torch.nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any
+) -> None:
+    """Let ``load_state_dict`` write to the weights that are held in host memory."""
+    for name, slot in _slots_of(hook, module):
+        stands = slot.get()
+        if isinstance(stands, AbsentWeight) and prefix + slot.key in state:
+            slot.put(stands.filled(hook.offload.writable(name)))
 
-    Args:
-        hook: of the module that needs them.
-    """
 
-    leaves_names = True
-
-    def __init__(self, hook: UnitHook) -> None:
-        self._of = hook
-
-    def __call__(self, module: torch.nn.Module, incompatible: Any) -> None:
-        for name, slot in _slots_of(self._of, module):
-            loaded, stands = slot.get(), self._of.placeholder_of(name)
-            if loaded is not stands and loaded is not None and name in self._of.offload.held:
-                self._of.offload.hold(name, loaded, stands)
-                slot.put(stands)
+def _hold_loaded(hook: UnitHook, module: torch.nn.Module, incompatible: Any) -> None:
+    """Hold what ``load_state_dict`` has written, and put back the placeholders."""
+    for name, slot in _slots_of(hook, module):
+        loaded, stands = slot.get(), hook.placeholder_of(name)
+        if loaded is not stands and loaded is not None and name in hook.offload.held:
+            hook.offload.hold(name, loaded, stands)
+            slot.put(stands)
 
 
 def _slots_of(hook: UnitHook, module: torch.nn.Module) -> list[tuple[str, Slot]]:

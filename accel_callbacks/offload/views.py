@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel_callbacks.data.device import send_to_device
 from accel_callbacks.offload.align import AlignHook
 from accel_callbacks.offload.folder import PrefixedDataset, names_in
 from accel_callbacks.offload.hooks import AlignDevicesHook
@@ -58,7 +57,7 @@ class OffloadWeights(Mapping[str, torch.Tensor]):
     def index(self) -> dict[str, dict[str, Any]]:
         """Where those on disk are, as an index of Accelerate's tells it."""
         stored = self.offload.stored
-        found: dict[str, dict[str, Any]] = {}
+        index: dict[str, dict[str, Any]] = {}
         keys: dict[str, Mapping[int, str]] = {}
         for name, tensor in stored.tensors.items():
             if name in self.offload.held:
@@ -72,8 +71,8 @@ class OffloadWeights(Mapping[str, torch.Tensor]):
                     keys[tensor.path] = names_in(tensor.path)
                 entry["safetensors_file"] = tensor.path
                 entry["weight_name"] = keys[tensor.path].get(tensor.begin, name)
-            found[name] = entry
-        return found
+            index[name] = entry
+        return index
 
 
 class _OwnWeights(PrefixedDataset):
@@ -96,10 +95,10 @@ class _Dispatched:
 
     def end_unused(self) -> None:
         """Remove the hooks that have nothing to bring, and the guards when there is none left."""
-        unused = [one for one in self._hooks if not any(unit.slots for _, unit in one.units)]
+        unused = [hook for hook in self._hooks if not any(unit.slots for _, unit in hook.units)]
         for hook in unused:
             hook.detach()
-        self._hooks = [one for one in self._hooks if one not in unused]
+        self._hooks = [hook for hook in self._hooks if hook not in unused]
         if unused and not self._hooks:
             for module in self._model.modules():
                 if (guard := vars(module).get("_offload_guard")) is not None:
@@ -113,11 +112,10 @@ class _Served(NamedTuple):
     unit: FetchUnit
     name: str
 
-    def put(self, tensor: torch.Tensor, instead_of: torch.Tensor | None) -> None:
-        """Put a tensor where another one is."""
-        for slot in self.unit.slots[self.name]:
-            if slot.get() is instead_of:
-                slot.put(tensor)
+    @property
+    def slots(self) -> list[Slot]:
+        """Where the model has it."""
+        return self.unit.slots[self.name]
 
 
 class DispatchHook(AlignDevicesHook):
@@ -148,12 +146,11 @@ class DispatchHook(AlignDevicesHook):
         self._dispatched = dispatched
         self._served = dict(served)
         self._own_map: PrefixedDataset | None = None
-        for key, one in self._served.items():
+        for key, (offload, _, name) in self._served.items():
             if self._own_map is None:
-                prefix = one.name[: len(one.name) - len(key)]
-                self._own_map = _OwnWeights(OffloadWeights(one.offload), prefix)
-            held = one.name in one.offload.held
-            self.original_devices[key] = torch.device("cpu" if held else "meta")
+                prefix = name[: len(name) - len(key)]
+                self._own_map = _OwnWeights(OffloadWeights(offload), prefix)
+            self.original_devices[key] = torch.device("cpu" if name in offload.held else "meta")
         self.weights_map = self._own_map
 
     def _align(self) -> AlignHook | None:
@@ -191,26 +188,9 @@ class DispatchHook(AlignDevicesHook):
         """Return the module: it is served already."""
         return module
 
-    def pre_forward(self, module: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Bring the module's own weights; send the inputs to the execution device."""
-        if self.offload and module is self._module:
-            self._fetch(module)
-        if self.execution_device is None:
-            return args, kwargs
-        device = torch.device(self.execution_device)
-        return send_to_device(args, device), send_to_device(
-            kwargs, device, skip_keys=self.skip_keys
-        )
-
-    def post_forward(self, module: Any, output: Any) -> Any:
-        """Take the weights back."""
-        if self.offload and module is self._module:
-            self._drop(module)
-        return output
-
-    def forward_failed(self, module: Any) -> None:
-        """Take the weights back."""
-        self.post_forward(module, None)
+    def _fetch(self, module: Any) -> None:
+        if module is self._module:
+            super()._fetch(module)
 
     def _bring(self, module: Any) -> None:
         """Lend copies of the module's own weights to all that have them."""
@@ -220,12 +200,11 @@ class DispatchHook(AlignDevicesHook):
                 stands = _slot(module, key).get()
                 if isinstance(stands, AbsentWeight):
                     value = served.offload.tensor(served.name).to(device, copy=True)
-                    slots = served.unit.slots[served.name]
-                    self._lent.put(key, slots, stands.filled(value), stands)
+                    self._lent.put(key, served.slots, stands.filled(value), stands)
 
     def _drop(self, module: Any, of_all: bool = False) -> None:
         """Take the copies back; hold what was changed, and let stay what others have put there."""
-        if not self._lent.end(of_all):
+        if module is not self._module or not self._lent.end(of_all):
             return
         for loan in self._lent:
             served, tensor = self._served[loan.name], _slot(module, loan.name).get()
@@ -239,11 +218,13 @@ class DispatchHook(AlignDevicesHook):
 
     def _keep(self, key: str, tensor: torch.Tensor, instead_of: torch.Tensor) -> None:
         """Let a weight be resident."""
-        one = self._served.pop(key)
-        one.put(tensor, instead_of)
+        served = self._served.pop(key)
+        for slot in served.slots:
+            if slot.get() is instead_of:
+                slot.put(tensor)
         self.original_devices[key] = tensor.device
-        one.unit.slots.pop(one.name, None)
-        one.unit.placeholders.pop(one.name, None)
+        served.unit.slots.pop(served.name, None)
+        served.unit.placeholders.pop(served.name, None)
         self.offload = bool(self._served)
 
     def detach_hook(self, module: Any) -> Any:
@@ -251,15 +232,15 @@ class DispatchHook(AlignDevicesHook):
         if module is not self._module:
             return module
         self._drop(module, of_all=True)
-        for key, one in list(self._served.items()):
+        for key, (offload, _, name) in list(self._served.items()):
             stands = _slot(module, key).get()
             if isinstance(stands, AbsentWeight):
-                if one.name in one.offload.held:
-                    given = stands.filled(one.offload.writable(one.name))
-                else:
-                    given = stands.filled(one.offload.tensor(one.name))
-                    note_origin(given, one.offload.stored, one.name)
-                self._keep(key, given, stands)
+                is_held = name in offload.held
+                value = offload.writable(name) if is_held else offload.tensor(name)
+                weight = stands.filled(value)
+                if not is_held:
+                    note_origin(weight, offload.stored, name)
+                self._keep(key, weight, stands)
         if (align := self._align()) is not None:
             align.detach(module)
         self._dispatched.end_unused()

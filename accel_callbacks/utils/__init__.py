@@ -14,7 +14,7 @@ from accel_callbacks._lazy import lazy_names
 _HOME = {
     "AlignDevicesHook": "offload.hooks",
     "BnbQuantizationConfig": "offload.quantize",
-    "CpuOffload": "offload.whole_model",
+    "CpuOffload": "offload.hooks",
     "CustomDtype": "offload.sizes",
     "DummyOptim": "plugins.deepspeed_dummies",
     "DummyScheduler": "plugins.deepspeed_dummies",
@@ -28,7 +28,7 @@ _HOME = {
     "SkipBatchSampler": "data.skip",
     "SkipDataLoader": "data.skip",
     "TensorInformation": "utils.operations",
-    "UserCpuOffloadHook": "offload.whole_model",
+    "UserCpuOffloadHook": "offload.hooks",
     "add_hook_to_module": "offload.hooks",
     "align_module_device": "offload.tensors",
     "attach_align_device_hook": "offload.hooks",
@@ -233,8 +233,10 @@ if TYPE_CHECKING:
     from accel_callbacks.offload.folder import offload_weight as offload_weight
     from accel_callbacks.offload.folder import save_offload_index as save_offload_index
     from accel_callbacks.offload.hooks import AlignDevicesHook as AlignDevicesHook
+    from accel_callbacks.offload.hooks import CpuOffload as CpuOffload
     from accel_callbacks.offload.hooks import ModelHook as ModelHook
     from accel_callbacks.offload.hooks import SequentialHook as SequentialHook
+    from accel_callbacks.offload.hooks import UserCpuOffloadHook as UserCpuOffloadHook
     from accel_callbacks.offload.hooks import add_hook_to_module as add_hook_to_module
     from accel_callbacks.offload.hooks import attach_align_device_hook as attach_align_device_hook
     from accel_callbacks.offload.hooks import (
@@ -282,8 +284,6 @@ if TYPE_CHECKING:
     from accel_callbacks.offload.tensors import (
         set_module_tensor_to_device as set_module_tensor_to_device,
     )
-    from accel_callbacks.offload.whole_model import CpuOffload as CpuOffload
-    from accel_callbacks.offload.whole_model import UserCpuOffloadHook as UserCpuOffloadHook
     from accel_callbacks.plugins.deepspeed import (
         get_active_deepspeed_plugin as get_active_deepspeed_plugin,
     )

@@ -7,9 +7,13 @@ import pickle
 import pytest
 import torch
 
-from accel_callbacks.offload import tensors, whole_model
-from accel_callbacks.offload.hooks import ModelHook, add_hook_to_module
-from accel_callbacks.offload.whole_model import CpuOffload, cpu_offload_with_hook
+from accel_callbacks.offload import hooks, tensors
+from accel_callbacks.offload.hooks import (
+    CpuOffload,
+    ModelHook,
+    add_hook_to_module,
+    cpu_offload_with_hook,
+)
 
 
 class Moved(torch.nn.Module):
@@ -78,7 +82,7 @@ def test_a_model_without_parameters_runs():
 
 @pytest.mark.parametrize("accelerator", [None, torch.device("cuda")])
 def test_the_default_device_is_the_accelerator_or_the_cpu(accelerator, monkeypatch):
-    monkeypatch.setattr(whole_model, "own_accelerator", lambda: accelerator)
+    monkeypatch.setattr(hooks, "own_accelerator", lambda: accelerator)
     assert CpuOffload().execution_device == (accelerator or torch.device("cpu"))
 
 
