@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 LIMIT = 1e-5
+#: Of the environment that ``scripts/test_xla`` makes.
+XLA_PYTHON = Path(os.environ.get("XLA_VENV", ROOT / ".venv" / "xla"), "bin", "python")
 
 
 class Engine(NamedTuple):
@@ -32,11 +35,36 @@ class Engine(NamedTuple):
         processes: how many.
         sizes: of a ``ParallelismConfig``.
         zero_stage: of DeepSpeed, None without it.
+        xla_devices: of one process, on which torch_xla computes; 0 without it.
     """
 
     processes: int
     sizes: dict[str, int]
     zero_stage: int | None = None
+    xla_devices: int = 0
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether what it needs is there."""
+        if self.xla_devices:
+            return XLA_PYTHON.exists()
+        return self.zero_stage is None or importlib.util.find_spec("deepspeed") is not None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables of its processes."""
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        if self.xla_devices:
+            variables["LD_LIBRARY_PATH"] = str(XLA_PYTHON.parent.parent / "stubs")
+            variables |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(self.xla_devices)}
+        return variables
+
+    def command(self, name: str) -> list[str]:
+        """Return the words of a subcommand of ``accel`` for its processes."""
+        python = str(XLA_PYTHON) if self.xla_devices else sys.executable
+        kind = "--tpu" if self.xla_devices else "--cpu"
+        words = [python, "-m", "accel_callbacks.cli", name, kind]
+        return words if self.xla_devices else [*words, f"--num_processes={self.processes}"]
 
 
 ENGINES = {
@@ -49,11 +77,15 @@ ENGINES = {
     "pp x fsdp2": Engine(4, {"pp_size": 2, "dp_shard_size": 2}),
     "pp x tp": Engine(4, {"pp_size": 2, "tp_size": 2}),
     "pp x replicas": Engine(4, {"pp_size": 2, "dp_replicate_size": 2}),
+    "sp": Engine(2, {"sp_size": 2}),
+    "cp": Engine(2, {"cp_size": 2}),
+    "xla": Engine(1, {}, xla_devices=2),
     "zero 1": Engine(2, {}, zero_stage=1),
     "zero 2": Engine(2, {}, zero_stage=2),
     "zero 3": Engine(2, {}, zero_stage=3),
 }
 ALONE = "one process"
+ENGINES[ALONE] = Engine(1, {})
 #: What an engine refuses, and how.
 REFUSED = {
     ("pp", "fp16"): r"fp16' does not go with a pipeline, .*: use \"bf16\"",
@@ -66,11 +98,22 @@ REFUSED = {
 def perform(engine: str, task: str, folder: Path) -> Any:
     """Collective: return the numbers of a model or a feature, of this process's group."""
     import features
+    import torch
 
-    sizes, zero_stage = {}, None
-    if engine != ALONE:
-        _, sizes, zero_stage = ENGINES[engine]
-    lab = features.Lab(sizes, folder, zero_stage)
+    from tests.support.ring_attention import ring_on_cpu
+
+    _, sizes, zero_stage, xla_devices = ENGINES[engine]
+    if xla_devices:  # whose torch asks CUDA for it, of which there are only stand-ins
+        torch.cuda.is_current_stream_capturing = lambda: False
+    lab = features.Lab(sizes, folder, zero_stage, on_xla=bool(xla_devices))
+    with ring_on_cpu() if "cp_size" in sizes else nullcontext():
+        return perform_in(lab, task)
+
+
+def perform_in(lab: Any, task: str) -> Any:
+    """Collective: return the numbers of a model or a feature, in an arrangement."""
+    import features
+
     if task in features.BUILDERS:
         accel = lab.accelerator(gradient_accumulation_steps=2)
         return features.Parts.of(accel, 6, task).train(max_norm=0.5)
@@ -94,18 +137,10 @@ def work(engine: str, tasks: Sequence[str], path: Path, folder: Path) -> None:
             sys.exit(1)
 
 
-def launch_command(engine: str) -> list[str]:
-    """Return the words of a launch of an engine."""
-    processes = ENGINES[engine].processes if engine != ALONE else 1
-    words = [sys.executable, "-m", "accel_callbacks.cli", "launch", "--cpu"]
-    return [*words, f"--num_processes={processes}"]
-
-
-def work_words(engine: str, tasks: Sequence[str], path: Path, folder: Path) -> list[str]:
-    return [__file__, "--work", engine, "--path", str(path), "--folder", str(folder), *tasks]
-
-
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+def launch_words(engine: str, tasks: Sequence[str], path: Path, folder: Path) -> list[str]:
+    """Return the words that start :func:`work` in the processes of an engine."""
+    words = [__file__, "--work", engine, "--path", str(path), "--folder", str(folder), *tasks]
+    return [*ENGINES[engine].command("launch"), *words]
 
 
 def run(engine: str, tasks: Sequence[str], base: Path) -> dict[str, Any]:
@@ -120,8 +155,9 @@ def run(engine: str, tasks: Sequence[str], base: Path) -> dict[str, Any]:
     while remaining := [task for task in tasks if task not in outcomes]:
         with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch, "outcomes")
-            words = launch_command(engine) + work_words(engine, remaining, path, base / engine)
-            done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True)
+            words = launch_words(engine, remaining, path, base / engine)
+            variables = ENGINES[engine].environment
+            done = subprocess.run(words, env=variables, capture_output=True, text=True)
             lines = path.read_text().splitlines() if path.exists() else []
         outcomes.update(json.loads(line) for line in lines)
         if not lines:
@@ -135,11 +171,12 @@ def killed(engine: str, base: Path, kills: int = 2) -> Any:
     progress.parent.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "outcomes")
-        words = launch_command(engine) + work_words(engine, ["survives"], path, base / engine)
+        words = launch_words(engine, ["survives"], path, base / engine)
+        variables = ENGINES[engine].environment
         for _ in range(kills):
             seen = progress.stat().st_size if progress.exists() else 0
             process = subprocess.Popen(
-                words, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                words, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )  # fmt: skip
             more = random.randint(1, 4) * ENGINES[engine].processes
@@ -155,15 +192,14 @@ def killed(engine: str, base: Path, kills: int = 2) -> Any:
 
 def self_test(engine: str) -> str:
     """Return the last line of ``accel test`` under an engine."""
-    _, sizes, zero_stage = ENGINES[engine]
-    words = launch_command(engine)
-    words[words.index("launch")] = "test"
-    if sizes:
+    arrangement = ENGINES[engine]
+    words = arrangement.command("test")
+    if arrangement.sizes:
         words += ["--use_parallelism_config"]
-        words += [f"--parallelism_config_{size}={count}" for size, count in sizes.items()]
-    if zero_stage is not None:
-        words += ["--use_deepspeed", f"--zero_stage={zero_stage}"]
-    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True)
+        words += [f"--parallelism_config_{size}={n}" for size, n in arrangement.sizes.items()]
+    if arrangement.zero_stage is not None:
+        words += ["--use_deepspeed", f"--zero_stage={arrangement.zero_stage}"]
+    done = subprocess.run(words, env=ENGINES[engine].environment, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{engine}, accel test:\n{done.stdout}{done.stderr}")
     return done.stdout.splitlines()[-1]
@@ -251,7 +287,7 @@ def compare_features(engines: Sequence[str], base: Path) -> Table:
 
 
 def main() -> int:
-    from features import BUILDERS
+    from features import BUILDERS, CUT_SEQUENCES
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=[*BUILDERS], metavar="MODEL")
@@ -270,7 +306,8 @@ def main() -> int:
     engines = args.engines or [
         name
         for name, engine in ENGINES.items()
-        if engine.zero_stage is None or importlib.util.find_spec("deepspeed") is not None
+        if engine.is_installed and name != ALONE
+        if args.features or name not in CUT_SEQUENCES
     ]
     with tempfile.TemporaryDirectory() as folder:
         if args.features:

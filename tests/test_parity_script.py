@@ -46,9 +46,11 @@ def test_a_row_that_does_not_hold_is_marked_and_told() -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("engine", [name for name in parity.ENGINES if "zero" not in name])
+@pytest.mark.parametrize("engine", [name for name in parity.ENGINES if name != parity.ALONE])
 def test_all_features_hold_under_an_engine(engine: str) -> None:
     pytest.importorskip("transformers")
+    if not parity.ENGINES[engine].is_installed:
+        pytest.skip(f"what {engine} needs is not installed")
     words = [sys.executable, str(ROOT / "scripts" / "parity.py"), "--features", "--engine", engine]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -35,6 +36,8 @@ def main(words: Sequence[str] | None = None) -> int:
     # A temporary folder of one machine is of no use to several.
     folder = args.folder or (args.scratch if world == local_world else None)
     report = _Report(args.report if local_rank == 0 else None, loud=rank == 0 and not args.quiet)
+    # Its models have no sequences.
+    warnings.filterwarnings("ignore", message=".* from outside of accel.maybe_context_parallel")
     for outcome in run_checks(chosen, Lab(args.patience, folder), report.begin):
         report.end(outcome)
     report.finish()

@@ -383,7 +383,8 @@ class ContextParallel:
                 "(0, 1), value=-100)[:, 1:].contiguous(), and name both among the buffers."
             )
         if kwargs.get("attention_mask") is not None:
-            self._check_mask(kwargs["attention_mask"])
+            causal = self._options.load_balance or _is_causal(model)
+            self._check_mask(kwargs["attention_mask"], causal)
             kwargs["attention_mask"] = None
         else:
             self._check_positions(name, kwargs["position_ids"])
@@ -399,14 +400,13 @@ class ContextParallel:
                 "one sequence into a row."
             )
 
-    def _check_mask(self, mask: torch.Tensor) -> None:
+    def _check_mask(self, mask: torch.Tensor, causal: bool) -> None:
         """Refuse a mask of anything but padding at the end, which causal attention does not see."""
         whole = next((data for buffer, data in self._whole if buffer is mask), None)
         if whole is None:
             raise ValueError(
                 f"{_WHAT}: leave attention_mask out of the call, or name it among the buffers."
             )
-        causal = self._options.load_balance
         seen = whole.ne(0)
         padded_at_end = seen[:, 1:].le(seen[:, :-1]).all() if causal else seen.all()
         if whole.dim() != 2 or not bool(padded_at_end):
@@ -416,6 +416,13 @@ class ContextParallel:
                 + ", and ranks exchange keys and values without a mask"
                 + (": pad at the end of sequences." if causal else ".")
             )
+
+
+def _is_causal(model: torch.nn.Module) -> bool:
+    """Return whether no attention of a model of transformers sees the tokens after its own."""
+    flags = [getattr(module, "is_causal", None) for module in model.modules()]
+    known = [flag for flag in flags if isinstance(flag, bool)]
+    return bool(known) and all(known)
 
 
 def _attend(

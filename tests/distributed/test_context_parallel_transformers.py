@@ -52,9 +52,9 @@ def model_of(kind: str, **options: Any) -> Any:
     return LlamaForCausalLM(LlamaConfig(**COMMON, **sizes, **options))
 
 
-def accelerator(cp_size: int) -> Accelerator:
+def accelerator(size: int, axis: str = "cp_size") -> Accelerator:
     quiet()
-    config = ParallelismConfig(cp_size=cp_size) if cp_size > 1 else None
+    config = ParallelismConfig(**{axis: size}) if size > 1 else None
     return Accelerator(cpu=True, timeout=timedelta(seconds=30), parallelism_config=config)
 
 
@@ -74,9 +74,9 @@ def batch_of(padded: int = 0, at: str = "end") -> dict[str, torch.Tensor]:
     }
 
 
-def losses(kind: str, cp_size: int) -> list[float]:
+def losses(kind: str, size: int, axis: str = "cp_size") -> list[float]:
     """The losses of some steps; whole positions would change all of them."""
-    accel = accelerator(cp_size)
+    accel = accelerator(size, axis)
     model = model_of(kind)
     model, optimizer = accel.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
     found = []
@@ -94,11 +94,12 @@ def losses(kind: str, cp_size: int) -> list[float]:
     return found
 
 
+@pytest.mark.parametrize("axis", ["cp_size", "sp_size"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_losses_are_those_of_one_process(pool, kind):
+def test_losses_are_those_of_one_process(pool, kind, axis):
     expected = losses(kind, 1)
     assert expected[0] != pytest.approx(expected[-1], abs=1e-2)
-    for found in pool.run(losses, kind, 2):
+    for found in pool.run(losses, kind, 2, axis):
         assert found == reordered(expected)
 
 

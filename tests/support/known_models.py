@@ -74,15 +74,15 @@ BUILDERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def batches(kind: str, count: int = 4) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield batches of eight rows, the same on all ranks."""
+def batches(kind: str, count: int = 4, length: int = 6) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield batches of eight rows of ``length`` tokens, the same on all ranks."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(count):
         if kind == "resnet":
             pixels = torch.randn(8, 3, 16, 16, generator=generator)
             yield {"pixel_values": pixels, "labels": torch.arange(8) % 5}
             continue
-        tokens = torch.randint(1, WORDS, (8, 6), generator=generator)
+        tokens = torch.randint(1, WORDS, (8, length), generator=generator)
         mask = torch.ones_like(tokens)
         mask[::2, -1] = int(kind == "t5")  # real masks, of equal losses
         yield {"input_ids": tokens, "labels": tokens, "attention_mask": mask}

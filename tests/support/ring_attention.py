@@ -66,6 +66,8 @@ def _attend(
         return _plain(query, key, value, attn_mask, dropout_p, is_causal, **options)
     mesh, placements = query.device_mesh, query.placements
     parts = [one.to_local() for one in (query, key, value)]
+    if torch.is_autocast_enabled("cpu"):  # it would be done above the kernel
+        parts = [part.to(torch.get_autocast_dtype("cpu")) for part in parts]
     if options.get("enable_gqa"):
         each = parts[0].shape[1] // parts[1].shape[1]
         parts[1:] = [part.repeat_interleave(each, 1) for part in parts[1:]]
