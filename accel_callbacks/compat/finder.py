@@ -27,6 +27,7 @@ _ASKERS = ("transformers", "diffusers", "peft", "trl", "sentence_transformers")
 _AMENDED = {
     "transformers.trainer": "amend_trainer",
     "transformers.trainer_utils": "amend_trainer_utils",
+    "transformers.training_args": "amend_training_args",
 }
 
 

@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from accel_callbacks import collectives
+from accel_callbacks.compat.mirror import mirror_of
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.local_files import base_name, replace, sync_folder
 from accel_callbacks.logging import notice
@@ -28,7 +29,7 @@ from accel_callbacks.warning import warn
 from checkpoint_io import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from checkpoint_io.folder.sealed import SEAL, check_seal, seal_folder
 
-__all__ = ["amend_trainer", "amend_trainer_utils", "newest_whole"]
+__all__ = ["amend_trainer", "amend_trainer_utils", "amend_training_args", "newest_whole"]
 
 #: The folder in which checkpoints are written; what begins so is not uploaded to the Hub.
 SAVING = "_saving"
@@ -41,6 +42,23 @@ _SEAMS = ("_save_checkpoint", "_get_output_dir", "_push_from_checkpoint", "train
 def amend_trainer_utils(module: ModuleType) -> None:
     """Let ``get_last_checkpoint`` of transformers pass over what a kill has left."""
     module.get_last_checkpoint = newest_whole  # type: ignore[attr-defined]
+
+
+def amend_training_args(module: ModuleType) -> None:
+    """Let TrainingArguments fetch the newest checkpoint, before a script looks into its folder."""
+    arguments_class = module.TrainingArguments
+    plain = arguments_class.__post_init__
+
+    @functools.wraps(plain)
+    def __post_init__(arguments: Any) -> None:
+        plain(arguments)
+        mirror = mirror_of(arguments.output_dir) if arguments.output_dir else None
+        if mirror is not None:
+            is_there = os.path.isdir(arguments.output_dir)
+            newest = newest_whole(arguments.output_dir) if is_there else None
+            mirror.fetch(arguments.output_dir, _step(newest))
+
+    arguments_class.__post_init__ = __post_init__
 
 
 def amend_trainer(module: ModuleType) -> None:
@@ -90,6 +108,11 @@ def _candidates(folder: str) -> list[tuple[int, str]]:
             if name.startswith(_PREFIX) and step.isdecimal() and os.path.isdir(path) and is_named:
                 found.append((int(step), path))
     return sorted(found, key=lambda item: item[0], reverse=True)
+
+
+def _step(path: str | None) -> int | None:
+    """Return the step of a checkpoint."""
+    return None if path is None else int(base_name(path).removeprefix(_PREFIX))
 
 
 def _problem(path: str, *, full: bool = False) -> str | None:
@@ -160,6 +183,10 @@ def _saving_beside(plain: Callable[..., None], rotate: Callable[..., None] | Non
             trainer._push_from_checkpoint(os.path.join(run_dir, name))
         if trainer.args.should_save:
             _rotate(trainer, run_dir, rotate)
+        mirror = mirror_of(run_dir)
+        if mirror is not None and trainer.is_world_process_zero():
+            limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
+            mirror.put(os.path.join(run_dir, name), trainer.state.global_step, limit, _step(best))
 
     return _save_checkpoint
 
@@ -252,7 +279,12 @@ def _resuming_whole(plain: Callable[..., Any]) -> Any:
             resume_from_checkpoint = _named(trainer, os.fspath(resume_from_checkpoint))
             _check_samples(trainer, resume_from_checkpoint)
         _meet_signals(trainer)
-        return plain(trainer, resume_from_checkpoint, *args, **options)
+        try:
+            return plain(trainer, resume_from_checkpoint, *args, **options)
+        finally:
+            mirror = mirror_of(trainer.args.output_dir)
+            if mirror is not None:
+                mirror.wait()
 
     return train
 

@@ -60,7 +60,8 @@ def train(
     average = EMA(0.9)
     for callback in (to_transformers(average, trainer=trainer), *callbacks):
         trainer.add_callback(callback)
-    trainer.train(resume_from_checkpoint=resume)
+    newest = get_last_checkpoint(folder) if folder.exists() else None
+    trainer.train(resume_from_checkpoint=newest if resume == "newest" else resume)
     best = trainer.state.best_model_checkpoint
     assert size != 2 or Path(best or "").parent == folder, best
     digest = hashlib.sha256()
@@ -121,7 +122,7 @@ MOMENTS = {
 
 
 def resumed(folder: Path, **options: Any) -> str:
-    return train(folder, get_last_checkpoint(folder), **options)
+    return train(folder, "newest", **options)
 
 
 def damaged(folder: Path) -> dict[str, Any]:
@@ -173,6 +174,22 @@ def terminated(folder: Path, **options: Any) -> dict[str, Any]:
     return {"stopped": stopped, "newest": newest, "resumed": ended}
 
 
+def mirrored(folder: Path) -> dict[str, Any]:
+    """Return what comes of a run whose disk is lost, and whose newest copy is damaged."""
+    mirror = folder / "mirror"
+    os.environ["ACCEL_MIRROR_CHECKPOINTS"] = f"file://{mirror}"
+    stopped = in_fork(lambda: train(folder / "run", callbacks=[Terminated()]))
+    shutil.rmtree(folder / "run")
+    copies = sorted((mirror / "run").iterdir())
+    first = max(copies[-1].glob("tensors-*"), key=lambda file: file.stat().st_size)
+    data = bytearray(first.read_bytes())
+    data[len(data) // 2] ^= 1
+    first.write_bytes(data)
+    ended = in_fork(lambda: resumed(folder / "run"))
+    kept = sorted(path.name for path in (mirror / "run").iterdir())
+    return {"stopped": stopped, "copies": [c.name for c in copies], "ended": ended, "kept": kept}
+
+
 def main() -> None:
     base = Path(sys.argv[1])
     say = lambda name, outcome: print(json.dumps([name, outcome]), flush=True)  # noqa: E731
@@ -194,6 +211,8 @@ def main() -> None:
     best = {"save_strategy": "best", "eval_steps": 5}
     say("best", terminated(base / "best", **best))
     say("best unbroken", in_fork(lambda: train(base / "best unbroken", **best)))
+    say("mirrored", mirrored(base / "mirrored"))
+    del os.environ["ACCEL_MIRROR_CHECKPOINTS"]
     say("damaged", damaged(base / "unbroken"))
 
 

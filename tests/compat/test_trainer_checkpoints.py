@@ -40,6 +40,13 @@ def test_a_kill_at_any_moment_of_a_save_changes_no_weight(tmp_path):
     for name, weights in (("terminated", unbroken), ("best", outcomes.pop("best unbroken"))):
         outcome = outcomes.pop(name)
         assert outcome == {"stopped": "SystemExit: 75", "newest": 5, "resumed": weights}
+    assert outcomes.pop("mirrored") == {
+        "stopped": "SystemExit: 75",
+        "copies": ["step-00000004", "step-00000005"],
+        "ended": unbroken,  # from the fourth step: the copy of the fifth is damaged
+        "kept": ["step-00000010", "step-00000012"],
+    }
+    assert "a copy in" in said
     assert len(outcomes) == 8
     assert set(outcomes.values()) == {unbroken}
     assert damage["newest"] == unbroken
