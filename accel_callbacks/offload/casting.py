@@ -103,10 +103,9 @@ class LayerwiseCastingHook(ModelHook):
     def _restore(self, of_all: bool = False) -> None:
         if not self._lent.end(of_all):
             return
-        for loan in self._lent:
-            if not loan.slots[0].is_parameter and loan.is_there() and loan.is_changed():
+        for loan in self._lent.take():
+            if not loan.slots[0].is_parameter:
                 loan.instead_of.copy_(loan.tensor)
-        self._lent.take()
 
 
 def attach_layerwise_casting_hooks(

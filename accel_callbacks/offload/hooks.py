@@ -556,15 +556,13 @@ class AlignDevicesHook(ModelHook):
         """Put the placeholders back, and store what was changed in place."""
         if not self._lent.end(of_all):
             return
-        weights, moved = self._weights(), False
-        for loan in self._lent:
-            is_stored = weights.has(loan.name, loan.tensor)
-            moved = moved or not is_stored
-            if not is_stored and loan.is_there() and loan.is_changed():
+        weights = self._weights()
+        for layer in self._int8_layers(module):
+            if not all(weights.has(loan.name, loan.tensor) for loan in self._lent):
+                layer.state.CB = layer.state.SCB = None  # they hold the fetched weight
+        for loan in self._lent.take():
+            if not weights.has(loan.name, loan.tensor):
                 weights.put(loan.name, loan.tensor.detach().to("cpu"))
-        self._lent.take()
-        for layer in self._int8_layers(module) if moved else ():
-            layer.state.CB = layer.state.SCB = None  # they hold the fetched weight
         for pointer, device in self._noted:
             if self.tied_params_map is not None:
                 self.tied_params_map.get(pointer, {}).pop(device, None)

@@ -264,23 +264,21 @@ class Offload:
             present = self._present[index]
             if present.end():
                 del self._present[index]
-                for loan in present:
-                    if loan.is_changed():
-                        if _is_written(loan.slots[0]):
-                            self._keep(index, loan, present)
-                        else:
-                            is_changed = True
-                present.take()
+                for loan in present.take():
+                    if loan.values is None:
+                        is_changed = True
+                    else:
+                        self._keep(index, loan, present.memory)
         if present.memory is not None:
             self.window.release(index)
         return is_changed
 
-    def _keep(self, index: int, loan: Loan, present: _Present) -> None:
+    def _keep(self, index: int, loan: Loan, memory: torch.Tensor | None) -> None:
         """Hold what has been written to a buffer."""
-        self.hold(loan.name, loan.tensor.clone(), loan.instead_of)
+        self.hold(loan.name, loan.tensor, loan.instead_of)
         weight = self._contents[index].weights.get(loan.name)
-        if weight is not None and present.memory is not None:
-            weight.of(present.memory).copy_(loan.tensor)  # not read again for the next use
+        if weight is not None and memory is not None:
+            weight.of(memory).copy_(loan.tensor)  # not read again for the next use
 
     def check_files(self, index: int) -> None:
         """Raise WeightReadError if files that are a unit's memory have been written to."""
@@ -312,8 +310,6 @@ class Offload:
                 if value.requires_grad:
                     refusal = LostGradient(stands.weight_name)
                     value.register_hook(refusal)  # type: ignore[no-untyped-call]
-                elif _is_written(slots[0]):
-                    value = value.clone()  # what is written to it changes no other weight
                 # Not where somebody has put another tensor, as torch.func.functional_call does.
                 present.put(name, slots, value, stands)
 
@@ -396,11 +392,6 @@ class Offload:
         made.__setstate__({**self.__getstate__(), "held": dict(self.held)})
         made._shared, self._shared = set(self.held), set(self.held)
         return made
-
-
-def _is_written(slot: Slot) -> bool:
-    """Return whether a forward writes to a tensor, as batch norm to its buffers."""
-    return not slot.is_parameter and slot.module.training
 
 
 class _Progress:

@@ -61,6 +61,12 @@ class Slot(NamedTuple):
         slots = self.module._parameters if self.is_parameter else self.module._buffers
         slots[self.key] = tensor  # type: ignore[assignment]
 
+    def replace(self, tensor: torch.Tensor | None, other: torch.Tensor) -> None:
+        """Put another tensor there if it holds this one."""
+        slots = self.module._parameters if self.is_parameter else self.module._buffers
+        if slots.get(self.key) is tensor:
+            slots[self.key] = other  # type: ignore[assignment]
+
 
 class Loan(NamedTuple):
     """A tensor that is in slots in place of another one, and how it was when it came there.
@@ -70,30 +76,26 @@ class Loan(NamedTuple):
         slots: the places.
         tensor: what is there for a time.
         instead_of: what was there.
-        version: of the tensor.
-        pointer: to its values; 0 if other ones are no change.
-        values: a copy, where a write counts no version.
+        version: of the tensor; None if it counts none.
+        pointer: to its values; None if other ones are no change.
+        values: what it is a copy of, where a write counts no version.
     """
 
     name: str
     slots: Sequence[Slot]
     tensor: torch.Tensor
     instead_of: torch.Tensor
-    version: int
-    pointer: int
+    version: int | None
+    pointer: int | None
     values: torch.Tensor | None
-
-    def is_there(self) -> bool:
-        """Return whether it is still in its slot: nobody has put another tensor there."""
-        return self.slots[0].get() is self.tensor
 
     def is_changed(self) -> bool:
         """Return whether it was written in place."""
         if self.values is not None:
             return not torch.equal(self.tensor, self.values)
-        if not self.tensor.is_inference() and self.tensor._version != self.version:
+        if self.version is not None and self.tensor._version != self.version:
             return True
-        return bool(self.pointer) and self.tensor.data_ptr() != self.pointer
+        return self.pointer is not None and self.tensor.data_ptr() != self.pointer
 
 
 class Lent:
@@ -110,11 +112,8 @@ class Lent:
         >>> layer, lent = torch.nn.Linear(1, 1), Lent()
         >>> slot, weight = Slot.of(layer, "weight"), layer.weight
         >>> lent.put("weight", [slot], torch.nn.Parameter(torch.zeros(1, 1)), weight)
-        >>> layer.weight.item(), [loan.is_changed() for loan in lent]
-        (0.0, [False])
-        >>> lent.take()
-        >>> layer.weight is weight
-        True
+        >>> layer.weight.item(), lent.take(), layer.weight is weight
+        (0.0, [], True)
     """
 
     def __init__(self, by_pointer: bool = False) -> None:
@@ -148,30 +147,34 @@ class Lent:
         Args:
             name: of the tensor.
             slots: the places.
-            tensor: what comes there.
+            tensor: what comes there; of a buffer that may be written to, a copy.
             instead_of: what is put back at the end.
         """
-        values = None
-        is_inference = tensor.is_inference()
-        is_written = is_inference or slots[0].module.training
-        if not slots[0].is_parameter and is_written and not tensor.is_meta:
+        slot, values = slots[0], None
+        version = None if tensor.is_inference() else tensor._version
+        is_written = not slot.is_parameter and (version is None or slot.module.training)
+        if is_written and not tensor.is_meta:
             # Batch norm counts no version of what it writes; tensors of inference_mode have none.
-            values = tensor.clone()
-        version = 0 if is_inference else tensor._version
-        pointer = tensor.data_ptr() if self._by_pointer else 0
+            values, tensor = tensor, tensor.clone()
+        pointer = tensor.data_ptr() if self._by_pointer else None
         self._loans[name] = Loan(name, slots, tensor, instead_of, version, pointer, values)
         for slot in slots:
-            if slot.get() is instead_of:
-                slot.put(tensor)
+            slot.replace(instead_of, tensor)
 
     def give(self, name: str) -> None:
         """Let a tensor stay where it is."""
         del self._loans[name]
 
-    def take(self) -> None:
-        """Put back what was there, but where somebody has put another tensor meanwhile."""
-        for loan in self._loans.values():
-            for slot in loan.slots:
-                if slot.get() is loan.tensor:
-                    slot.put(loan.instead_of)
+    def take(self) -> list[Loan]:
+        """Put back what was there, but where somebody has put another tensor meanwhile.
+
+        Returns:
+            The loans of tensors that were written in place.
+        """
+        loans = list(self._loans.values())
         self._loans.clear()
+        changed = [loan for loan in loans if loan.is_changed()]
+        for loan in loans:
+            for slot in loan.slots:
+                slot.replace(loan.tensor, loan.instead_of)
+        return changed

@@ -114,8 +114,9 @@ class FileIdentity(NamedTuple):
 
     def is_of(self, status: os.stat_result) -> bool:
         """Return whether a file is this version, by what its status tells."""
-        is_alike = (status.st_size, status.st_mtime_ns) == (self.size, self.modified)
-        return is_alike and self.inode in (0, status.st_ino)
+        if status.st_size != self.size or status.st_mtime_ns != self.modified:
+            return False
+        return not self.inode or status.st_ino == self.inode
 
 
 def unreadable(path: str, error: OSError) -> WeightReadError:
@@ -220,7 +221,7 @@ class StoredWeights:
             for name in sorted(names, key=lambda name: self.tensors[name][:2]):
                 stored = self.tensors[name]
                 memory = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu")
-                reader.fill(plan_reads({name: stored}, direct=False), memory)
+                reader.read(stored, memory)
                 found[name] = memory.view(stored.dtype).view(stored.shape)
         finally:
             reader.close()
@@ -603,6 +604,15 @@ class Reader:
             _move(moves, base, piece.ends[-1][0] + piece.needed)
         self.reading = None
         return total
+
+    def read(self, stored: StoredTensor, memory: torch.Tensor) -> None:
+        """Read one tensor into memory of its size; a large one in pieces, two at a time."""
+        nbytes = memory.numel()
+        if nbytes > _PIECE:
+            self.fill(plan_reads({"": stored}, direct=False), memory)
+        elif nbytes:
+            piece = _Piece(stored.path, stored.begin, ((0, nbytes),), nbytes)
+            self._read(piece, [memory.numpy().data], False)
 
     def _map(self, pages: _Pages, view: memoryview[int], base: int) -> int:
         """Map pages into the buffer, or read them where that fails."""

@@ -436,7 +436,7 @@ def _moved(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
             value = slots.get(loan.name)
             if value is None or is_absent(value):
                 continue
-            if not loan.is_there() or loan.is_changed():
+            if value is not loan.tensor or loan.is_changed():
                 with torch.no_grad():
                     loan.instead_of.copy_(value)
                 slots[loan.name] = loan.instead_of

@@ -220,8 +220,7 @@ class DispatchHook(AlignDevicesHook):
         """Let a weight be resident."""
         served = self._served.pop(key)
         for slot in served.slots:
-            if slot.get() is instead_of:
-                slot.put(tensor)
+            slot.replace(instead_of, tensor)
         self.original_devices[key] = tensor.device
         served.unit.slots.pop(served.name, None)
         served.unit.placeholders.pop(served.name, None)
