@@ -118,7 +118,8 @@ class Accelerator(ProcessControl, MediaLogging):
         step_scheduler_with_optimizer: let prepared schedulers step only where the optimizer does,
             on by default. If False, each call of their ``step`` counts.
         scheduler_steps_per_process: let prepared schedulers take as many steps at a time as there
-            are ranks, as Accelerate's do, for schedules that were written for it; off by default.
+            are ranks, and none beyond the end of a schedule of a fixed length, as Accelerate's do,
+            for schedules that were written for it; off by default.
         kwargs_handlers: options of components, at most one of each class:
             :class:`AutocastKwargs`, :class:`DistributedDataParallelKwargs`, ...
         parallelism_config: how the ranks are arranged; data parallelism over all by default.
@@ -312,6 +313,7 @@ class Accelerator(ProcessControl, MediaLogging):
             scheduler_options={
                 "step_with_optimizer": step_scheduler_with_optimizer,
                 "steps_at_once": self.strategy.data_world if scheduler_steps_per_process else 1,
+                "holds_at_end": scheduler_steps_per_process,
             },
         )
         self._loaders = Loaders(

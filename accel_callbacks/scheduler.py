@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from accel_callbacks.loop.loop import Loop
@@ -40,12 +40,16 @@ class AcceleratedScheduler:
         *,
         step_with_optimizer: bool = True,
         steps_at_once: int = 1,
+        holds_at_end: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self._optimizers = tuple(optimizers)
         self._loop = loop
         self._step_with_optimizer = step_with_optimizer
-        self._steps_at_once = range(steps_at_once)
+        self._steps_at_once: Iterable[int] = range(steps_at_once)
+        # Asked here, because a step of a schedule is on the hot path.
+        if holds_at_end and hasattr(scheduler, "total_steps"):
+            self._steps_at_once = _StepsToEnd(scheduler, steps_at_once)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step the scheduler, if the optimizer stepped."""
@@ -79,3 +83,17 @@ class AcceleratedScheduler:
         if name == "scheduler":
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+
+class _StepsToEnd:
+    """Steps of a schedule of a fixed length, which has no more once it is at its end."""
+
+    def __init__(self, scheduler: Any, steps_at_once: int) -> None:
+        self._scheduler = scheduler
+        self._steps_at_once = steps_at_once
+
+    def __iter__(self) -> Iterator[int]:
+        for step in range(self._steps_at_once):
+            if self._scheduler.last_epoch >= self._scheduler.total_steps:
+                return
+            yield step

@@ -31,6 +31,7 @@ SLOW = {
     "import_time.py": "--rounds 1",
     "load_model.py": "--gigabytes 0.01 --rounds 1",
     "offload.py": "--width 64 --depth 2 --words 100 --rounds 1",
+    "trainer.py": "--steps 4 --rounds 1 --only plain",
 }
 # In test_scaling_benchmark.py, in test_gpu_benchmark.py, and below.
 ELSEWHERE = {"ddp_overhead.py", "scaling.py", "sharding.py", "gpu.py", "counts.py"}

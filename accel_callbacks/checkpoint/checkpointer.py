@@ -221,10 +221,12 @@ class Checkpointer:
             self._lent += [folder for folder, _ in folders if not leases.holds(folder)]
             leases.hold(folders, training.loop.run)
             shared, local = training.capture()
+            before_hooks, _ = training.random_state()
             extra = ExtraFiles(url) if training.pre_hooks.save_some else None
         with shared_failure("save_state"):
             training.choose_weights(shared, url, trainable_only=trainable_only)
             training.loop.fire("on_save_checkpoint", shared)
+            training.capture_draws_of_hooks(before_hooks, shared, local)
             files = set(self._save_adapter(shared, url, storage_options) if trainable_only else ())
         run = training.loop.run
         labels: dict[str, Any] = {

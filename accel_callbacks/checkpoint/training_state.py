@@ -212,6 +212,24 @@ class TrainingState:
         rng = capture_rng(self.device, devices_of(self.models))
         return rng, [loader.random_state() for loader in self.loaders]
 
+    def capture_draws_of_hooks(
+        self, before: Mapping[str, Any], shared: dict[str, Any], local: dict[str, Any]
+    ) -> None:
+        """Capture the generators again where hooks of the save drew: training goes on from there.
+
+        Args:
+            before: state of the generators of this rank, before the hooks.
+            shared: from :meth:`capture`; changed in place.
+            local: the same.
+        """
+        rng, own = self.random_state()
+        # Where a stream drew samples ahead to tell its position, a resumed one draws them again.
+        if rng == before or before != local["rng"]:
+            return
+        local["rng"] = rng
+        for state, generators in zip(shared["loaders"].values(), own, strict=False):
+            state["order"]["generators"] = generators
+
     def _run_position(self) -> dict[str, Any]:
         """Return the position of the run; a batch without a loader counts once it has worked."""
         waiting = self.loop.own.is_open and not self.loop.worked

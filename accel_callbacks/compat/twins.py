@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -185,6 +186,10 @@ class Accelerator(accelerator.Accelerator):
             from accel_callbacks.compat.trackers import registered
 
             options["log_with"] = registered(options["log_with"])
+        plugin = options.get("gradient_accumulation_plugin")
+        if plugin is not None and not plugin.adjust_scheduler:
+            # Where this library counts each micro-batch, and Accelerate each window all the same.
+            options["gradient_accumulation_plugin"] = replace(plugin, adjust_scheduler=True)
         # Schedules are written for Accelerate's, which take a step for each process.
         splits = loaders is not None and loaders.split_batches
         options.setdefault("scheduler_steps_per_process", not splits)
@@ -495,6 +500,7 @@ class AcceleratedScheduler(metaclass=StandIn):
             newest.loop,
             step_with_optimizer=step_with_optimizer,
             steps_at_once=1 if split_batches or not step_with_optimizer else newest.num_processes,
+            holds_at_end=True,
         )
 
 

@@ -9,7 +9,11 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
-from accel_callbacks import DataLoaderConfiguration, skip_first_batches
+from accel_callbacks import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    skip_first_batches,
+)
 from accel_callbacks.compat.names import resolve
 from accel_callbacks.utils import extract_model_from_parallel
 
@@ -37,6 +41,26 @@ def test_of_a_loss_for_each_sample_of_a_full_batch_a_smaller_one_counts_its_own(
     sizes = [[len(tensor) for tensor in tensors] for tensors in gathered]
     assert sizes == [[8, 8, 9], [5, 5, 9]]
     assert len(accelerator.gather_for_metrics(torch.ones(8))) == 8  # after the loop
+
+
+@pytest.mark.parametrize("adjusts", [True, False])
+def test_a_schedule_moves_once_a_window_and_holds_at_its_end(adjusts):
+    plugin = GradientAccumulationPlugin(num_steps=2, adjust_scheduler=adjusts)
+    accelerator = name("Accelerator")(cpu=True, gradient_accumulation_plugin=plugin)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=3)
+    loader = DataLoader(torch.ones(10, 1), batch_size=1)
+    model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
+    moves = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).mean())
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        moves.append(schedule.last_epoch)
+    assert moves == [0, 1, 1, 2, 2, 3, 3, 3, 3, 3]
 
 
 class Count(IterableDataset):

@@ -22,7 +22,7 @@ pytestmark = [
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).with_name("programs")
-SHARED = {"language", "outcome"}
+SHARED = {"language", "outcome", "problem"}
 PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in SHARED)
 ON_TWO = ["peft_lora", "sentence_encoder", "trl_preferences", "trl_sft"]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

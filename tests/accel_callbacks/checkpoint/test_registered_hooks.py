@@ -61,6 +61,18 @@ def test_a_model_that_hooks_save_and_load_is_not_saved_here(tmp_path, width):
         assert torch.equal(model.weight, loaded.weight)
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_what_a_save_hook_draws_is_drawn_for_a_resumed_run_too(tmp_path, shuffle):
+    accel, *_ = two_models()
+    loader = accel.prepare(torch.utils.data.DataLoader(range(8), batch_size=2, shuffle=shuffle))
+    accel.register_save_state_pre_hook(lambda models, weights, folder: torch.rand(3))
+    list(loader)
+    accel.save_state(tmp_path / "saved")
+    whole = [batch.tolist() for batch in loader], torch.rand(1)
+    accel.load_state(tmp_path / "saved")
+    assert ([batch.tolist() for batch in loader], torch.rand(1)) == whole
+
+
 def test_weights_alone_can_be_taken_out_as_many_scripts_do(tmp_path):
     def pop_all(models, weights, output_dir):
         for _ in models:
