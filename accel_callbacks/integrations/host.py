@@ -218,6 +218,10 @@ class ForeignHost(ABC):
         """Ask the trainer to save, if it ``can_save``; called on all ranks."""
         raise NotImplementedError(f"{self.title} cannot be asked to save")
 
+    def settings(self) -> dict[str, Any]:
+        """Return what a tracker records of the trainer's settings: nothing, unless overridden."""
+        return {}
+
     def save_last(self) -> None:
         """Ask the trainer to save what a run that is preempted resumes from."""
         self.save_now("preempt")

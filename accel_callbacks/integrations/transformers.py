@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.integrations.foreign_trainer import HostedCallback
 from accel_callbacks.integrations.host import ForeignHost
 from accel_callbacks.warning import warn
@@ -41,8 +42,11 @@ def to_transformers(callback: Any, *, trainer: Any = None) -> Any:
     is saved in a folder of each of the Trainer's checkpoints, and restored when training resumes
     from one in the same ``output_dir``.
 
+    A tracker gets what the Trainer logs, and the arguments; its files are in ``output_dir``.
+
     Args:
-        callback: an object with our hooks, or what ``configured`` returned.
+        callback: an object with our hooks, or what ``configured`` returned; or a tracker: its name,
+            its class, an instance, or what ``configured_tracker`` returned.
         trainer: the Trainer, so that values that the callback logs go to all that it reports to,
             with ``trainer.add_callback(to_transformers(callback, trainer=trainer))``. Without it,
             they go to ``state.log_history`` only.
@@ -59,12 +63,26 @@ def to_transformers(callback: Any, *, trainer: Any = None) -> Any:
         TypeError: Checkpoint cannot run in transformers.Trainer: it saves and restores checkpoints
         of this library, which hold what the Accelerator prepared.
     """
+    if isinstance(callback, str) or _is_tracker(callback):
+        require_neighbour("loggers")  # which a file beside the script may hide
+        from accel_callbacks.integrations.hosted_tracker import HostedTracker
+
+        callback = HostedTracker(callback)
     hosted = HostedCallback(callback, TransformersHost(trainer), never=_NEVER)
     try:
         base = importlib.import_module("transformers.trainer_callback").TrainerCallback
     except ImportError as error:
         raise ImportError("this needs transformers: pip install transformers") from error
     return type(f"From{type(hosted.callback).__name__}", (TrainerEvents, base), {})(hosted)
+
+
+def _is_tracker(item: Any) -> bool:
+    """Return whether something is a class of a tracker of ours, an instance, or made for one."""
+    bases = (item if isinstance(item, type) else type(item)).__mro__
+    return any(
+        base.__name__ in ("Tracker", "ConfiguredTracker") and base.__module__.startswith("loggers.")
+        for base in bases
+    )
 
 
 class TrainerEvents:
@@ -322,6 +340,10 @@ class TransformersHost(ForeignHost):
         """The Trainer's scheduler, without Accelerate's wrapper."""
         scheduler = self._objects.get("lr_scheduler")
         return [] if scheduler is None else [getattr(scheduler, "scheduler", scheduler)]
+
+    def settings(self) -> dict[str, Any]:
+        """Return the Trainer's arguments, without secrets."""
+        return dict(self._args.to_sanitized_dict())
 
     def metrics(self) -> dict[str, Any]:
         """Return the logged values."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from accel_callbacks.callbacks import (
     Timer,
 )
 from accel_callbacks.callbacks.adapters import NotInAPlainLoop, to_transformers
+from loggers import CSVTracker, read_jsonl
 
 pytest.importorskip("accelerate", reason="accelerate is not installed: scripts/test_adapters")
 hf = pytest.importorskip(
@@ -212,6 +214,23 @@ def test_what_only_our_run_has_is_named(tmp_path: Path) -> None:
 def test_those_that_need_our_saves_are_refused() -> None:
     with pytest.raises(TypeError, match=r"Checkpoint cannot run in transformers.Trainer: it saves"):
         to_transformers(Checkpoint("c"))
+
+
+def test_a_tracker_gets_what_the_trainer_logs(tmp_path: Path) -> None:
+    train(["jsonl", CSVTracker], tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    rows = [row["values"] for row in read_jsonl(path) if row["step"] == 3]
+    assert {"loss", "grad_norm", "eval_loss", "train_loss"} <= {
+        name for row in rows for name in row
+    }
+    assert "loss" in (tmp_path / "metrics.csv").read_text().splitlines()[0]
+    train(["jsonl"], tmp_path, 2, resume=str(tmp_path / "checkpoint-3"))
+    assert [row["step"] for row in read_jsonl(path)][-1] == 6
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    runs = [record for record in records if record["type"] == "run"]
+    assert [run.get("resumed_step") for run in runs] == [None, 3]
+    assert len({run["run_id"] for run in runs}) == 1
+    assert any(r["type"] == "config" and "learning_rate" in json.dumps(r) for r in records)
 
 
 class Backward(Callback):
