@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -178,17 +179,16 @@ def get_balanced_memory(
     share = sizes[""] // (len(fast) - low_zero) + _margin(model, sizes, classes)
     weights = Weights.of_model(model, classes, dtype, special_dtypes)
     best = offloaded_bytes(weights, memory)
-    limited = _limited(memory, fast, share, sizes[""], low_zero)
-    low, high = share, max(share, sizes[""])
-    if offloaded_bytes(weights, limited) > best:
-        while low < high:  # the smallest share with which no more is offloaded
-            middle = (low + high) // 2
-            if offloaded_bytes(weights, _limited(memory, fast, middle, sizes[""], low_zero)) > best:
-                low = middle + 1
-            else:
-                high = middle
-        limited = _limited(memory, fast, low, sizes[""], low_zero)
-    return limited
+
+    def limited(share: int) -> dict[Device, int]:
+        return _limited(memory, fast, share, sizes[""], low_zero)
+
+    def holds_as_much(share: int) -> bool:
+        return offloaded_bytes(weights, limited(share)) <= best
+
+    if not holds_as_much(share):  # then the smallest share with which no more is offloaded
+        share += bisect_left(range(share, sizes[""]), True, key=holds_as_much)
+    return limited(share)
 
 
 def _margin(model: torch.nn.Module, sizes: Mapping[str, int], classes: frozenset[str]) -> int:

@@ -561,7 +561,9 @@ class AlignDevicesHook(ModelHook):
             if not all(weights.has(loan.name, loan.tensor) for loan in self._lent):
                 layer.state.CB = layer.state.SCB = None  # they hold the fetched weight
         for loan in self._lent.take():
-            if not weights.has(loan.name, loan.tensor):
+            if loan.values is not None and weights.has(loan.name, loan.values):
+                loan.values.copy_(loan.tensor)
+            elif not weights.has(loan.name, loan.tensor):
                 weights.put(loan.name, loan.tensor.detach().to("cpu"))
         for pointer, device in self._noted:
             if self.tied_params_map is not None:

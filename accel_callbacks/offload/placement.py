@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -270,27 +270,14 @@ def balance(sizes: Sequence[int], capacities: Sequence[int], low_first: bool) ->
 
     if reached(total) < count:
         return None
-    begin = 0
-    if low_first and len(capacities) > 1:
-        low, high = 0, count
-        while low < high:  # the fewest items for the first device
-            middle = (low + high) // 2
-            if reached(total, middle, 1) == count:
-                high = middle
-            else:
-                low = middle + 1
-        begin = low
-    start = 1 if low_first and len(capacities) > 1 else 0
-    low, high = 0, total
-    while low < high:
-        middle = (low + high) // 2
-        if reached(middle, begin, start) == count:
-            high = middle
-        else:
-            low = middle + 1
+    begin = start = 0
+    if low_first and len(capacities) > 1:  # the fewest items for the first device
+        start = 1
+        begin = bisect_left(range(count), True, key=lambda first: reached(total, first, 1) == count)
+    limit = bisect_left(range(total), True, key=lambda most: reached(most, begin, start) == count)
     where = [0] * begin
     for device in range(start, len(capacities)):
         at = len(where)
-        end = bisect_right(ends, ends[at] + min(low, capacities[device])) - 1
+        end = bisect_right(ends, ends[at] + min(limit, capacities[device])) - 1
         where += [device] * (end - at)
     return where

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -617,20 +618,16 @@ def _short_by(request: _Request, budgets: Sequence[Budget]) -> dict[Device, int]
             tried = [Budget(b.device, nbytes) if b.device == device else b for b in budgets]
             return _place(request, tried).fits
 
-        low, high = now, max(now, enough)
-        if not fits(high):
-            continue
-        while low + 1 < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if fits(middle) else (middle, high)
-        short[device] = high - now
+        if fits(max(now, enough)):
+            short[device] = 1 + bisect_left(range(now + 1, enough), True, key=fits)
     return short
 
 
 def _message(found: Plan, budgets: Sequence[Budget]) -> str:
     """Return why nothing fits, and the smallest budgets that would do."""
     given = {budget.device: budget.nbytes or 0 for budget in budgets}
-    sized = [unit for unit in found.weights.units if unit.nbytes]
+    units = found.weights.units
+    sized = [unit for unit in units if unit.nbytes] or units  # there may be no more than a cache
     largest = max(sized, key=lambda unit: unit.nbytes + unit.shared)
     what = (
         f"The model ({size_of(found.weights.nbytes)}, its largest unit {largest.name!r} with "

@@ -343,6 +343,15 @@ def test_a_buffer_that_the_forward_writes_is_kept(net, weights, mode):
     assert net.state_dict()["norm.num_batches_tracked"] == 2
 
 
+def test_a_buffer_that_the_forward_writes_stays_the_same_object(net):
+    running_mean = net.norm.running_mean
+    attach_align_device_hook(net, "cpu", offload=True, offload_buffers=True)
+    net.train()(X)
+    remove_hook_from_submodules(net)
+    assert net.norm.running_mean is running_mean
+    assert running_mean.count_nonzero() == 4
+
+
 def test_a_buffer_that_is_stored_in_another_dtype_is_kept(net):
     state = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     state["norm.running_mean"] = state["norm.running_mean"].double()

@@ -340,3 +340,9 @@ def test_a_unit_shows_on_which_device_offloaded_ones_run() -> None:
     assert list(found.device_map.values()) == ["disk", 1, 0, 1, "disk"]
     assert found.execution_device == 0
     assert all(use.left is None or use.left >= 0 for use in found.devices)
+
+
+def test_a_cache_for_which_there_is_no_room_is_told_also_without_weights() -> None:
+    weights = Weights((Unit("part0", 0, is_block=True),))
+    with pytest.raises(PlanError, match=r"needs at least 17 bytes .* of cpu"):
+        plan(weights, {"cpu": 10}, kv_cache=17)
