@@ -55,10 +55,10 @@ class AlignHook:
         """Move the inputs that are elsewhere."""
         self._from.append(find_device((args, kwargs)) if self.returns else None)
         return (
-            tuple(_moved(one, self.device, self.skip_keys) for one in args),
+            tuple(_moved(item, self.device, self.skip_keys) for item in args),
             {
-                key: one if key in self.skip_keys else _moved(one, self.device, self.skip_keys)
-                for key, one in kwargs.items()
+                key: item if key in self.skip_keys else _moved(item, self.device, self.skip_keys)
+                for key, item in kwargs.items()
             },
         )
 
@@ -86,25 +86,25 @@ def align(
         skip_keys: keys of what is not moved.
     """
     skipped = [skip_keys] if isinstance(skip_keys, str) else list(skip_keys or ())
-    own: dict[int, list[torch.device]] = {}
-    for one in assignment.weights:
-        for slot in one.weight.slots:
-            own.setdefault(id(slot.module), []).append(one.device)
+    devices: dict[int, list[torch.device]] = {}
+    for assigned in assignment.weights:
+        for slot in assigned.weight.slots:
+            devices.setdefault(id(slot.module), []).append(assigned.device)
     below: dict[int, set[torch.device]] = {}
 
     def collect(module: torch.nn.Module) -> set[torch.device]:
         if id(module) not in below:
-            below[id(module)] = found = set(own.get(id(module), ()))
+            below[id(module)] = inside = set(devices.get(id(module), ()))
             for child in module.children():
-                found |= collect(child)
+                inside |= collect(child)
         return below[id(module)]
 
     def visit(module: torch.nn.Module) -> None:
         # Modules in a part that is on one device too: who calls them may be elsewhere.
         if _ATTRIBUTE in vars(module):  # a module with two names
             return
-        if len(below[id(module)]) == 1 or id(module) in own:
-            device = next(iter(own.get(id(module), below[id(module)])))
+        if len(below[id(module)]) == 1 or id(module) in devices:
+            device = next(iter(devices.get(id(module), below[id(module)])))
             AlignHook(device, False, skipped).attach(module)
         for child in module.children():
             visit(child)
@@ -139,7 +139,7 @@ class _Guard(partial):  # type: ignore[type-arg]
 
 def _move(model: torch.nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
     target = _target(name, args, kwargs)
-    if any(isinstance(one, AbsentWeight) for one in (*model.parameters(), *model.buffers())):
+    if any(isinstance(tensor, AbsentWeight) for tensor in (*model.parameters(), *model.buffers())):
         raise RuntimeError(
             "You can't move a model that has some modules offloaded to cpu or disk: dispatch it "
             "again with another device_map, or give dtype= to load_checkpoint_and_dispatch. "

@@ -122,8 +122,8 @@ class Assignment:
     _by_place: dict[str, list[Assigned]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        for one in self.weights:
-            self._by_place.setdefault(one.place, []).append(one)
+        for assigned in self.weights:
+            self._by_place.setdefault(assigned.place, []).append(assigned)
 
     @property
     def resident(self) -> Sequence[Assigned]:
@@ -191,20 +191,20 @@ def assign(
         kept = "resident" if not offloaded else "disk" if place == "disk" else "host"
         return Assigned(weight, kept, device)
 
-    found: list[Assigned] = []
+    assignments: list[Assigned] = []
     followed: dict[int, torch.device] = {}  # modules whose tied weight is elsewhere
     for weight in weights:
         options = [wanted(weight, name) for name in weight.names]
-        best = next((one for one in options if one.place == "resident"), options[0])
-        found.append(best)
-        if best.place == "resident" and any(one.device != best.device for one in options):
+        best = next((assigned for assigned in options if assigned.place == "resident"), options[0])
+        assignments.append(best)
+        if best.place == "resident" and any(assigned.device != best.device for assigned in options):
             followed.update((id(slot.module), best.device) for slot in weight.slots)
-    for index, one in enumerate(found):
-        devices = [followed.get(id(slot.module)) for slot in one.weight.slots]
-        if len(devices) == 1 and devices[0] is not None and devices[0] != one.device:
-            found[index] = Assigned(one.weight, "resident", devices[0])
+    for index, assigned in enumerate(assignments):
+        devices = [followed.get(id(slot.module)) for slot in assigned.weight.slots]
+        if len(devices) == 1 and devices[0] is not None and devices[0] != assigned.device:
+            assignments[index] = Assigned(assigned.weight, "resident", devices[0])
     distinct = {str(place) for place in places.values()}
-    return Assignment(found, main, len(distinct) > 1 or "disk" in distinct)
+    return Assignment(assignments, main, len(distinct) > 1 or "disk" in distinct)
 
 
 def _check(model: torch.nn.Module, device_map: Any) -> None:
@@ -224,11 +224,11 @@ def _as_place(place: Any) -> Place:
     return "cpu" if device.type == "cpu" else device
 
 
-def _main_device(places: Mapping[str, Place], given: Place | None) -> torch.device:
-    if given is not None:
-        if given == "disk":
+def _main_device(places: Mapping[str, Place], main_device: Place | None) -> torch.device:
+    if main_device is not None:
+        if main_device == "disk":
             raise ValueError('main_device="disk": modules do not run there; name a device.')
-        return as_device(given)
+        return as_device(main_device)
     for place in places.values():
         if isinstance(place, torch.device):
             return place
@@ -299,11 +299,11 @@ def assign_all(
     weights = weights_of(model)
     if keep_trainable is None:
         keep_trainable = _is_mostly_frozen(weights)
-    found = []
+    assigned = []
     for weight in weights:
         if weight.is_parameter:
             offloaded = not (keep_trainable and weight.tensor.requires_grad)
         else:
             offloaded = offload_buffers and weight.persistent
-        found.append(Assigned(weight, place if offloaded else "resident", device))
-    return Assignment(found, device, True)
+        assigned.append(Assigned(weight, place if offloaded else "resident", device))
+    return Assignment(assigned, device, True)

@@ -143,21 +143,21 @@ def attach_layerwise_casting_hooks(
         if isinstance(skip_modules_pattern, str)
         else list(skip_modules_pattern or ())
     )
-    found: dict[int, torch.nn.Module] = {}
+    layers_found: dict[int, torch.nn.Module] = {}
 
-    def visit(one: torch.nn.Module, name: str) -> None:
-        if skip_modules_classes is not None and isinstance(one, skip_modules_classes):
+    def visit(owner: torch.nn.Module, name: str) -> None:
+        if skip_modules_classes is not None and isinstance(owner, skip_modules_classes):
             return
         if any(re.search(pattern, name) for pattern in patterns):
             return
-        if isinstance(one, _LAYERS):
-            found[id(one)] = one
+        if isinstance(owner, _LAYERS):
+            layers_found[id(owner)] = owner
             return
-        for key, child in one.named_children():
+        for key, child in owner.named_children():
             visit(child, f"{name}.{key}" if name else key)
 
     visit(module, "")
-    layers = _untied(module, list(found.values()))
+    layers = _untied(module, list(layers_found.values()))
     for layer in layers:
         if not _casts(vars(layer).get("_hf_hook")):
             hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
@@ -173,7 +173,7 @@ def _untied(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> list[t
         kept = [
             layer
             for layer in ours
-            if all(among[id(one)] == everywhere[id(one)] for one in layer.parameters())
+            if all(among[id(p)] == everywhere[id(p)] for p in layer.parameters())
         ]
         if len(kept) == len(ours):
             return kept
@@ -181,7 +181,7 @@ def _untied(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> list[t
 
 
 def _owners(modules: Any) -> Counter[int]:
-    return Counter(id(one) for owner in modules for one in owner._parameters.values())
+    return Counter(id(parameter) for owner in modules for parameter in owner._parameters.values())
 
 
 def _casts(hook: Any) -> bool:

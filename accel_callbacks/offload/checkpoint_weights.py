@@ -59,21 +59,22 @@ def load_spread(
 
     assignment = assign(model, device_map, offload_buffers=offload_buffers)
     source = open_weights(checkpoint, 0, None)
-    found = _match(assignment, source, strict)
+    stored_names = _match(assignment, source, strict)
     _refuse_lost_buffers(assignment)
     on_disk = {
-        one.weight.name: (one, found[one.weight.name])
-        for one in assignment.on_disk
-        if one.weight.name in found
+        assigned.weight.name: (assigned, stored_names[assigned.weight.name])
+        for assigned in assignment.on_disk
+        if assigned.weight.name in stored_names
     }
     stored = _located(model, source, on_disk, dtype_of, offload_folder)
 
     detach(model)
     by_device: dict[torch.device, set[str]] = {}
-    for one in (*assignment.resident, *assignment.held):
-        weight, device = one.weight, one.device if one.place == "resident" else torch.device("cpu")
-        if weight.name not in found:
-            _mark_missing(one, checkpoint)
+    for assigned in (*assignment.resident, *assignment.held):
+        weight = assigned.weight
+        device = assigned.device if assigned.place == "resident" else torch.device("cpu")
+        if weight.name not in stored_names:
+            _mark_missing(assigned, checkpoint)
             continue
         if isinstance(weight.tensor, AbsentWeight):
             weight.put(on_meta(weight.tensor))
@@ -88,15 +89,17 @@ def load_spread(
             device=device,
             mapped=mapped and device.type == "cpu",
         )
-    for one in assignment.on_disk:
-        if one.weight.name in stored:
-            weight, dtype = one.weight, _dtype(one.weight, dtype_of)
+    for assigned in assignment.on_disk:
+        if assigned.weight.name in stored:
+            weight, dtype = assigned.weight, _dtype(assigned.weight, dtype_of)
             like = on_meta(weight.tensor, dtype)
-            weight.put(placeholder(like, weight.name, ON_DISK, one.device))
+            weight.put(placeholder(like, weight.name, ON_DISK, assigned.device))
         else:
-            _mark_missing(one, checkpoint)
+            _mark_missing(assigned, checkpoint)
     known = {
-        name: stored[one.weight.name] for one, _ in on_disk.values() for name in one.weight.names
+        name: stored[assigned.weight.name]
+        for assigned, _ in on_disk.values()
+        for name in assigned.weight.names
     }
     note(model, StoredWeights.of(known))
 
@@ -107,11 +110,11 @@ def _dtype(weight: Weight, dtype_of: DtypeOf) -> torch.dtype:
     return weight.tensor.dtype if wanted is None else wanted
 
 
-def _mark_missing(one: Assigned, checkpoint: str | os.PathLike[str]) -> None:
+def _mark_missing(assigned: Assigned, checkpoint: str | os.PathLike[str]) -> None:
     """Put a placeholder for a weight that has no values, neither here nor in the checkpoint."""
-    weight, where = one.weight, f"not in {os.fspath(checkpoint)}"
+    weight, place = assigned.weight, f"not in {os.fspath(checkpoint)}"
     if weight.persistent and (isinstance(weight.tensor, AbsentWeight) or weight.tensor.is_meta):
-        weight.put(placeholder(weight.tensor, weight.name, where, one.device))
+        weight.put(placeholder(weight.tensor, weight.name, place, assigned.device))
 
 
 def _match(assignment: Assignment, source: Any, strict: bool) -> dict[str, str]:
@@ -124,14 +127,14 @@ def _match(assignment: Assignment, source: Any, strict: bool) -> dict[str, str]:
     from checkpoint_io.loader.selection import Matched
 
     stored = {**{name: name for name in source.infos}, **source.tied}
-    wanted = [one.weight for one in assignment.weights if one.weight.persistent]
-    found, missing, problems = {}, [], []
+    wanted = [assigned.weight for assigned in assignment.weights if assigned.weight.persistent]
+    stored_names, missing, problems = {}, [], []
     for weight in wanted:
         names = list(dict.fromkeys(stored[name] for name in weight.names if name in stored))
         if not names:
             missing.append(weight.name)
             continue
-        found[weight.name] = names[0]
+        stored_names[weight.name] = names[0]
         info, tensor = source.infos[names[0]], weight.tensor
         floating = info.dtype.is_floating_point and tensor.dtype.is_floating_point
         if tuple(info.shape) != tuple(tensor.shape):
@@ -148,8 +151,8 @@ def _match(assignment: Assignment, source: Any, strict: bool) -> dict[str, str]:
     known = {name for weight in wanted for name in weight.names}
     unexpected = [name for name in stored if name not in known]
     if strict:
-        Matched(list(found.items()), missing, unexpected).require(source.where)
-    if missing and not found:
+        Matched(list(stored_names.items()), missing, unexpected).require(source.where)
+    if missing and not stored_names:
         raise ValueError(
             f"{source.where} has none of the names of the model, such as {missing[0]!r}: nothing "
             "was loaded."
@@ -157,7 +160,7 @@ def _match(assignment: Assignment, source: Any, strict: bool) -> dict[str, str]:
     for what, names in (("did not have", missing), ("has unused", unexpected)):
         if names:
             warn(f"{source.where} {what} {listed(names)}")
-    return found
+    return stored_names
 
 
 def _alike(names: Sequence[str], source: Any) -> bool:
@@ -171,14 +174,16 @@ def _alike(names: Sequence[str], source: Any) -> bool:
     with TransferProgress("comparing", sum(info.nbytes for info in infos), False) as bar:
         source.read(list(zip(names, values, strict=True)), bar)
     first = values[0].reshape(-1).view(torch.uint8)
-    return all(torch.equal(first, one.reshape(-1).view(torch.uint8)) for one in values[1:])
+    return all(torch.equal(first, value.reshape(-1).view(torch.uint8)) for value in values[1:])
 
 
 def _refuse_lost_buffers(assignment: Assignment) -> None:
     lost = [
-        one.weight.name
-        for one in assignment.weights
-        if not one.weight.persistent and one.weight.tensor.is_meta and one.device.type != "meta"
+        assigned.weight.name
+        for assigned in assignment.weights
+        if not assigned.weight.persistent
+        and assigned.weight.tensor.is_meta
+        and assigned.device.type != "meta"
     ]
     if lost:
         raise ValueError(
@@ -207,7 +212,7 @@ def _located(
     locate = getattr(source, "local_bytes", None)
     local: Mapping[str, tuple[str, int]] = (locate() if locate is not None else None) or {}
     identities: dict[str, FileIdentity] = {}
-    found: dict[str, Stored] = {}
+    located: dict[str, Stored] = {}
     for name, (_, key) in wanted.items():
         if key in local:
             path, begin = local[key]
@@ -215,18 +220,18 @@ def _located(
                 identities[path] = FileIdentity.of(path)
             info = source.infos[key]
             tensor = StoredTensor(path, begin, info.dtype, tuple(info.shape))
-            found[name] = Stored(tensor, identities[path])
-    rest = [name for name in wanted if name not in found]
+            located[name] = Stored(tensor, identities[path])
+    rest = [name for name in wanted if name not in located]
     if not rest:
-        return found
+        return located
     if folder is None:
         raise ValueError(
             f"{listed(rest)} cannot be streamed from {source.where}, since that is not in local "
             "files of safetensors: give an offload_folder=, into which they are written once, or "
             "convert the checkpoint with `accel merge-weights`."
         )
-    found.update(_converted(model, source, {n: wanted[n] for n in rest}, dtype_of, folder))
-    return found
+    located.update(_converted(model, source, {n: wanted[n] for n in rest}, dtype_of, folder))
+    return located
 
 
 def _converted(
@@ -239,7 +244,9 @@ def _converted(
     """Write weights as safetensors, one unit after the other; return where they are."""
     from checkpoint_io.progress import TransferProgress
 
-    names = {other: name for name, (one, _) in wanted.items() for other in one.weight.names}
+    names = {
+        other: name for name, (assigned, _) in wanted.items() for other in assigned.weight.names
+    }
     units = cut_units(model, names.__contains__, blocks_of(model))
     written = Spill(folder)
     done: set[str] = set()
@@ -257,7 +264,7 @@ def _converted(
                     for name in group
                     if name not in done
                 }
-                source.read([(wanted[name][1], one) for name, one in values.items()], bar)
+                source.read([(wanted[name][1], value) for name, value in values.items()], bar)
                 written.write(values)
                 done.update(values)
         stored = written.finish()

@@ -221,8 +221,8 @@ def dispatch_model(
     """
     inner = original(model)
     assignment = assign(inner, device_map, main_device, offload_buffers, keep_trainable)
-    given = None if offload_index is None else stored_in_index(offload_index, offload_dir)
-    origins = Origins(inner, assignment.weights, given, offload_dir)
+    index = None if offload_index is None else stored_in_index(offload_index, offload_dir)
+    origins = Origins(inner, assignment.weights, index, offload_dir)
     is_hooked = assignment.several or force_hooks
     is_resident = not assignment.held and not assignment.on_disk
     if is_resident and not is_hooked and not any(map(origins.is_absent, assignment.weights)):
@@ -476,15 +476,15 @@ def _spilled(weights: Mapping[str, torch.Tensor], folder: Path | None) -> dict[s
 
 def _check(weight: Weight, origin: Origin) -> None:
     at = origin.tensor if isinstance(origin, Stored) else origin
-    where = f" in {origin.tensor.path}" if isinstance(origin, Stored) else ""
+    place = f" in {origin.tensor.path}" if isinstance(origin, Stored) else ""
     dtype, wanted = at.dtype, weight.tensor.dtype
     if tuple(at.shape) != tuple(weight.tensor.shape):
         raise ValueError(
-            f"{weight.name} is {list(weight.tensor.shape)}, and {list(at.shape)}{where}: these are "
+            f"{weight.name} is {list(weight.tensor.shape)}, and {list(at.shape)}{place}: these are "
             "the weights of another model."
         )
     if dtype != wanted and not (dtype.is_floating_point and wanted.is_floating_point):
-        raise ValueError(f"{weight.name} is {wanted}, and {dtype}{where}.")
+        raise ValueError(f"{weight.name} is {wanted}, and {dtype}{place}.")
 
 
 def _as_tensor(origin: Origin) -> torch.Tensor:

@@ -446,7 +446,7 @@ def extract_submodules_state_dict(
         ['h.1.weight']
     """
     wanted = set(submodule_names)
-    return {name: one for name, one in state_dict.items() if wanted & set(_paths(name))}
+    return {name: tensor for name, tensor in state_dict.items() if wanted & set(_paths(name))}
 
 
 def _paths(name: str) -> Iterator[str]:
@@ -491,8 +491,8 @@ class PrefixedDataset(Mapping[str, Any]):
         """Copy what is in memory under the prefix alone; files are shared."""
         if isinstance(self.dataset, OffloadedWeightsLoader):
             return PrefixedDataset(self.dataset.copied(self.prefix, memo), self.prefix)
-        own = {key: self.dataset[key] for key in self.dataset if key.startswith(self.prefix)}
-        return PrefixedDataset(deepcopy(own, memo), self.prefix)
+        tensors = {key: self.dataset[key] for key in self.dataset if key.startswith(self.prefix)}
+        return PrefixedDataset(deepcopy(tensors, memo), self.prefix)
 
     def fetch(self, names: Sequence[str]) -> list[torch.Tensor]:
         """Return several tensors, with one request where the map has one for it."""
@@ -508,8 +508,8 @@ class PrefixedDataset(Mapping[str, Any]):
 
     def held(self, name: str) -> torch.Tensor | None:
         """Return a tensor that is in memory, None for one in a file or in a map of its own kind."""
-        own = self.dataset.get if isinstance(self.dataset, dict) else lambda name: None
-        held = getattr(self.dataset, "held", own)
+        get = self.dataset.get if isinstance(self.dataset, dict) else lambda name: None
+        held = getattr(self.dataset, "held", get)
         tensor: torch.Tensor | None = held(f"{self.prefix}{name}")
         return tensor
 
@@ -629,8 +629,8 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         """Return a loader of the same files with copies of what is in memory under a prefix."""
         new = type(self).__new__(type(self))
         vars(new).update(vars(self), _verified=set(self._verified))
-        for kept, own in (("state_dict", self.state_dict), ("_changed", self._changed)):
-            some = {key: one for key, one in own.items() if key.startswith(prefix)}
+        for kept, tensors in (("state_dict", self.state_dict), ("_changed", self._changed)):
+            some = {key: tensor for key, tensor in tensors.items() if key.startswith(prefix)}
             vars(new)[kept] = deepcopy(some, memo)
         return new
 
@@ -705,9 +705,9 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             stored = self[name]
             same = stored.shape == tensor.shape and _same_values(stored, tensor)
         if not same:
-            where = info.get("safetensors_file") or self.save_folder
+            place = info.get("safetensors_file") or self.save_folder
             raise ValueError(
-                f"{name} has other values in {where} than in the model that is offloaded there: "
+                f"{name} has other values in {place} than in the model that is offloaded there: "
                 "these are the weights of another model. Give each model a folder of its own, or "
                 "build the model under init_empty_weights() to take the weights that are there."
             )

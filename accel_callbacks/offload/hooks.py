@@ -209,23 +209,23 @@ def add_hook_to_module(module: _Module, hook: Any, append: bool = False) -> _Mod
         >>> type(layer._hf_hook).__name__
         'ModelHook'
     """
-    own = vars(module)
-    before = own.get("_hf_hook")
+    attributes = vars(module)
+    before = attributes.get("_hf_hook")
     if before is not None and append:
         hook.init_hook(module)
-        own["_hf_hook"] = SequentialHook(before, hook)
-        if "_old_forward" not in own:  # of a dispatched module, which is served without one
-            own["_old_forward"] = module.forward
-            _set_forward(module, _around(module, own["_old_forward"]))
+        attributes["_hf_hook"] = SequentialHook(before, hook)
+        if "_old_forward" not in attributes:  # of a dispatched module, which is served without one
+            attributes["_old_forward"] = module.forward
+            _set_forward(module, _around(module, attributes["_old_forward"]))
         return module
     if before is not None:
         before.detach_hook(module)
-        del own["_hf_hook"]
-    if "_old_forward" not in own:
-        own["_old_forward"] = module.forward
+        del attributes["_hf_hook"]
+    if "_old_forward" not in attributes:
+        attributes["_old_forward"] = module.forward
     module = hook.init_hook(module)
     vars(module)["_hf_hook"] = hook
-    _set_forward(module, _around(module, own["_old_forward"]))
+    _set_forward(module, _around(module, attributes["_old_forward"]))
     return module
 
 
@@ -262,20 +262,20 @@ def remove_hook_from_module(module: _Module, recurse: bool = False) -> _Module:
         >>> hasattr(remove_hook_from_module(layer), "_hf_hook")
         False
     """
-    own = vars(module)
-    if "_hf_hook" in own:
-        own["_hf_hook"].detach_hook(module)
-        del own["_hf_hook"]
-    if "_old_forward" in own:
-        forward = own.pop("_old_forward")
+    attributes = vars(module)
+    if "_hf_hook" in attributes:
+        attributes["_hf_hook"].detach_hook(module)
+        del attributes["_hf_hook"]
+    if "_old_forward" in attributes:
+        forward = attributes.pop("_old_forward")
         if getattr(forward, "__self__", None) is module and not isinstance(
             module, torch.fx.GraphModule
         ):
-            own.pop("forward", None)  # the method of the class
+            attributes.pop("forward", None)  # the method of the class
         else:
             _set_forward(module, forward)
     for name in MOVERS:
-        own.pop(name, None)
+        attributes.pop(name, None)
     if recurse:
         for child in module.children():
             remove_hook_from_module(child, recurse)
@@ -399,10 +399,10 @@ class AlignDevicesHook(ModelHook):
     def _tensors(self, module: Any, buffers: bool = True) -> dict[str, torch.Tensor]:
         """Return parameters and buffers by name; of tied ones, all names."""
         deep = self.place_submodules
-        found = dict(module.named_parameters(recurse=deep, remove_duplicate=False))
+        tensors = dict(module.named_parameters(recurse=deep, remove_duplicate=False))
         if buffers:
-            found.update(module.named_buffers(recurse=deep, remove_duplicate=False))
-        return found
+            tensors.update(module.named_buffers(recurse=deep, remove_duplicate=False))
+        return tensors
 
     def _place(self, module: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         """Move tensors to the execution device; on "meta", plain ones that only have shapes."""
@@ -418,8 +418,8 @@ class AlignDevicesHook(ModelHook):
     def _offload(self, module: Any) -> None:
         everything = self._tensors(module)
         self.original_devices = {
-            name: torch.device("meta") if is_absent(one) else one.device
-            for name, one in everything.items()
+            name: torch.device("meta") if is_absent(tensor) else tensor.device
+            for name, tensor in everything.items()
         }
         away = self._tensors(module, self.offload_buffers)
         for name in get_non_persistent_buffers(module, self.place_submodules, True):
@@ -429,7 +429,7 @@ class AlignDevicesHook(ModelHook):
                 layer.weight.CB, layer.weight.SCB = layer.state.CB, layer.state.SCB
                 layer.state.CB = layer.state.SCB = None
         if self.weights_map is None:
-            self.weights_map = {name: _on_host(one) for name, one in away.items()}
+            self.weights_map = {name: _on_host(tensor) for name, tensor in away.items()}
         weights = self._weights()
         for name, tensor in away.items():
             if not is_absent(tensor):
@@ -444,14 +444,14 @@ class AlignDevicesHook(ModelHook):
             self._away[name] = stand_in(tensor, self._names[name], place, device)
             Slot.of(module, name).put(self._away[name])
         if self.execution_device is not None:
-            self._place(module, {k: one for k, one in everything.items() if k not in away})
+            self._place(module, {k: tensor for k, tensor in everything.items() if k not in away})
         fill: Any = functools.partial(AlignDevicesHook.fill, self)  # which copies and pickles
         self._handle = module.register_state_dict_post_hook(fill)
 
     def _int8_layers(self, module: Any) -> list[Any]:
         """Return the layers of bitsandbytes, which keep scales outside of their parameters."""
         among = module.modules() if self.place_submodules else (module,)
-        return [one for one in among if type(one).__name__ == "Linear8bitLt"]
+        return [layer for layer in among if type(layer).__name__ == "Linear8bitLt"]
 
     def _weights(self) -> PrefixedDataset:
         """Return the map of weights as one that reads several together."""
@@ -515,11 +515,11 @@ class AlignDevicesHook(ModelHook):
             copies = self.tied_params_map.get(pointer)
             if copies is not None and self.execution_device in copies:
                 return copies[self.execution_device]
-        made = self._serving(name, absent, value, device)
+        tensor = self._serving(name, absent, value, device)
         if copies is not None:
-            copies[self.execution_device] = made
+            copies[self.execution_device] = tensor
             self._noted.append((pointer, self.execution_device))
-        return made
+        return tensor
 
     def _serving(
         self, name: str, absent: torch.Tensor, value: torch.Tensor, device: torch.device
@@ -539,17 +539,17 @@ class AlignDevicesHook(ModelHook):
             )
         if is_alike and move(value, device) is value:
             return value
-        made = new_like(absent, value, device)
-        if made.requires_grad and torch.is_grad_enabled() and made.is_leaf:
-            made.register_hook(LostGradient(self._names[name]))  # type: ignore[no-untyped-call]
+        tensor = new_like(absent, value, device)
+        if tensor.requires_grad and torch.is_grad_enabled() and tensor.is_leaf:
+            tensor.register_hook(LostGradient(self._names[name]))  # type: ignore[no-untyped-call]
         if value.dtype == torch.int8 and not is_quantizer(value) and "weight" in name:
             # The scales that are stored beside an int8 weight of bitsandbytes.
             statistics = self._weights().get(name.replace("weight", "SCB"))
         else:
             statistics = None
         if statistics is not None:
-            made.SCB = statistics.to(device)  # type: ignore[attr-defined]
-        return made
+            tensor.SCB = statistics.to(device)  # type: ignore[attr-defined]
+        return tensor
 
     @outside_graphs
     def _drop(self, module: Any, of_all: bool = False) -> None:
@@ -599,18 +599,18 @@ class AlignDevicesHook(ModelHook):
 
     def _returned(self, name: str, absent: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return the tensor for good; tied ones, which share a placeholder, get one."""
-        own = vars(absent)
-        if own.get("_returned") is None:
+        attributes = vars(absent)
+        if attributes.get("_returned") is None:
             assert self.weights_map is not None
             value = self.weights_map[name]
             if value.dtype != absent.dtype and not is_quantizer(value):
                 value = value.to(absent.dtype)
             is_same = isinstance(value, torch.nn.Parameter) and move(value, device) is value
-            made = value if is_same or is_quantizer(value) else new_like(absent, value, device)
-            vars(made).pop("_stand_in", None)
-            own["_returned"] = made
-        found: torch.Tensor = own["_returned"]
-        return found
+            tensor = value if is_same or is_quantizer(value) else new_like(absent, value, device)
+            vars(tensor).pop("_stand_in", None)
+            attributes["_returned"] = tensor
+        returned: torch.Tensor = attributes["_returned"]
+        return returned
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -627,9 +627,9 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _first_device(args: Any, kwargs: Any) -> torch.device | None:
-    for one in (*args, *kwargs.values()):
-        if isinstance(one, torch.Tensor):
-            return one.device
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value.device
     return _nested_device(args, kwargs)
 
 
@@ -902,8 +902,8 @@ class CpuOffload(ModelHook):
 def _is_on(model: torch.nn.Module, device: torch.device) -> bool:
     """Return whether all tensors of a model are on a device."""
     return all(
-        one.device.type == device.type and device.index in (None, one.device.index)
-        for one in (*model.parameters(), *model.buffers())
+        tensor.device.type == device.type and device.index in (None, tensor.device.index)
+        for tensor in (*model.parameters(), *model.buffers())
     )
 
 

@@ -37,18 +37,18 @@ class Origins:
         self,
         model: torch.nn.Module,
         weights: Sequence[Assigned],
-        given: StoredWeights | None,
+        index: StoredWeights | None,
         folder: str | os.PathLike[str] | None,
     ) -> None:
         self._origins = _known(model)
-        self._given = given
-        self._indexed = given
+        self._given = index
+        self._indexed = index
         lost = [
             assigned.weight
             for assigned in weights
             if self.is_absent(assigned) and id(assigned.weight.tensor) not in self._origins
         ]
-        if given is None and lost:
+        if index is None and lost:
             self._indexed = stored_in_index(None, folder)
         #: Then it is this model's, and has its buffers, which are built with other values.
         self._serves = self._indexed is not None and any(

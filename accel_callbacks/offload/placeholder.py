@@ -32,8 +32,8 @@ class AbsentWeightError(RuntimeError):
 
 
 def _getter(name: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = getattr(torch.Tensor, name).__get__
-    return found
+    getter: Callable[..., Any] = getattr(torch.Tensor, name).__get__
+    return getter
 
 
 # What is known of a weight without its values.
@@ -222,10 +222,10 @@ def on_meta(like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tenso
         >>> on_meta(torch.ones(2), torch.float16)
         tensor(..., device='meta', size=(2,), dtype=torch.float16)
     """
-    made = torch.empty(tuple(like.shape), dtype=dtype or like.dtype, device="meta")
+    tensor = torch.empty(tuple(like.shape), dtype=dtype or like.dtype, device="meta")
     if isinstance(like, torch.nn.Parameter):
-        return torch.nn.Parameter(made, like.requires_grad)
-    return made
+        return torch.nn.Parameter(tensor, like.requires_grad)
+    return tensor
 
 
 class LostGradient(NamedTuple):
@@ -259,7 +259,9 @@ def unwritable(model: torch.nn.Module) -> set[str]:
         *model.named_buffers(remove_duplicate=False),
     ]
     return {
-        name for name, one in named if isinstance(one, AbsentWeight) and one.weight_place == ON_DISK
+        name
+        for name, tensor in named
+        if isinstance(tensor, AbsentWeight) and tensor.weight_place == ON_DISK
     }
 
 
@@ -273,15 +275,15 @@ def _rebuild(
     device: torch.device,
     fetch: Callable[[], torch.Tensor] | None,
 ) -> AbsentWeight:
-    made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(AbsentWeight)
-    made.weight_name, made.weight_place, made.weight_device = name, place, device
-    made.weight_fetch = fetch
+    weight = torch.empty(shape, dtype=dtype, device="meta").as_subclass(AbsentWeight)
+    weight.weight_name, weight.weight_place, weight.weight_device = name, place, device
+    weight.weight_fetch = fetch
     if parameter:
-        made._is_param = True  # isinstance(..., torch.nn.Parameter) asks for it
+        weight._is_param = True  # isinstance(..., torch.nn.Parameter) asks for it
     with torch._C.DisableTorchFunctionSubclass():
-        made.requires_grad_(requires_grad)
-    made.is_trained = requires_grad
-    return made
+        weight.requires_grad_(requires_grad)
+    weight.is_trained = requires_grad
+    return weight
 
 
 def _set_requires_grad(func: Callable[..., Any], weight: Any, value: bool = True) -> Any:
@@ -333,7 +335,7 @@ def _recomputed(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> 
             return type(value)(map(real, value))
         return value
 
-    result = func(*real(tuple(args)), **{name: real(one) for name, one in kwargs.items()})
+    result = func(*real(tuple(args)), **{name: real(value) for name, value in kwargs.items()})
     for absent, weight, version in fetched.values():
         if weight._version != version:
             raise AbsentWeightError(

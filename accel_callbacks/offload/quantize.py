@@ -99,10 +99,10 @@ class BnbQuantizationConfig:
 
 
 def _dtype(value: Any, name: str) -> torch.dtype:
-    found = _DTYPES.get(value) if isinstance(value, str) else value
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    dtype = _DTYPES.get(value) if isinstance(value, str) else value
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"{name}={value!r} is no dtype of torch, nor one of {list(_DTYPES)}.")
-    return found
+    return dtype
 
 
 def load_and_quantize_model(
@@ -170,7 +170,7 @@ def load_and_quantize_model(
         rule.refuse_offloaded(devices)
         _load(model, rule, os.fspath(weights_location or ""), devices)
     else:
-        here = next((one.device for one in tensors), torch.device("cpu"))
+        here = next((tensor.device for tensor in tensors), torch.device("cpu"))
         one_device = here if here.type != "cpu" else _default_device()
         devices = {"": one_device}
         _replace_layers(model, rule)
@@ -283,7 +283,7 @@ class _Rule:
 
         config, has_bias = self.config, old.bias is not None
         if config.load_in_8bit:
-            made: torch.nn.Module = bnb.nn.Linear8bitLt(
+            layer: torch.nn.Module = bnb.nn.Linear8bitLt(
                 old.in_features,
                 old.out_features,
                 has_bias,
@@ -292,7 +292,7 @@ class _Rule:
                 device="meta",
             )
         else:
-            made = bnb.nn.Linear4bit(
+            layer = bnb.nn.Linear4bit(
                 old.in_features,
                 old.out_features,
                 has_bias,
@@ -301,7 +301,7 @@ class _Rule:
                 quant_type=config.bnb_4bit_quant_type,
                 device="meta",
             )
-        return made.requires_grad_(False).train(old.training)
+        return layer.requires_grad_(False).train(old.training)
 
 
 def _is_in(name: str, keys: Sequence[str]) -> bool:
@@ -311,8 +311,8 @@ def _is_in(name: str, keys: Sequence[str]) -> bool:
 
 def _replace_layers(model: torch.nn.Module, rule: _Rule) -> None:
     """Put quantized layers in the place of linear ones, which pass on their tensors."""
-    found = [name for name, one in model.named_modules() if name and rule.converts(name, one)]
-    for name in found:
+    names = [name for name, module in model.named_modules() if name and rule.converts(name, module)]
+    for name in names:
         path, _, key = name.rpartition(".")
         parent = model.get_submodule(path)
         old = parent.get_submodule(key)
@@ -323,7 +323,7 @@ def _replace_layers(model: torch.nn.Module, rule: _Rule) -> None:
         if old.bias is not None:
             new._parameters["bias"] = torch.nn.Parameter(old.bias.detach(), requires_grad=False)
         parent._modules[key] = new
-    if not found:
+    if not names:
         warn(
             f"{type(model).__name__} has no linear layer to quantize: all are skipped, or it has "
             "layers of other classes, such as transformers' Conv1D"
@@ -333,8 +333,8 @@ def _replace_layers(model: torch.nn.Module, rule: _Rule) -> None:
 def _quantized(layer: Any, value: torch.Tensor, device: torch.device) -> torch.nn.Parameter:
     """Return the weight of a quantized layer, made of values in full precision."""
     like = layer.weight
-    made: Any = type(like)(value, requires_grad=False, **vars(like))
-    quantized: torch.nn.Parameter = made.to(device)
+    parameter: Any = type(like)(value, requires_grad=False, **vars(like))
+    quantized: torch.nn.Parameter = parameter.to(device)
     return quantized
 
 
@@ -437,21 +437,23 @@ def _made(
     kind = type(old).__name__
     if slot.key == "weight" and kind in ("Int8Params", "Params4bit"):
         quantized: Any = type(old)
-        made: torch.Tensor
+        weight: torch.Tensor
         path = name.rpartition(".")[0]
         if kind == "Int8Params" and value.dtype == torch.int8:
             scales = read(f"{path}.SCB").to(device)
             value = value.to(device)
-            made = quantized(
+            weight = quantized(
                 value, requires_grad=False, has_fp16_weights=False, CB=value, SCB=scales
             )
-            return made
+            return weight
         prefix = f"{name}."
         parts = {key.removeprefix(prefix): key for key in stored if key.startswith(prefix)}
         if kind == "Params4bit" and parts:
             statistics = {short: read(key) for short, key in parts.items()}
-            made = quantized.from_prequantized(value, statistics, device=device, module=slot.module)
-            return made
+            weight = quantized.from_prequantized(
+                value, statistics, device=device, module=slot.module
+            )
+            return weight
         if value.shape != old.shape:
             return value  # of another model, as the caller says
         return _quantized(slot.module, value.to(rule.config.torch_dtype), device)

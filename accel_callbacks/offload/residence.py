@@ -104,22 +104,22 @@ class Offload:
         self.held = dict(held)
         self.options = options
         wanted = [self._through_window(unit) for unit in units]
-        names = {name for one in wanted for name in one if name not in self.held}
+        names = {name for tensors in wanted for name in tensors if name not in self.held}
         self.direct = bool(options.direct)
         if options.direct is None:
             files = {stored.tensors[name] for name in names if name in stored.tensors}
-            self.direct = not _fit_page_cache(sum(one.nbytes for one in files))
+            self.direct = not _fit_page_cache(sum(tensor.nbytes for tensor in files))
         self._contents = [
-            lay_out(one, self.held, stored, self.direct, mapped=_takes_pages(device))
-            for one in wanted
+            lay_out(tensors, self.held, stored, self.direct, mapped=_takes_pages(device))
+            for tensors in wanted
         ]
         self._dtypes = {
-            name: one.dtype
+            name: tensor.dtype
             for unit in units
             for name, slots in unit.slots.items()
-            if (one := slots[0].get()) is not None
+            if (tensor := slots[0].get()) is not None
         }
-        self._sizes = _alike([one.nbytes for one in self._contents])
+        self._sizes = _alike([contents.nbytes for contents in self._contents])
         self._limit = _window_bytes(units, self._sizes)
         self._warned_of_casts = False
         self._begin()
@@ -140,7 +140,9 @@ class Offload:
     def _through_window(self, unit: FetchUnit) -> dict[str, torch.Tensor]:
         tensors = ((name, slots[0].get()) for name, slots in unit.slots.items())
         return {
-            name: one for name, one in tensors if one is not None and not self._is_in_place(name)
+            name: tensor
+            for name, tensor in tensors
+            if tensor is not None and not self._is_in_place(name)
         }
 
     def _is_in_place(self, name: str) -> bool:
@@ -206,7 +208,7 @@ class Offload:
     @property
     def stored_bytes(self) -> int:
         """Bytes of the offloaded weights in files."""
-        return sum(one.stored_bytes for one in self._contents)
+        return sum(contents.stored_bytes for contents in self._contents)
 
     def warn_of_casts(self) -> None:
         """Warn once if autocast makes copies of weights, which stay until the backward pass."""
@@ -215,15 +217,15 @@ class Offload:
             return
         self._warned_of_casts = True
         fast = torch.get_autocast_dtype(kind)
-        found = [
+        names = [
             name
             for contents in self._contents
             for name, weight in contents.weights.items()
             if weight.dtype == torch.float32 and len(weight.shape) > 1
         ]
-        if found:
+        if names:
             warn(
-                f"{found[0]} and other offloaded weights are float32: autocast makes a copy of "
+                f"{names[0]} and other offloaded weights are float32: autocast makes a copy of "
                 f"each in {fast}, which stays in memory until the backward pass. Dispatch the "
                 f"model with dtype={fast}, or checkpoint the activations of its blocks."
             )
@@ -328,11 +330,11 @@ class Offload:
         if held is not None:
             return held
         with self._lock:
-            given = self._given.get(name)
-            if given is None:
+            tensor = self._given.get(name)
+            if tensor is None:
                 mapped = self.stored.mapped(name)
-                given = self._given[name] = mapped.to(self._dtypes.get(name, mapped.dtype))
-            return given
+                tensor = self._given[name] = mapped.to(self._dtypes.get(name, mapped.dtype))
+            return tensor
 
     def writable(self, name: str) -> torch.Tensor:
         """Return a weight that is held in host memory, to be written to; not one of a copy's.
@@ -380,7 +382,7 @@ class Offload:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the window: a copy has its own."""
         left_out = ("_window", "_filler", "_present", "_lock", "_given", "_shared")
-        return {name: one for name, one in self.__dict__.items() if name not in left_out}
+        return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -388,10 +390,10 @@ class Offload:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Offload:
         """Return a copy that shares held weights, which are replaced and never changed."""
-        made = memo[id(self)] = Offload.__new__(Offload)
-        made.__setstate__({**self.__getstate__(), "held": dict(self.held)})
-        made._shared, self._shared = set(self.held), set(self.held)
-        return made
+        offload = memo[id(self)] = Offload.__new__(Offload)
+        offload.__setstate__({**self.__getstate__(), "held": dict(self.held)})
+        offload._shared, self._shared = set(self.held), set(self.held)
+        return offload
 
 
 class _Progress:
@@ -432,7 +434,7 @@ def _alike(sizes: Sequence[int]) -> list[int]:
     for size in sorted(set(sizes), reverse=True):
         if not largest or size < largest[-1] * 0.99:
             largest.append(size)
-    return [min(one for one in largest if one >= size) for size in sizes]
+    return [min(bound for bound in largest if bound >= size) for size in sizes]
 
 
 def _window_bytes(units: Sequence[FetchUnit], sizes: Sequence[int]) -> int:
@@ -612,8 +614,7 @@ class UnitHook:
         _skip_frames(UnitHook.call, UnitHook.run, UnitHook._end, _Compiled.__call__)
         self.module = module
         self.put_placeholders()
-        own = vars(module)
-        own["_offload_hook"], own["_call_impl"], own["compile"] = self, self.call, self.compile
+        vars(module).update(_offload_hook=self, _call_impl=self.call, compile=self.compile)
         if module._compiled_call_impl is not None:
             module._compiled_call_impl = self.around(module._compiled_call_impl)
         _Guard.on(module)
@@ -652,10 +653,10 @@ class UnitHook:
                 if name not in unit.placeholders:
                     was = slots[0].get()
                     assert was is not None
-                    where = _IN_HOST_MEMORY if name in self.offload.held else ON_DISK
+                    place = _IN_HOST_MEMORY if name in self.offload.held else ON_DISK
                     fetch = partial(Offload.fetched, self.offload, index, name)
                     unit.placeholders[name] = placeholder(
-                        was, name, where, self.offload.device, fetch
+                        was, name, place, self.offload.device, fetch
                     )
                 for slot in slots:
                     slot.put(unit.placeholders[name])
@@ -793,9 +794,9 @@ class _Guard:
 
 def _absent_in(module: torch.nn.Module) -> Iterator[tuple[str, AbsentWeight]]:
     for named in (module.named_parameters, module.named_buffers):
-        for name, one in named(remove_duplicate=False):
-            if isinstance(one, AbsentWeight):
-                yield name, one
+        for name, tensor in named(remove_duplicate=False):
+            if isinstance(tensor, AbsentWeight):
+                yield name, tensor
 
 
 def _state_hook(function: Callable[..., None], hook: UnitHook) -> Any:
@@ -863,8 +864,8 @@ def attach(model: torch.nn.Module, offload: Offload, units: Sequence[FetchUnit])
     for index, unit in enumerate(units):
         for module in unit.triggers:
             needed.setdefault(id(module), (module, []))[1].append((index, unit))
-    for module, own in needed.values():
-        UnitHook(offload, own).attach(module)
+    for module, pairs in needed.values():
+        UnitHook(offload, pairs).attach(module)
     for module in model.modules():
         if next(_absent_in(module), None) is not None:
             _Guard.on(module)
@@ -895,8 +896,10 @@ def held_weights(model: torch.nn.Module) -> list[torch.Tensor]:
         []
     """
     offloads = {id(hook.offload): hook.offload for hook in offload_hooks(model)}
-    found = {id(one): one for offload in offloads.values() for one in offload.held.values()}
-    return list(found.values())
+    tensors = {
+        id(tensor): tensor for offload in offloads.values() for tensor in offload.held.values()
+    }
+    return list(tensors.values())
 
 
 @contextmanager

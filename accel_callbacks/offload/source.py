@@ -194,8 +194,8 @@ class StoredWeights:
 
         source = open_weights(checkpoint, 0, None)
         locate = getattr(source, "local_bytes", None)
-        found = locate() if locate is not None else None
-        if found is None:
+        places = locate() if locate is not None else None
+        if places is None:
             raise ValueError(
                 f"{os.fspath(checkpoint)}: weights are streamed from local safetensors files only. "
                 "Copy it to a local disk, or convert it with `accel merge-weights`; or give no "
@@ -203,29 +203,29 @@ class StoredWeights:
             )
         tensors = {
             name: StoredTensor(path, begin, source.infos[name].dtype, source.infos[name].shape)
-            for name, (path, begin) in found.items()
+            for name, (path, begin) in places.items()
         }
         tensors.update({name: tensors[kept] for name, kept in source.tied.items()})
         return cls(tensors).identified()
 
     def identified(self) -> StoredWeights:
         """Return the same with the identities of all files as they are now."""
-        paths = sorted({one.path for one in self.tensors.values()})
+        paths = sorted({tensor.path for tensor in self.tensors.values()})
         return StoredWeights(self.tensors, {path: FileIdentity.of(path) for path in paths})
 
     def read(self, names: Sequence[str]) -> list[torch.Tensor]:
         """Return tensors in memory of their own; files are opened once, and read in their order."""
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         reader = Reader(self)
         try:
             for name in sorted(names, key=lambda name: self.tensors[name][:2]):
                 stored = self.tensors[name]
                 memory = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu")
                 reader.read(stored, memory)
-                found[name] = memory.view(stored.dtype).view(stored.shape)
+                tensors[name] = memory.view(stored.dtype).view(stored.shape)
         finally:
             reader.close()
-        return [found[name] for name in names]
+        return [tensors[name] for name in names]
 
     def mapped(self, name: str) -> torch.Tensor:
         """Return a tensor as a view of its mapped file: no memory, until it is read or written to.
@@ -435,7 +435,7 @@ def plan_reads(tensors: Mapping[str, StoredTensor], direct: bool, *, mapped: boo
     pieces: list[_Piece] = []
     moves: list[_Move] = []
     pages: list[_Pages] = []
-    if mapped and not direct and all(one.begin % _ALIGNMENT == 0 for one in ordered):
+    if mapped and not direct and all(stored.begin % _ALIGNMENT == 0 for stored in ordered):
         nbytes, places, pages = _plan_mapped(ordered)
     elif direct:
         nbytes, places, pieces, moves = _plan_direct(ordered)
@@ -490,13 +490,14 @@ def _plan_mapped(
     pages: list[_Pages] = []
     position = 0
     for run in _runs(ordered, page):
-        low, high = run[0].begin, max(one.begin + one.nbytes for one in run)
+        low, high = run[0].begin, max(stored.begin + stored.nbytes for stored in run)
         begin = low - low % page
-        places.update({one: position + one.begin - begin for one in run})
+        places.update({stored: position + stored.begin - begin for stored in run})
         for first in range(begin, high, _MAPPED):
             last = min(first + _MAPPED, high)
             inside = sum(
-                max(0, min(last, one.begin + one.nbytes) - max(first, one.begin)) for one in run
+                max(0, min(last, stored.begin + stored.nbytes) - max(first, stored.begin))
+                for stored in run
             )
             pages.append(_Pages(run[0].path, first, position, last - first, inside))
             position = pages[-1].end
@@ -525,9 +526,9 @@ def _plan_direct(
     moves: list[_Move] = []
     position = 0
     for run in _runs(ordered, _GAP):
-        low, high = run[0].begin, max(one.begin + one.nbytes for one in run)
+        low, high = run[0].begin, max(stored.begin + stored.nbytes for stored in run)
         begin = low - low % _PAGE
-        aligned = all(one.begin % _ALIGNMENT == 0 for one in run)
+        aligned = all(stored.begin % _ALIGNMENT == 0 for stored in run)
         # Tensors only move towards the front, each by less than the room that is left for it.
         start = _up(position + (0 if aligned else _ALIGNMENT * len(run)), _PAGE)
         for offset in range(0, high - begin, _PIECE):
@@ -535,19 +536,19 @@ def _plan_direct(
             ends = ((start + offset, _up(needed, _PAGE)),)
             pieces.append(_Piece(run[0].path, begin + offset, ends, needed))
         at = position
-        for one in run:
-            read_to = start + one.begin - begin
-            places[one] = read_to if aligned else at
+        for stored in run:
+            read_to = start + stored.begin - begin
+            places[stored] = read_to if aligned else at
             if not aligned:
                 last_move = moves[-1] if moves else None
                 if last_move is not None and (
                     (last_move.source + last_move.nbytes, last_move.target + last_move.nbytes)
                     == (read_to, at)
                 ):
-                    moves[-1] = last_move._replace(nbytes=last_move.nbytes + one.nbytes)
+                    moves[-1] = last_move._replace(nbytes=last_move.nbytes + stored.nbytes)
                 else:
-                    moves.append(_Move(read_to, at, one.nbytes))
-                at = _up(at + one.nbytes, _ALIGNMENT)
+                    moves.append(_Move(read_to, at, stored.nbytes))
+                at = _up(at + stored.nbytes, _ALIGNMENT)
         position = start + _up(high - begin, _PAGE)
     return position, places, pieces, moves
 
@@ -653,9 +654,9 @@ class Reader:
             except OSError as error:
                 if direct and error.errno == errno.EINVAL:  # this file system has no direct reads
                     return self._read(piece, targets, False)
-                where = self._weights.tensor_at(piece.path, piece.begin + done)
+                place = self._weights.tensor_at(piece.path, piece.begin + done)
                 raise WeightReadError(
-                    f"{where}: {error.strerror} at byte {piece.begin + done}: check the disk"
+                    f"{place}: {error.strerror} at byte {piece.begin + done}: check the disk"
                 ) from None
             done += count
             with self._lock:

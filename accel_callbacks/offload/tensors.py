@@ -108,13 +108,15 @@ def stand_in(
     """
     if isinstance(tensor, AbsentWeight):
         return tensor
-    own = vars(tensor)
-    if own.get("_stand_in") is None:
+    attributes = vars(tensor)
+    if attributes.get("_stand_in") is None:
         made = placeholder(tensor, name, place, tensor.device if device is None else device)
-        setattr(made, _KIND, (type(tensor), {k: v for k, v in own.items() if k != "_stand_in"}))
-        own["_stand_in"] = made
-    found: torch.Tensor = own["_stand_in"]
-    return found
+        setattr(
+            made, _KIND, (type(tensor), {k: v for k, v in attributes.items() if k != "_stand_in"})
+        )
+        attributes["_stand_in"] = made
+    absent: torch.Tensor = attributes["_stand_in"]
+    return absent
 
 
 def new_like(old: torch.Tensor, value: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -143,9 +145,11 @@ def new_like(old: torch.Tensor, value: torch.Tensor, device: torch.device) -> to
         return move(value, device)
     if kind is torch.nn.Parameter or not issubclass(kind, torch.nn.Parameter):
         # A traceable subclass, such as torchao's, is a parameter by a mark: its data has the class.
-        made = torch.nn.Parameter(move(value.detach(), device), old.requires_grad)
-        vars(made).update({k: v for k, v in attributes.items() if k not in ("_stand_in", _KIND)})
-        return made
+        parameter = torch.nn.Parameter(move(value.detach(), device), old.requires_grad)
+        vars(parameter).update(
+            {k: v for k, v in attributes.items() if k not in ("_stand_in", _KIND)}
+        )
+        return parameter
     kept = {k: v for k, v in attributes.items() if k not in ("_stand_in", "_is_hf_initialized")}
     # bitsandbytes quantizes in `to`, its constructors take what their parameters have noted.
     return move(kind(value.detach(), requires_grad=old.requires_grad, **kept), device)
@@ -155,8 +159,8 @@ def _kind_of(tensor: torch.Tensor) -> tuple[type, dict[str, Any]]:
     """Return the class and the attributes of a tensor, or of what a placeholder stands for."""
     if not isinstance(tensor, AbsentWeight):
         return type(tensor), vars(tensor)
-    found: tuple[type, dict[str, Any]] = vars(tensor).get(_KIND) or (torch.nn.Parameter, {})
-    return found
+    kind: tuple[type, dict[str, Any]] = vars(tensor).get(_KIND) or (torch.nn.Parameter, {})
+    return kind
 
 
 def is_quantizer(tensor: torch.Tensor) -> bool:
@@ -397,7 +401,7 @@ def align_module_device(
     """
     hook = offload_hook(module)
     if hook is not None:
-        own = hook.execution_device
+        device = hook.execution_device
         if execution_device is not None:
             hook.execution_device = execution_device
         try:
@@ -407,7 +411,7 @@ def align_module_device(
             finally:
                 hook.post_forward(module, None)
         finally:
-            hook.execution_device = own
+            hook.execution_device = device
     elif execution_device is not None:
         with _moved(module, as_device(execution_device)):
             yield
@@ -470,12 +474,12 @@ def get_state_dict_offloaded_model(model: torch.nn.Module) -> dict[str, torch.Te
                 if has_offloaded_params(module):
                     stack.enter_context(align_module_device(module, "cpu"))
             state = model.state_dict()
-            found = {name: _on_cpu(name, value) for name, value in state.items()}
+            tensors = {name: _on_cpu(name, value) for name, value in state.items()}
         except MemoryError:
             raise MemoryError(
                 "the model must fit the CPU's memory for a state dict of all of it"
             ) from None
-    return {name: found.get(first.get(name, name), value) for name, value in found.items()}
+    return {name: tensors.get(first.get(name, name), value) for name, value in tensors.items()}
 
 
 def _on_cpu(name: str, value: Any) -> Any:
@@ -515,8 +519,8 @@ def get_state_dict_from_offload(
         True
     """
     root, dot, _ = module_name.rpartition(".")
-    where = device_to_put_offload if has_offloaded_params(module) else None
-    with align_module_device(module, where):
+    device = device_to_put_offload if has_offloaded_params(module) else None
+    with align_module_device(module, device):
         for key, tensor in module.state_dict().items():
             if f"{root}{dot}{key}" in state_dict:
                 state_dict[f"{root}{dot}{key}"] = tensor

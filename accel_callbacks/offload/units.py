@@ -59,12 +59,12 @@ def blocks_of(model: torch.nn.Module, classes: Collection[str] | str | None = No
         >>> blocks_of(model, ["Linear"]) == {id(model[0][0])}
         True
     """
-    own: set[str] = set()
+    own_classes: set[str] = set()
     for module in model.modules():
-        own.update(getattr(module, "_no_split_modules", None) or ())
-    further = class_names(classes)
-    found = {id(one) for one in model.modules() if type(one).__name__ in own | further}
-    return found if own else found.union(map(id, regions(model)))
+        own_classes.update(getattr(module, "_no_split_modules", None) or ())
+    names = class_names(classes) | own_classes
+    whole = {id(module) for module in model.modules() if type(module).__name__ in names}
+    return whole if own_classes else whole.union(map(id, regions(model)))
 
 
 def cut_units(

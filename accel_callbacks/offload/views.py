@@ -264,13 +264,13 @@ def put_views(model: torch.nn.Module, device: torch.device, offload_buffers: boo
         for _, unit in hook.units:
             for name, slots in unit.slots.items():
                 for slot in slots:
-                    own = served.setdefault(id(slot.module), {})
-                    own[slot.key] = _Served(hook.offload, unit, name)
+                    weights = served.setdefault(id(slot.module), {})
+                    weights[slot.key] = _Served(hook.offload, unit, name)
     for module in model.modules():
-        own, align = served.get(id(module), {}), vars(module).get("_align_hook")
-        if own or align is not None or module is model:
-            where = align.device if align is not None and not own else device
-            view = DispatchHook(module, own, where, dispatched, offload_buffers)
+        weights, align = served.get(id(module), {}), vars(module).get("_align_hook")
+        if weights or align is not None or module is model:
+            place = align.device if align is not None and not weights else device
+            view = DispatchHook(module, weights, place, dispatched, offload_buffers)
             vars(module)["_hf_hook"] = view
 
 
