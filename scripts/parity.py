@@ -90,6 +90,7 @@ ENGINES[ALONE] = Engine(1, {})
 REFUSED = {
     ("pp", "fp16"): r"fp16' does not go with a pipeline, .*: use \"bf16\"",
     ("tp", "resnet"): r"no plan",
+    ("xla", "fp16"): r"'fp16' does not go with XLA, .*: use 'bf16'",
     ("zero", "save in a window"): "inside of a gradient window: .* Save after optimizer.step",
     ("zero", "resume in a window"): "was saved inside of a gradient window, .* load it with only=",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -264,13 +264,16 @@ class PipelineParallel(Sharding):
         rehearsal = Rehearsal(plan, model, self.topology.device)
         stages = {
             n: wrap_stage(Stage(plan, model, n, self.topology.device))
-            for n in range(self._index, plan.count, self._ranks)
+            for n in range(plan.count)
+            if options.rank_of(n, self._ranks) == self._index
         }
         self._send_weights(model)
         before = dict(model.named_parameters(remove_duplicate=False))
         self._plans[model] = plan
-        self._owners[model] = {name: n % self._ranks for name, n in plan.owner.items()}
-        self._drop_others(model, plan)
+        self._owners[model] = {
+            name: options.rank_of(n, self._ranks) for name, n in plan.owner.items()
+        }
+        self._drop_others(model, plan, stages)
         if layers:
             mesh = self.device_mesh["tp"]
             with whole_parameters_freed(model):
@@ -338,10 +341,11 @@ class PipelineParallel(Sharding):
             sent = collectives.broadcast(tensor.detach().to(self.topology.device))
             tensor.data = sent.to(tensor.dtype)
 
-    def _drop_others(self, model: torch.nn.Module, plan: StagePlan) -> None:
+    def _drop_others(
+        self, model: torch.nn.Module, plan: StagePlan, own_stages: Collection[int]
+    ) -> None:
         """Put empty tensors in place of those of other ranks."""
         empty: dict[int, torch.Tensor] = {}
-        own_stages = range(self._index, plan.count, self._ranks)
         for prefix, module in model.named_modules():
             for slots in (module._parameters, module._buffers):
                 for key, tensor in slots.items():

@@ -34,7 +34,13 @@ SCHEDULES: Mapping[str, bool] = {
     "Interleaved1F1B": True,
     "LoopedBFS": True,
     "InterleavedZeroBubble": True,
+    "ZBVZeroBubble": True,
+    "DualPipeV": True,
 }
+_V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # a rank has two stages, rank 0 the first and the last
+#: They compute the gradients of inputs and of weights apart, those of what is lent not at all.
+_SPLIT_BACKWARD = ("InterleavedZeroBubble", *_V_SHAPED)
+_OF_FORWARD = ("FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")  # torch's names of actions
 _KEPT_SCHEDULES = 8  # each has buffers to receive in
 _GOLDEN = 0x9E3779B97F4A7C15
 # Options of transformers' models, with which layers collect outputs besides the result.
@@ -77,6 +83,11 @@ class PipelineOptions:
         if points is None:
             points = balanced_split_points(model, 2 * ranks if SCHEDULES[name] else ranks)
         stages = len(points) + 1
+        if name in _V_SHAPED and stages != 2 * ranks:
+            raise ValueError(
+                f"schedule={name!r} gives each of the {ranks} ranks two stages, and "
+                f"{len(points)} split_points make {stages}: give {2 * ranks - 1}."
+            )
         if SCHEDULES[name] and (stages % ranks or stages == ranks):
             raise ValueError(
                 f"schedule={name!r} gives each of the {ranks} ranks several stages, and there are "
@@ -90,11 +101,37 @@ class PipelineOptions:
                 'schedule="Interleaved1F1B" for several a rank.'
             )
         count = 2 * ranks if self.microbatches is None else self.microbatches
-        if count < ranks:
+        options = PipelineOptions(list(points), self.loss_fn, name, count, self.reduction)
+        if count < options.fewest(ranks):
             raise ValueError(
-                f"microbatches={count}: {ranks} ranks of a pipeline need as many, or some idle."
+                f"microbatches={count}: {ranks} ranks of a pipeline by schedule={name!r} need at "
+                f"least {options.fewest(ranks)}, or some idle."
             )
-        return PipelineOptions(list(points), self.loss_fn, name, count, self.reduction)
+        return options
+
+    def fewest(self, ranks: int) -> int:
+        """Return the least number of micro-batches by which these ranks all have something to do.
+
+        Args:
+            ranks: of the pipeline.
+        """
+        return 2 * ranks if self.schedule == "DualPipeV" else ranks
+
+    def rank_of(self, stage: int, ranks: int) -> int:
+        """Return the rank that has a stage.
+
+        Args:
+            stage: its number.
+            ranks: of the pipeline.
+
+        Example:
+            >>> from accel_callbacks.strategies.pipeline_runner import PipelineOptions
+            >>> options = PipelineOptions(["2", "4", "6"], None, "ZBVZeroBubble")
+            >>> [options.rank_of(stage, 2) for stage in range(4)]
+            [0, 1, 1, 0]
+        """
+        turns, place = divmod(stage, ranks)
+        return ranks - 1 - place if turns % 2 and self.schedule in _V_SHAPED else place
 
 
 @dataclass(frozen=True)
@@ -176,7 +213,7 @@ class PipelineRunner:
         self._signature = inspect.signature(model.forward)
         self._group = group
         self._device = device
-        self._last = dist.get_global_rank(group, (plan.count - 1) % group.size())
+        self._last = dist.get_global_rank(group, options.rank_of(plan.count - 1, group.size()))
         self._random = draws_random_numbers(model)
         self._targets: Sequence[Any] = ()
         self._route: Route | None = None
@@ -346,7 +383,8 @@ class PipelineRunner:
         """Yield the names of parameters that are lent, their owners and who borrows, as ranks."""
         size = self._group.size()
         for name, stages in route.borrowed.items():
-            yield name, self._plan.owner[name] % size, sorted({stage % size for stage in stages})
+            owner = self._options.rank_of(self._plan.owner[name], size)
+            yield name, owner, sorted({self._options.rank_of(stage, size) for stage in stages})
 
     @property
     def _rank(self) -> int:
@@ -377,7 +415,7 @@ class PipelineRunner:
     def _evaluate(self, batch: _Batch) -> Any:
         rows = batch.rows
         if self._count(rows) is None:  # copies of the first row, which are dropped again
-            batch = batch.filled(-rows % self._group.size())
+            batch = batch.filled(-rows % self._options.fewest(self._group.size()))
         ready = self._schedule(batch, training=False)
         tensors = ready.route.tensors()
         if batch.rows != rows and any(not outline.shape for outline in tensors):
@@ -437,12 +475,12 @@ class PipelineRunner:
 
     def _made(self, batch: _Batch, training: bool) -> _Ready:
         rows = batch.rows
-        count = self._count(rows)
+        count, fewest = self._count(rows), self._options.fewest(self._group.size())
         if count is None:
             raise ValueError(
                 f"a batch of {rows} rows cannot be cut into equal micro-batches, at most "
-                f"{self._most} and at least one for each rank: give the loader drop_last=True, or "
-                f"pad the last batch to a multiple of {self._group.size()}."
+                f"{self._most} and at least {fewest}: give the loader drop_last=True, or pad the "
+                f"last batch to a multiple of {fewest}."
             )
         rehearsal, wrapped = self._rehearsal
         args, kwargs = _pieces((batch.args, batch.kwargs), count, rows)[0]
@@ -460,10 +498,10 @@ class PipelineRunner:
         failed = next((text for text in texts if text is not None), None)
         if route is None or failed is not None:
             raise RuntimeError(f"another stage of the pipeline has failed with {failed}")
-        if route.borrowed and self._options.schedule == "InterleavedZeroBubble":
+        if route.borrowed and self._options.schedule in _SPLIT_BACKWARD:
             raise ValueError(
                 f"{self._plan.name}: several stages read {next(iter(route.borrowed))!r}, whose "
-                "gradients InterleavedZeroBubble does not compute for the stages that borrow it: "
+                f"gradients {self._options.schedule} does not compute for stages that borrow it: "
                 'use schedule="Interleaved1F1B".'
             )
         return _Ready(self._built(count, route.outputs_on_meta(), training), count, route)
@@ -477,7 +515,8 @@ class PipelineRunner:
         ranks = self._group.size()
         # torch's schedules of several stages on a rank take rounds of as many as there are ranks.
         step = ranks if SCHEDULES[self._options.schedule] else 1
-        allowed = range(self._most // step * step, ranks - 1, -step)
+        fewest = self._options.fewest(ranks)
+        allowed = range(self._most // step * step, fewest - 1, -step)
         return next((count for count in allowed if rows and rows % count == 0), None)
 
     def _built(self, count: int, passed: Sequence[tuple[torch.Tensor, ...]], training: bool) -> Any:
@@ -502,12 +541,27 @@ class PipelineRunner:
         known = inspect.signature(kind.__init__).parameters
         options = {"scale_grads": False} if "scale_grads" in known else {}
         several = SCHEDULES[self._options.schedule]
-        return kind(
+        schedule = kind(
             stages if several else stages[0],
             count,
             loss_fn=self._loss if training else None,
             **options,
         )
+        if not training and self._options.schedule in _V_SHAPED:
+            _drop_backward(schedule)
+        return schedule
+
+
+def _drop_backward(schedule: Any) -> None:
+    """Leave the forward of a schedule alone.
+
+    torch's own skips backward passes, but not that a V hands a gradient to the stage of this rank.
+    """
+    for rank, actions in schedule.pipeline_order_with_comms.items():
+        parts = [part for action in actions for part in (action.sub_actions or (action,))]
+        schedule.pipeline_order_with_comms[rank] = [
+            part for part in parts if part.computation_type.name in _OF_FORWARD
+        ]
 
 
 class _Settled(torch.autograd.Function):

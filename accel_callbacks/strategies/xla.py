@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -118,6 +119,8 @@ class XLA(Strategy):
                 "mixed_precision='fp16' does not go with XLA, whose loss scaling would wait for "
                 "the device in each step: use 'bf16', which needs none."
             )
+        if precision != "no":
+            _autocast_attention()
         return super().casts_to(precision)
 
     def check(self, model: torch.nn.Module) -> None:
@@ -297,3 +300,25 @@ def _warn_of_untied(model: torch.nn.Module) -> None:
             "parameters now: model.to() unties weights on XLA. Leave the move to prepare(), or "
             "call model.tie_weights() after it and before the optimizer is built."
         )
+
+
+@functools.cache
+def _autocast_attention() -> Any:
+    """Let autocast on XLA cast the inputs of attention, as on every other device.
+
+    torch's list of what it casts there has products, but not attention: rotary positions give
+    queries and keys in float32, and values are in bfloat16.
+    """
+
+    def attend(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        dtype = torch.get_autocast_dtype("xla")
+        with torch.autocast("xla", enabled=False):
+            cast = [tensor.to(dtype) for tensor in (query, key, value)]
+            return torch.ops.aten.scaled_dot_product_attention(*cast, *args, **kwargs)
+
+    kinds: Any = torch.library
+    library = kinds.Library("aten", "IMPL")
+    library.impl("scaled_dot_product_attention", attend, "AutocastXLA")
+    return library

@@ -72,6 +72,8 @@ SPLITS = {
     "Interleaved1F1B": ["blocks.1", "blocks.2", "blocks.3"],
     "LoopedBFS": ["blocks.1", "blocks.2", "head"],
     "InterleavedZeroBubble": ["blocks.1", "blocks.2", "blocks.3"],
+    "ZBVZeroBubble": ["blocks.1", "blocks.2", "blocks.3"],
+    "DualPipeV": ["blocks.1", "blocks.2", "head"],
 }
 
 
@@ -177,6 +179,8 @@ def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
         pytest.param("Interleaved1F1B", 4, "value", False, marks=pytest.mark.slow),
         pytest.param("LoopedBFS", 4, "norm", True, marks=pytest.mark.slow),
         ("InterleavedZeroBubble", 1, "norm", False),
+        ("ZBVZeroBubble", 4, "norm", False),
+        ("DualPipeV", 1, "norm", True),
     ],
 )
 def test_losses_gradients_and_weights_are_those_of_one_process(pool, schedule, window, clip, first):
@@ -242,6 +246,7 @@ def goes_on(
         ("1F1B", "1F1B", 4, 2),
         ("1F1B", None, 1, 3),
         (None, "Interleaved1F1B", 1, 3),
+        ("ZBVZeroBubble", "1F1B", 4, 2),
         pytest.param("1F1B", None, 4, 2, marks=pytest.mark.slow),
         pytest.param(None, "1F1B", 4, 2, marks=pytest.mark.slow),
         pytest.param("Interleaved1F1B", "GPipe", 4, 2, marks=pytest.mark.slow),
@@ -371,8 +376,14 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "order": (LM, {"split_points": ["head", "blocks.0", "blocks.1"]}, "in the order of"),
     "too many": (LM, {"schedule": "1F1B"}, "one stage, and 3 split_points make 4"),
     "too few": (LM, {"split_points": ["head"]}, "several stages, and there are 2"),
-    "schedule": (LM, {"schedule": "ZBVZeroBubble"}, "is unknown; use one of"),
-    "few microbatches": (LM, {"microbatches": 1}, "2 ranks of a pipeline need as many"),
+    "schedule": (LM, {"schedule": "ZeroBubble"}, "is unknown; use one of"),
+    "not a V": (
+        LM,
+        {"schedule": "ZBVZeroBubble", "split_points": [*SPLITS["LoopedBFS"], "blocks.3"][::-1]},
+        "2 ranks two stages",
+    ),
+    "few microbatches": (LM, {"microbatches": 1}, "need at least 2, or some idle"),
+    "few for a V": (LM, {"schedule": "DualPipeV", "microbatches": 2}, "need at least 4, or some"),
     "no blocks": (
         lambda: torch.nn.Bilinear(2, 2, 2),
         {"split_points": None},

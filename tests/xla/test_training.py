@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 from accel_callbacks import (
@@ -142,6 +143,16 @@ def test_bf16_is_that_of_torch(engine: str) -> None:
     found, expected = train(precision="bf16", **options(engine)), plain(precision="bf16")
     assert_alike({**found, "weights": {}}, {**expected, "weights": {}}, 2e-2)
     assert found["losses"] != train()["losses"]
+
+
+def test_bf16_casts_what_attention_gets() -> None:
+    accel = Accelerator(mixed_precision="bf16")
+    query, key, value = torch.randn(3, 2, 2, 4, 8).to(accel.device)
+    with accel.autocast():
+        outputs = F.scaled_dot_product_attention(query, key, value.bfloat16(), is_causal=True)
+    assert outputs.dtype == torch.bfloat16
+    exact = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    assert torch.allclose(outputs.float().cpu(), exact.cpu(), atol=0.05)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
