@@ -28,7 +28,7 @@ ENVIRONMENT = {
     **{"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"},
 }
 _LIMIT = 300.0  # seconds for one start
-_SETTLED = 30.0  # seconds in which what a kill has left must end
+_SETTLED = 30.0  # seconds in which what a kill has left, and a script that is done, must end
 
 
 class Outcome(NamedTuple):
@@ -99,11 +99,22 @@ def start(library: str, processes: int, job: str, folder: Path) -> subprocess.Po
         )  # fmt: skip
 
 
+def has_stayed(weights: Path) -> bool:
+    """Return whether a script is done, and does not end, as processes over gloo do now and then."""
+    return weights.exists() and time.time() - weights.stat().st_mtime > _SETTLED
+
+
 def unbroken(library: str, processes: int, job: str, folder: Path) -> tuple[str, int]:
     """Return the weights and the number of steps of a run that nothing disturbs."""
     folder.mkdir(parents=True)
-    process = start(library, processes, job, folder)
-    if process.wait(_LIMIT):
+    process, deadline = start(library, processes, job, folder), time.monotonic() + _LIMIT
+    while process.poll() is None and not has_stayed(folder / "weights"):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    if process.poll() is None:
+        kill(process)
+    if not (folder / "weights").exists():
         sys.exit(f"{job} on {library}:\n{(folder / 'said').read_text()}")
     return (folder / "weights").read_text(), (folder / "progress").stat().st_size
 
@@ -127,7 +138,9 @@ def survived(
         more = chance.randint(1, max(1, (steps - 4) // kills)) if hits < kills else 10**9
         pause, deadline = chance.uniform(0.0, 0.2), time.monotonic() + _LIMIT
         while process.poll() is None and progress.stat().st_size < before + more:
-            if time.monotonic() > deadline:
+            if has_stayed(weights):
+                kill(process)
+            elif time.monotonic() > deadline:
                 kill(process)
                 dead.append("it hangs")
             time.sleep(0.002)

@@ -19,7 +19,7 @@ from checkpoint_io.storage.local import folder_lock
 __all__ = ["PREFIX", "remove_leftovers", "save_beside"]
 
 #: Of the folder in which a state is written; no script looks for it.
-PREFIX = "_saving-"
+PREFIX = "_accel_saving-"
 
 
 def save_beside(output_dir: str | os.PathLike[str], save: Callable[[str], str]) -> str:

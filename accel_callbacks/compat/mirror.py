@@ -30,7 +30,7 @@ __all__ = ["VARIABLE", "Mirror", "mirror_of"]
 #: A folder or fsspec URL; below it each ``output_dir`` has a folder of its name.
 VARIABLE = "ACCEL_MIRROR_CHECKPOINTS"
 _RUN = {"run_id": "trainer"}
-_FETCHING = "_fetching"
+_FETCHING = "_accel_fetching"
 _PAUSE = 0.1  # seconds between two looks at whether another rank has fetched
 
 

@@ -16,7 +16,7 @@ import signal
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
@@ -32,7 +32,7 @@ from checkpoint_io.folder.sealed import SEAL, check_seal, seal_folder
 __all__ = ["amend_trainer", "amend_trainer_utils", "amend_training_args", "newest_whole"]
 
 #: The folder in which checkpoints are written; what begins so is not uploaded to the Hub.
-SAVING = "_saving"
+SAVING = "_accel_saving"
 _PREFIX = "checkpoint-"
 _STATE = "trainer_state.json"
 _WHERE = "the Trainer's checkpoint"
@@ -173,12 +173,14 @@ def _saving_beside(plain: Callable[..., None], rotate: Callable[..., None] | Non
             with _writing_to(trainer, saving):
                 plain(trainer, model, trial)
             _save_callbacks(trainer, saving, os.path.join(saving, name), run_dir)
-        # Rank 0 first; then the first rank of each machine that does not share its disk.
-        for commits in (trainer.is_world_process_zero(), first_here):
-            with shared_failure(_WHERE):
-                if commits and os.path.isdir(os.path.join(saving, name)):
-                    seal_folder(os.path.join(saving, name), _metadata(trainer))
-                    _publish(run_dir, saving, name)
+        with shared_failure(_WHERE):
+            if trainer.is_world_process_zero():
+                _commit(trainer, run_dir, saving, name)
+        # A machine that does not share the disk of rank 0 has its own part of the checkpoint. On
+        # one that does, it may take a while until the new name is seen.
+        with shared_failure(_WHERE), suppress(FileNotFoundError):
+            if first_here and os.path.isdir(os.path.join(saving, name)):
+                _commit(trainer, run_dir, saving, name)
         if trainer.args.push_to_hub:
             trainer._push_from_checkpoint(os.path.join(run_dir, name))
         if trainer.args.should_save:
@@ -227,6 +229,12 @@ def _metadata(trainer: Any) -> dict[str, Any]:
 def _samples_per_step(trainer: Any) -> int:
     args = trainer.args
     return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
+
+
+def _commit(trainer: Any, run_dir: str, saving: str, name: str) -> None:
+    """Seal what has been written, and give it its name."""
+    seal_folder(os.path.join(saving, name), _metadata(trainer))
+    _publish(run_dir, saving, name)
 
 
 def _publish(run_dir: str, saving: str, name: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import xxhash
@@ -13,6 +13,7 @@ from checkpoint_io.format import json as jsonio
 from checkpoint_io.format.manifest import digest_matches
 from checkpoint_io.format.manifest import seal as with_digest
 from checkpoint_io.local_files import replace, sync_folder, sync_path
+from checkpoint_io.threads import for_each
 
 __all__ = ["SEAL", "check_seal", "seal_folder"]
 
@@ -20,6 +21,7 @@ SEAL = "seal.json"
 _FORMAT = "accel-callbacks-seal"
 _VERSION = 1
 _BUFFER = 4 << 20
+_THREADS = 4
 
 
 def seal_folder(folder: str | os.PathLike[str], metadata: Mapping[str, Any]) -> None:
@@ -30,9 +32,15 @@ def seal_folder(folder: str | os.PathLike[str], metadata: Mapping[str, Any]) -> 
         metadata: plain values to keep in the seal.
     """
     place = os.fspath(folder)
-    files = {name: [size, _checksum(place, name)] for name, size in _sizes(place).items()}
-    for name in files:
+    sizes = _sizes(place)
+
+    def read_and_sync(name: str) -> str:
+        checksum = _checksum(place, name)
         sync_path(os.path.join(place, name))
+        return checksum
+
+    checksums = _on_threads(read_and_sync, sizes)
+    files = {name: [sizes[name], checksum] for name, checksum in checksums.items()}
     for below, _, _ in os.walk(place):
         sync_folder(below)
     document = {
@@ -76,7 +84,7 @@ def check_seal(folder: str | os.PathLike[str], *, full: bool = True) -> dict[str
             f"{place}: {SEAL} is not of version {_VERSION}: update this package"
         )
     sizes = _sizes(place)
-    for name, (size, checksum) in document["files"].items():
+    for name, (size, _) in document["files"].items():
         if name not in sizes:
             raise CorruptCheckpointError(f"{place}: {name} is missing; take an older checkpoint")
         if sizes[name] != size:
@@ -84,13 +92,28 @@ def check_seal(folder: str | os.PathLike[str], *, full: bool = True) -> dict[str
                 f"{place}: {name} has {sizes[name]} bytes, and was sealed with {size}; take an "
                 "older checkpoint"
             )
-        if full and _checksum(place, name) != checksum:
+    sealed = {name: checksum for name, (_, checksum) in document["files"].items()}
+    read = _on_threads(lambda name: _checksum(place, name), sealed) if full else sealed
+    for name in sealed:
+        if read[name] != sealed[name]:
             raise CorruptCheckpointError(
                 f"{place}: the bytes of {name} are not those that were sealed; take an older "
                 "checkpoint"
             )
     metadata: dict[str, Any] = document["metadata"]
     return metadata
+
+
+def _on_threads(call: Callable[[str], str], files: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a call returns for each file."""
+    names = list(files)
+    results: dict[str, str] = {}
+
+    def keep(index: int) -> None:
+        results[names[index]] = call(names[index])
+
+    for_each(keep, range(len(names)), _THREADS)
+    return {name: results[name] for name in names}
 
 
 def _sizes(place: str) -> dict[str, int]:

@@ -154,7 +154,7 @@ def replaced(folder: Path) -> str:
 
     assert in_fork(work) == "SIGKILL"
     newest = in_fork(lambda: get_last_checkpoint(folder))
-    assert newest == str(folder / "_saving" / "checkpoint-4"), newest
+    assert newest == str(folder / "_accel_saving" / "checkpoint-4"), newest
     return str(in_fork(lambda: resumed(folder)))
 
 

@@ -137,11 +137,11 @@ accelerator.save_state("step_2")
 def test_a_listing_never_has_half_a_state(moment, tmp_path, monkeypatch):
     killed = warm.run([sys.executable, "-c", KILLED, moment], cwd=tmp_path, check=False)
     assert killed.returncode == -signal.SIGKILL
-    assert sorted(os.listdir(tmp_path)) == ["_saving-step_2", "step_1"]
+    assert sorted(os.listdir(tmp_path)) == ["_accel_saving-step_2", "step_1"]
     monkeypatch.chdir(tmp_path)
-    with folder_lock(str(tmp_path / "_saving-step_2")):  # another process saves there
+    with folder_lock(str(tmp_path / "_accel_saving-step_2")):  # another process saves there
         name("Accelerator")(cpu=True)
-        assert sorted(os.listdir(tmp_path)) == ["_saving-step_2", "step_1"]
+        assert sorted(os.listdir(tmp_path)) == ["_accel_saving-step_2", "step_1"]
     accelerator = name("Accelerator")(cpu=True)
     assert os.listdir(tmp_path) == ["step_1"]
     model = accelerator.prepare(torch.nn.Linear(1, 1))

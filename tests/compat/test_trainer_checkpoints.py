@@ -116,7 +116,7 @@ def test_what_others_have_cut_off_is_passed_over(tmp_path, capsys):
     checkpoint(tmp_path, 12, '{"epoch": 1')
     (tmp_path / "checkpoint-99").write_text("no folder")
     (tmp_path / "checkpoint-best").mkdir()
-    (tmp_path / "_saving" / "checkpoint-13").mkdir(parents=True)
+    (tmp_path / "_accel_saving" / "checkpoint-13").mkdir(parents=True)
     assert newest_whole(tmp_path) == str(whole)
     said = " ".join(capsys.readouterr().err.split())
     assert f"{tmp_path}/checkpoint-10 is passed over: its optimizer.pt is cut off" in said
