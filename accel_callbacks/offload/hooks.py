@@ -798,48 +798,39 @@ def attach_align_device_hook_on_blocks(
         "preload_module_classes": preload_module_classes,
         **options,
     }
+
+    def add(device: Any, **further: Any) -> None:
+        add_hook_to_module(module, AlignDevicesHook(device, **options, **further))
+
+    def add_offload(device: Any) -> None:
+        attach_align_device_hook(module, device, True, module_name=module_name, **offloading)
+
     if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
         if offload:
-            attach_align_device_hook(
-                module, execution_device, True, module_name=module_name, **offloading
-            )
+            add_offload(execution_device)
         else:
-            hook = AlignDevicesHook(
-                execution_device, io_same_device=True, place_submodules=True, **options
-            )
-            add_hook_to_module(module, hook)
+            add(execution_device, io_same_device=True, place_submodules=True)
         return
-    devices: Any
-    if isinstance(execution_device, Mapping):
-        devices = execution_device
-    else:
-        assert isinstance(offload, Mapping)
-        devices = dict.fromkeys(offload, execution_device)
-    leaving = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
+    devices: Any = execution_device
+    leaving: Any = offload
+    if not isinstance(devices, Mapping):
+        devices = dict.fromkeys(leaving, devices)
+    if not isinstance(leaving, Mapping):
+        leaving = dict.fromkeys(devices, leaving)
     is_root = module_name == ""
     if module_name in devices and module_name in leaving:
-        device: Any = devices[module_name]
-        if leaving[module_name]:
-            attach_align_device_hook(module, device, True, module_name=module_name, **offloading)
+        device, is_leaving = devices[module_name], leaving[module_name]
+        if is_leaving:
+            add_offload(device)
             if not hasattr(module, "_hf_hook"):
-                hook = AlignDevicesHook(device, io_same_device=is_root, **options)
-                add_hook_to_module(module, hook)
-            attach_execution_device_hook(
-                module, device, preload_module_classes=preload_module_classes, **options
-            )
+                add(device, io_same_device=is_root)
         else:
-            hook = AlignDevicesHook(
-                device,
-                io_same_device=is_root,
-                offload_buffers=offload_buffers,
-                place_submodules=True,
-                **options,
-            )
-            add_hook_to_module(module, hook)
-            attach_execution_device_hook(module, device, **options)
+            placed = {"offload_buffers": offload_buffers, "place_submodules": True}
+            add(device, io_same_device=is_root, **placed)
+        whole = preload_module_classes if is_leaving else None
+        attach_execution_device_hook(module, device, preload_module_classes=whole, **options)
     elif is_root:
-        hook = AlignDevicesHook(devices.get(""), io_same_device=True, **options)
-        add_hook_to_module(module, hook)
+        add(devices.get(""), io_same_device=True)
     for name, child in module.named_children():
         attach_align_device_hook_on_blocks(
             child,

@@ -457,6 +457,17 @@ def test_a_hook_can_be_entered_twice(net):
     assert is_absent(net.first.weight)
 
 
+def test_a_hook_that_is_removed_while_it_is_entered_puts_everything_back(net, weights):
+    expected = net(X)
+    attach_align_device_hook(net, "cpu", offload=True, weights_map=weights)
+    for _ in range(2):
+        net.first._hf_hook.pre_forward(net.first)
+    remove_hook_from_submodules(net)
+    assert not any(is_absent(one) for one in (*net.parameters(), *net.buffers()))
+    assert torch.equal(net(X), expected)
+    assert net.last.weight is net.first.weight
+
+
 # --- devices -----------------------------------------------------------------------------------
 
 

@@ -120,3 +120,11 @@ def test_in_a_backward_pass_it_is_not_changed():
     weight = absent(fetch=lambda: torch.full(SHAPE, 3.0))
     with pytest.raises(AbsentWeightError, match="changed in place"):
         in_backward(lambda: weight.mul_(2).sum())
+
+
+def test_in_a_backward_pass_a_trained_weight_is_not_fetched():
+    """Its gradient would be lost."""
+    weight = absent(fetch=lambda: torch.full(SHAPE, 3.0))
+    weight.is_trained = True
+    with pytest.raises(AbsentWeightError, match="needs it"):
+        in_backward(lambda: weight.sum())
