@@ -25,6 +25,7 @@ from accel_callbacks.offload.placeholder import (
 )
 from accel_callbacks.offload.slots import Lent, Loan, Slot
 from accel_callbacks.offload.source import StoredWeights
+from accel_callbacks.offload.tensors import align_module_device, has_offloaded_params
 from accel_callbacks.offload.units import FetchUnit
 from accel_callbacks.offload.window import Traffic, Window, forks
 from accel_callbacks.warning import warn
@@ -907,10 +908,11 @@ def onloaded(module: torch.nn.Module) -> Iterator[None]:
     """Context manager: all weights of a module are in memory, to be read.
 
     Args:
-        module: a dispatched model, or a part of one.
+        module: a dispatched model, or a part of one; or one whose weights hooks around its forwards
+            offload, which keep changes in place.
 
     Raises:
-        AbsentWeightError: at the end, if one was changed in place.
+        AbsentWeightError: at the end, if one of a dispatched model was changed in place.
 
     Example:
         >>> import torch
@@ -922,4 +924,7 @@ def onloaded(module: torch.nn.Module) -> Iterator[None]:
         for hook in offload_hooks(module):
             use = _Use(hook.offload, hook.units, summed=True)
             stack.push(lambda kind, *details, use=use: use.end(failed=kind is not None))
+        for owner in module.modules():
+            if has_offloaded_params(owner):  # by a hook around its forward
+                stack.enter_context(align_module_device(owner))
         yield

@@ -24,6 +24,7 @@ from accel_callbacks.offload.hooks import (
     remove_hook_from_submodules,
 )
 from accel_callbacks.offload.placeholder import AbsentWeight, AbsentWeightError
+from accel_callbacks.offload.residence import onloaded
 from accel_callbacks.offload.tensors import (
     align_module_device,
     get_state_dict_offloaded_model,
@@ -466,6 +467,20 @@ def test_a_hook_that_is_removed_while_it_is_entered_puts_everything_back(net, we
     assert not any(is_absent(one) for one in (*net.parameters(), *net.buffers()))
     assert torch.equal(net(X), expected)
     assert net.last.weight is net.first.weight
+
+
+def test_weights_of_hooks_are_there_for_code_around(net, weights):
+    """As the error of a weight that is not says."""
+    expected = net.first.weight.sum().item()
+    attach_align_device_hook(net, "cpu", offload=True, weights_map=weights)
+    with pytest.raises(AbsentWeightError, match=r"accel_callbacks\.offload\.onloaded"):
+        net.first.weight.sum()
+    with onloaded(net):
+        assert net.first.weight.sum().item() == net.last.weight.sum().item() == expected
+    assert is_absent(net.first.weight)
+    with onloaded(net.last), torch.no_grad():
+        net.last.bias.fill_(7)
+    assert net.state_dict()["last.bias"].tolist() == [7] * 4
 
 
 # --- devices -----------------------------------------------------------------------------------
