@@ -12,7 +12,7 @@ from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.offload.assignment import Assigned, Assignment, Place, Weight, assign
 from accel_callbacks.offload.origins import detach, note
 from accel_callbacks.offload.placeholder import ON_DISK, AbsentWeight, on_meta, placeholder
-from accel_callbacks.offload.source import FileIdentity, Stored, StoredTensor, StoredWeights
+from accel_callbacks.offload.source import Stored, StoredWeights
 from accel_callbacks.offload.spill import Spill
 from accel_callbacks.offload.units import blocks_of, cut_units
 from accel_callbacks.utils.text import listed
@@ -209,18 +209,9 @@ def _located(
         dtype_of: the dtype of weights that are written.
         folder: where they are written.
     """
-    locate = getattr(source, "local_bytes", None)
-    local: Mapping[str, tuple[str, int]] = (locate() if locate is not None else None) or {}
-    identities: dict[str, FileIdentity] = {}
-    located: dict[str, Stored] = {}
-    for name, (_, key) in wanted.items():
-        if key in local:
-            path, begin = local[key]
-            if path not in identities:
-                identities[path] = FileIdentity.of(path)
-            info = source.infos[key]
-            tensor = StoredTensor(path, begin, info.dtype, tuple(info.shape))
-            located[name] = Stored(tensor, identities[path])
+    keys = {name: key for name, (_, key) in wanted.items()}
+    local = StoredWeights.of_source(source, set(keys.values())) or StoredWeights({})
+    located = {name: local.at(key) for name, key in keys.items() if key in local.tensors}
     rest = [name for name in wanted if name not in located]
     if not rest:
         return located

@@ -12,11 +12,9 @@ import torch
 
 from accel_callbacks.offload.device_copies import DeviceCopies, PinnedBuffers
 from accel_callbacks.offload.file_pages import PAGE, unmap_pages
-from accel_callbacks.offload.source import Reader, Reads, StoredWeights, plan_reads
+from accel_callbacks.offload.source import Reader, Reads, StoredWeights, aligned_up, plan_reads
 
 __all__ = ["Contents", "Filler", "Weight", "host_memory", "lay_out"]
-
-_ALIGNMENT = 64  # as torch allocates, so that kernels give the same bits
 
 
 class Weight(NamedTuple):
@@ -107,21 +105,17 @@ def lay_out(
     reads = plan_reads(same, direct, mapped=mapped) if same else None
     converted = plan_reads(rest, direct) if rest else None
     weights: dict[str, Weight] = {}
-    position = from_files = 0 if reads is None else _up(reads.nbytes)
+    position = from_files = 0 if reads is None else aligned_up(reads.nbytes)
     for name in [*same, *rest, *(name for name in wanted if name not in on_disk)]:
         weight = Weight(position, wanted[name].dtype, tuple(wanted[name].shape))
         if reads is not None and name in reads.places:
             weights[name] = weight._replace(offset=reads.places[name])
             continue
         weights[name] = weight
-        position = _up(position + weight.nbytes)
+        position = aligned_up(position + weight.nbytes)
         if name in on_disk:
             from_files = position
     return Contents(position, from_files, weights, reads, converted)
-
-
-def _up(value: int) -> int:
-    return -(-value // _ALIGNMENT) * _ALIGNMENT
 
 
 def host_memory(nbytes: int) -> torch.Tensor:

@@ -489,8 +489,9 @@ class PrefixedDataset(Mapping[str, Any]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PrefixedDataset:
         """Copy what is in memory under the prefix alone; files are shared."""
-        if isinstance(self.dataset, OffloadedWeightsLoader):
-            return PrefixedDataset(self.dataset.copied(self.prefix, memo), self.prefix)
+        copied = getattr(self.dataset, "copied", None)
+        if copied is not None:
+            return PrefixedDataset(copied(self.prefix, memo), self.prefix)
         tensors = {key: self.dataset[key] for key in self.dataset if key.startswith(self.prefix)}
         return PrefixedDataset(deepcopy(tensors, memo), self.prefix)
 

@@ -11,7 +11,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -193,19 +193,38 @@ class StoredWeights:
         from checkpoint_io.weights import open_weights
 
         source = open_weights(checkpoint, 0, None)
-        locate = getattr(source, "local_bytes", None)
-        places = locate() if locate is not None else None
-        if places is None:
+        stored = cls.of_source(source)
+        if stored is None:
             raise ValueError(
                 f"{os.fspath(checkpoint)}: weights are streamed from local safetensors files only. "
                 "Copy it to a local disk, or convert it with `accel merge-weights`; or give no "
                 "part of the model to the disk."
             )
+        tied = {name: stored.tensors[kept] for name, kept in source.tied.items()}
+        return cls({**stored.tensors, **tied}, stored.identities)
+
+    @classmethod
+    def of_source(cls, source: Any, names: Collection[str] | None = None) -> StoredWeights | None:
+        """Return the tensors of an open checkpoint, with the identities of their files as they are.
+
+        Args:
+            source: what ``checkpoint_io.weights.open_weights`` returns.
+            names: of tensors; all by default.
+
+        Returns:
+            Where they are; None if they are not whole in local files.
+        """
+        locate = getattr(source, "local_bytes", None)
+        places = locate() if locate is not None else None
+        if places is None:
+            return None
         tensors = {
-            name: StoredTensor(path, begin, source.infos[name].dtype, source.infos[name].shape)
+            name: StoredTensor(
+                path, begin, source.infos[name].dtype, tuple(source.infos[name].shape)
+            )
             for name, (path, begin) in places.items()
+            if names is None or name in names
         }
-        tensors.update({name: tensors[kept] for name, kept in source.tied.items()})
         return cls(tensors).identified()
 
     def identified(self) -> StoredWeights:
@@ -378,7 +397,7 @@ class _Pages(NamedTuple):
 
     @property
     def end(self) -> int:
-        return self.place + _up(self.needed, file_pages.PAGE)
+        return self.place + aligned_up(self.needed, file_pages.PAGE)
 
 
 class _Move(NamedTuple):
@@ -477,7 +496,7 @@ def _plan_buffered(
             else:
                 pieces.append(_Piece(stored.path, begin, (end,), length))
             done += length
-        position = _up(position + stored.nbytes, _ALIGNMENT)
+        position = aligned_up(position + stored.nbytes)
     return position, places, pieces
 
 
@@ -530,10 +549,10 @@ def _plan_direct(
         begin = low - low % _PAGE
         aligned = all(stored.begin % _ALIGNMENT == 0 for stored in run)
         # Tensors only move towards the front, each by less than the room that is left for it.
-        start = _up(position + (0 if aligned else _ALIGNMENT * len(run)), _PAGE)
+        start = aligned_up(position + (0 if aligned else _ALIGNMENT * len(run)), _PAGE)
         for offset in range(0, high - begin, _PIECE):
             needed = min(_PIECE, high - begin - offset)
-            ends = ((start + offset, _up(needed, _PAGE)),)
+            ends = ((start + offset, aligned_up(needed, _PAGE)),)
             pieces.append(_Piece(run[0].path, begin + offset, ends, needed))
         at = position
         for stored in run:
@@ -548,12 +567,13 @@ def _plan_direct(
                     moves[-1] = last_move._replace(nbytes=last_move.nbytes + stored.nbytes)
                 else:
                     moves.append(_Move(read_to, at, stored.nbytes))
-                at = _up(at + stored.nbytes, _ALIGNMENT)
-        position = start + _up(high - begin, _PAGE)
+                at = aligned_up(at + stored.nbytes)
+        position = start + aligned_up(high - begin, _PAGE)
     return position, places, pieces, moves
 
 
-def _up(value: int, step: int) -> int:
+def aligned_up(value: int, step: int = _ALIGNMENT) -> int:
+    """Round up to a multiple of a step, by default as kernels need it to give the same bits."""
     return -(-value // step) * step
 
 

@@ -48,6 +48,10 @@ class OffloadWeights(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len({*self.offload.stored.tensors, *self.offload.held})
 
+    def copied(self, prefix: str, memo: dict[int, Any]) -> OffloadWeights:
+        """Return a copy, which is served by the copy of the model."""
+        return deepcopy(self, memo)
+
     @property
     def state_dict(self) -> Mapping[str, torch.Tensor]:
         """Those in host memory."""
@@ -73,13 +77,6 @@ class OffloadWeights(Mapping[str, torch.Tensor]):
                 entry["weight_name"] = keys[tensor.path].get(tensor.begin, name)
             index[name] = entry
         return index
-
-
-class _OwnWeights(PrefixedDataset):
-    """The weights of one module."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PrefixedDataset:
-        return _OwnWeights(deepcopy(self.dataset, memo), self.prefix)
 
 
 class _Dispatched:
@@ -149,7 +146,7 @@ class DispatchHook(AlignDevicesHook):
         for key, (offload, _, name) in self._served.items():
             if self._own_map is None:
                 prefix = name[: len(name) - len(key)]
-                self._own_map = _OwnWeights(OffloadWeights(offload), prefix)
+                self._own_map = PrefixedDataset(OffloadWeights(offload), prefix)
             self.original_devices[key] = torch.device("cpu" if name in offload.held else "meta")
         self.weights_map = self._own_map
 
