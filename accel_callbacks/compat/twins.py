@@ -9,7 +9,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import DataLoader
@@ -18,6 +18,7 @@ from accel_callbacks import accelerator, collectives, scheduler, state
 from accel_callbacks.compat import checkpoints
 from accel_callbacks.compat.beside import remove_leftovers, save_beside
 from accel_callbacks.compat.helpers import get_sampler
+from accel_callbacks.compat.names import NotProvided
 from accel_callbacks.compat.stand_in import StandIn
 from accel_callbacks.data import config, dispatch, loader, skip
 from accel_callbacks.data.config import checked_rng_types
@@ -27,6 +28,7 @@ from accel_callbacks.data.sources import Setting
 from accel_callbacks.distributed.topology import destroy_topology, is_initialized
 from accel_callbacks.local_files import local_path
 from accel_callbacks.optimizer import AcceleratedOptimizer as _AcceleratedOptimizer
+from accel_callbacks.plugins import fsdp
 
 __all__ = [
     "AcceleratedOptimizer",
@@ -36,6 +38,7 @@ __all__ = [
     "DataLoaderConfiguration",
     "DataLoaderDispatcher",
     "DataLoaderShard",
+    "FullyShardedDataParallelPlugin",
     "GradientState",
     "PartialState",
     "SkipDataLoader",
@@ -156,6 +159,22 @@ class DataLoaderConfiguration(config.DataLoaderConfiguration):
         return bool(self.seeded_order)
 
 
+class FullyShardedDataParallelPlugin(fsdp.FullyShardedDataParallelPlugin):
+    """Options of FSDP, which may be assigned until a model is prepared."""
+
+    __setattr__ = object.__setattr__
+
+    def set_auto_wrap_policy(self, model: torch.nn.Module) -> None:
+        """Have no effect: a model is prepared with the units that the options name."""
+
+    def set_mixed_precision(self, *arguments: Any, **options: Any) -> NoReturn:
+        """Raise NotProvided: the precision is known when the Accelerator is made."""
+        raise NotProvided(
+            "FullyShardedDataParallelPlugin.set_mixed_precision: the precision of a sharded model "
+            "is that of the Accelerator; give the plugin a mixed_precision_policy before."
+        )
+
+
 class Accelerator(accelerator.Accelerator):
     """The Accelerator, constructed as that of Accelerate, with the numbers of its schedules.
 
@@ -194,6 +213,9 @@ class Accelerator(accelerator.Accelerator):
         splits = loaders is not None and loaders.split_batches
         options.setdefault("scheduler_steps_per_process", not splits)
         super().__init__(**options)
+        plugin = self.strategy.fsdp_plugin
+        if plugin is not None:  # that of `accel launch` may be assigned to as well
+            object.__setattr__(plugin, "__class__", FullyShardedDataParallelPlugin)
         global _newest
         _newest = weakref.ref(self)
         if self.is_main_process:
@@ -419,6 +441,7 @@ def _made(
         feed=feed,
         seed=torch.initial_seed(),
         rng_types=checked_rng_types(rng_types),
+        shards_itself=True,
     )
     if iteration:
         prepared.set_epoch(iteration)
@@ -514,6 +537,7 @@ for _twin, _home in (
     (AcceleratorState, "state"),
     (GradientState, "state"),
     (DataLoaderConfiguration, "utils.dataclasses"),
+    (FullyShardedDataParallelPlugin, "utils.dataclasses"),
     (Accelerator, "accelerator"),
 ):
     _twin.__module__ = f"accelerate.{_home}"  # by which it is pickled, and read there

@@ -147,8 +147,10 @@ class DataLoaderShard(DataLoader[Any]):
         self._read = {name: vars(self)[name] for name in _DESCRIBED}
         if origin is not None:
             described = {name: getattr(origin, name) for name in _DESCRIBED}
-            if self.batch_sampler is not None:  # has the batches of this rank, and those members
-                described["batch_sampler"] = self.batch_sampler
+            if self.batch_sampler is not None:  # with the batches of this rank
+                described["batch_sampler"] = getattr(
+                    self.batch_sampler, "described", self.batch_sampler
+                )
             self.__dict__.update(described)
         self._source = source
         # Where torch's loader draws its base seed: None is the global generator.

@@ -230,8 +230,18 @@ def prepare_loader(
     feed: Feed | None,
     seed: int,
     rng_types: Sequence[Any] = (),
+    shards_itself: bool = False,
 ) -> DataLoaderShard:
     """Rebuild a torch DataLoader as a :class:`DataLoaderShard` for this process.
+
+    Args:
+        loader: the user's.
+        setting: the rank that it reads for.
+        events: the loop around its batches.
+        feed: the copies to the device, if any.
+        seed: of seeded orders and of workers.
+        rng_types: the random generators that each pass synchronizes.
+        shards_itself: its sampler may be that of one rank; ``setting`` is that of a single process.
 
     Raises:
         ValueError: the loader shards already, or cannot be sharded with these options.
@@ -239,6 +249,8 @@ def prepare_loader(
     options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
     options["generator"] = loader.generator
     options |= {"origin": loader, "rng_types": rng_types}
+    if not shards_itself:
+        _refuse_sharded(loader)
     source = _source_of(loader, setting)
     kind = DataLoaderShard
     if setting.config.dispatch_batches:
@@ -250,7 +262,6 @@ def prepare_loader(
 
 def _source_of(loader: DataLoader[Any], setting: Setting) -> Source:
     """Return the source that the prepared loader reads from."""
-    _refuse_sharded(loader)
     if isinstance(loader.dataset, IterableDataset):
         return _open_stream(loader, setting)
     return _open_shares(loader, setting)

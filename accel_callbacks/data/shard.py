@@ -408,6 +408,34 @@ class ShareSource:
         self._passes: tuple[int | None, int | None] = (None, None)  # digests of the last two
 
     @property
+    def batch_sampler(self) -> Any:
+        """The user's batch sampler, which this one shares out."""
+        return self._loader.batch_sampler
+
+    @property
+    def described(self) -> Any:
+        """What the prepared loader names as its batch sampler: the user's, if no rank shares it."""
+        return self.batch_sampler if self._alone else self
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes that share the batches; 1 for a sampler that shares them itself."""
+        return self._plan.world_size
+
+    @num_processes.setter
+    def num_processes(self, number: int) -> None:
+        self._plan = replace(self._plan, world_size=number)
+
+    @property
+    def process_index(self) -> int:
+        """Index of this process among those that share the batches."""
+        return self._plan.rank
+
+    @process_index.setter
+    def process_index(self, index: int) -> None:
+        self._plan = replace(self._plan, rank=index)
+
+    @property
     def even_batches(self) -> bool:
         """Fill the tail up with repetitions, from the next pass on."""
         return self._plan.even

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -144,12 +144,22 @@ def _predicate(policy: Callable[..., Any]) -> Callable[[torch.nn.Module], Any] |
     keywords = getattr(policy, "keywords", {})  # of functools.partial
     if "min_num_params" in keywords:
         return int(keywords["min_num_params"])
-    classes = keywords.get("transformer_layer_cls") or getattr(policy, "_module_classes", None)
+    if "policies" in keywords:  # a unit is what one of them chooses, as PEFT's policy says it
+        choices = [_predicate(choice) for choice in keywords["policies"]]
+        wanted = [choice for choice in choices if not isinstance(choice, int)]
+        if len(wanted) < len(choices):
+            raise ValueError(
+                "auto_wrap_policy: a policy by size does not go with others; give min_num_params, "
+                "or a function of a module."
+            )
+        return lambda module: any(choice(module) for choice in wanted)
+    classes = keywords.get("transformer_layer_cls") or keywords.get("module_classes")
+    classes = classes or getattr(policy, "_module_classes", None)
     if classes:
         kinds = tuple(classes)
         return lambda module: isinstance(module, kinds)
-    wanted: Callable[[torch.nn.Module], Any] = getattr(policy, "_lambda_fn", policy)
-    return wanted
+    by_module = keywords.get("lambda_fn") or getattr(policy, "_lambda_fn", policy)
+    return cast("Callable[[torch.nn.Module], Any]", by_module)
 
 
 def _large(model: torch.nn.Module, size: int, skipped: Collection[int]) -> list[torch.nn.Module]:

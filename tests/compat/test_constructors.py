@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import gc
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from accel_callbacks import (
     DataLoaderConfiguration,
+    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     skip_first_batches,
 )
-from accel_callbacks.compat.names import resolve
+from accel_callbacks.compat.names import NotProvided, resolve
+from accel_callbacks.data.loader import NoEvents
+from accel_callbacks.data.prepare import prepare_loader
+from accel_callbacks.data.sources import Setting
 from accel_callbacks.utils import extract_model_from_parallel
 
 
@@ -63,9 +74,43 @@ def test_a_schedule_moves_once_a_window_and_holds_at_its_end(adjusts):
     assert moves == [0, 1, 1, 2, 2, 3, 3, 3, 3, 3]
 
 
+def test_a_sampler_that_shares_its_batches_itself_is_read_as_it_is():
+    """As a Trainer says it of a sampler that balances lengths, by the attributes of a shard."""
+    setting = Setting(1, 2)
+    loader = DataLoader(range(8), batch_sampler=[[4, 5], [6]])
+    prepared = prepare_loader(loader, setting, events=NoEvents(), feed=None, seed=0)
+    shares = prepared.batch_sampler
+    assert (shares.batch_sampler, shares.num_processes, shares.process_index) == (
+        *(loader.batch_sampler, 2, 1),
+    )
+    shares.num_processes, shares.process_index = 1, 0
+    assert lists(prepared) == [[4, 5], [6]]
+
+
 class Count(IterableDataset):
     def __iter__(self):
         return iter(range(5))
+
+
+def test_options_of_fsdp_are_assigned_until_a_model_is_prepared():
+    plugin = name("FullyShardedDataParallelPlugin")(fsdp_version=2)
+    plugin.auto_wrap_policy = callable
+    assert plugin.auto_wrap_policy is callable
+    assert isinstance(plugin, FullyShardedDataParallelPlugin)
+    assert replace(plugin, no_sync=True).auto_wrap_policy is callable
+    plugin.set_auto_wrap_policy(torch.nn.Linear(1, 1))
+    with pytest.raises(NotProvided, match="give the plugin a mixed_precision_policy before"):
+        plugin.set_mixed_precision(torch.bfloat16, override=True)
+
+
+def test_a_loader_reads_the_batches_of_the_rank_that_its_sampler_is_of(accelerator):
+    batches = BatchSampler(SequentialSampler(range(10)), 2, False)
+    shard = resolve("accelerate.data_loader", "BatchSamplerShard")(batches, 2, 1)
+    loader = resolve("accelerate.data_loader", "DataLoaderShard")(range(10), batch_sampler=shard)
+    assert loader.batch_sampler is shard
+    assert lists(loader) == [[2, 3], [6, 7], [0, 1]]
+    with pytest.raises(ValueError, match="prepare\\(\\) shards too"):
+        accelerator.prepare(DataLoader(range(10), batch_sampler=shard))
 
 
 # --- what a prepared loader says --------------------------------------------------------------
@@ -92,6 +137,8 @@ def test_a_prepared_loader_describes_itself_as_the_user_did(options, dispatch):
     for key in ("batch_size", "drop_last"):
         own = getattr(prepared.batch_sampler, key, None)
         assert own == getattr(loader.batch_sampler, key, None), key
+    if not dispatch:
+        assert prepared.batch_sampler is loader.batch_sampler
     before = torch.get_rng_state()
     order = lists(prepared)
     torch.set_rng_state(before)
@@ -145,7 +192,10 @@ def test_loaders_are_constructed_from_datasets(accelerator):
 
 def test_samplers_are_constructed_by_position():
     batches = BatchSampler(range(5), 2, False)
-    assert list(name("BatchSamplerShard")(batches, 2, 1)) == [[2, 3], [1, 2]]
+    assert list(resolve("accelerate.data_loader", "BatchSamplerShard")(batches, 2, 1)) == [
+        [2, 3],
+        [1, 2],
+    ]
     assert list(name("IterableDatasetShard")(Count(), 1, False, 2, 1)) == [1, 3, 0]
 
 

@@ -6,6 +6,11 @@ import functools
 
 import pytest
 import torch
+from torch.distributed.fsdp.wrap import (
+    _module_wrap_policy,
+    _or_policy,
+    lambda_auto_wrap_policy,
+)
 
 from accel_callbacks import FullyShardedDataParallelPlugin
 from accel_callbacks.strategies.units import find_units, ignored_parameters
@@ -68,6 +73,21 @@ BLOCKS = [("blocks.0",), ("blocks.1",), ("blocks.2",)]
             id="torch's by class",
         ),
         pytest.param(
+            {
+                "auto_wrap_policy": functools.partial(
+                    _or_policy,
+                    policies=[
+                        functools.partial(
+                            lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, Block)
+                        ),
+                        functools.partial(_module_wrap_policy, module_classes={torch.nn.Conv1d}),
+                    ],
+                )
+            },
+            BLOCKS,
+            id="one of several",
+        ),
+        pytest.param(
             {"auto_wrap_policy": functools.partial(print, min_num_params=950)},
             BLOCKS,
             id="torch's by size",
@@ -119,6 +139,14 @@ def test_inner_units_come_first():
     ("options", "text"),
     [
         ({"transformer_cls_names_to_wrap": "Blok"}, "Did you mean 'Block'"),
+        (
+            {
+                "auto_wrap_policy": functools.partial(
+                    _or_policy, policies=[functools.partial(print, min_num_params=9)]
+                )
+            },
+            "a policy by size does not go with others",
+        ),
         ({"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}, "has no _no_split_modules"),
     ],
 )

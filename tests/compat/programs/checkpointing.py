@@ -54,7 +54,6 @@ def run(resume: str | None = None) -> tuple[str, list[float]]:
         if resume is None and epoch < EPOCHS - 1:
             accelerator.save_state(os.path.join(folder, f"epoch_{epoch}"))
         epoch += 1
-    accelerator.end_training()
     return digest(accelerator.unwrap_model(model)), losses
 
 

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 options = DistributedDataParallelKwargs(
-    comm_hook=DDPCommunicationHookType.BF16, gradient_as_bucket_view=True, broadcast_buffers=False
+    comm_hook=DDPCommunicationHookType.FP16, gradient_as_bucket_view=True, broadcast_buffers=False
 )
 accelerator = Accelerator(cpu=True, kwargs_handlers=[options, InitProcessGroupKwargs()])
 set_seed(5)

@@ -10,7 +10,7 @@ from problem import classifier, loaders
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
-accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+accelerator = Accelerator(cpu=True)
 set_seed(8)
 model = classifier()
 optimizer = SGD(model.parameters(), lr=0.1)

@@ -36,7 +36,8 @@ for _ in range(3):
         scores.append(logits.float())
     accuracies.append([right, total])
 with accelerator.main_process_first():
-    names = gather_object([f"process {accelerator.process_index}"])
+    name = f"process {accelerator.process_index}"
+names = gather_object([name])
 own = torch.arange(accelerator.process_index + 2)
 padded = accelerator.gather(pad_across_processes(own, dim=0, pad_index=-1)).tolist()
 total = accelerator.reduce(torch.tensor([1.0 + accelerator.process_index]), reduction="mean")
