@@ -353,6 +353,25 @@ def test_a_buffer_that_the_forward_writes_stays_the_same_object(net):
     assert running_mean.count_nonzero() == 4
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_buffer_that_the_forward_writes_outside_of_training_is_kept(tmp_path, mode):
+    class Counter(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(1))
+
+        def forward(self, x):
+            return x * self.calls.add_(1)
+
+    offload_state_dict(tmp_path, Counter().state_dict())
+    counter, loader = Counter().eval(), OffloadedWeightsLoader(save_folder=tmp_path)
+    attach_align_device_hook(counter, "cpu", offload=True, offload_buffers=True, weights_map=loader)
+    with mode():
+        assert torch.equal(counter(X), X)
+        assert torch.equal(counter(X), 2 * X)
+    assert counter.state_dict()["calls"].item() == 2
+
+
 def test_a_buffer_that_is_stored_in_another_dtype_is_kept(net):
     state = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     state["norm.running_mean"] = state["norm.running_mean"].double()
