@@ -220,3 +220,12 @@ def test_a_hook_fetches_for_its_own_module_alone(offloaded: Small) -> None:
     assert isinstance(down.weight, AbsentWeight)
     up._hf_hook.pre_forward(up)
     assert torch.equal(up.weight, trained().blocks[0].up.weight)
+
+
+def test_a_tied_weight_stays_with_the_others_if_one_of_them_drops_it(offloaded: Small) -> None:
+    head = offloaded.head
+    head._hf_hook.pre_forward(head)
+    head._parameters["weight"] = None
+    head._hf_hook.post_forward(head, None)
+    assert not isinstance(offloaded.emb.weight, AbsentWeight)
+    assert torch.equal(offloaded.emb(tokens()), trained().emb(tokens()))
