@@ -36,7 +36,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=32, **names)
 
 
-def _config(**options: Any) -> LlamaConfig:
+def config(**options: Any) -> LlamaConfig:
+    """Return the configuration of a tiny model that knows the words."""
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -47,13 +48,13 @@ def _config(**options: Any) -> LlamaConfig:
 def language_model() -> LlamaForCausalLM:
     """Return a causal model; the same weights each time."""
     set_seed(0)
-    return LlamaForCausalLM(_config(attention_dropout=0.1))
+    return LlamaForCausalLM(config(attention_dropout=0.1))
 
 
 def score_model() -> LlamaForSequenceClassification:
     """Return a model with one score for a text; the same weights each time."""
     set_seed(0)
-    return LlamaForSequenceClassification(_config(num_labels=1))
+    return LlamaForSequenceClassification(config(num_labels=1))
 
 
 def texts(count: int, seed: int = 1, shortest: int = 3, longest: int = 10) -> list[str]:

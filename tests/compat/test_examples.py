@@ -1,0 +1,133 @@
+"""Scripts of transformers' examples, of a copy that is named: on this library as on Accelerate.
+
+They are not in its wheel: ``scripts/test_compat --examples PATH`` names a copy. Models, tokenizers
+and data are small and made here, so that nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COPY = os.environ.get("ACCEL_TRANSFORMERS_EXAMPLES", "")
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = Path(__file__).with_name("programs")
+AS_ACCELERATE = ("-m", "accel_callbacks.as_accelerate")
+CLM = (
+    *("--train_file", "train.txt", "--validation_file", "train.txt", "--block_size", "16"),
+    *("--per_device_train_batch_size", "2", "--seed", "3", "--learning_rate", "0.01"),
+)
+CASES = {
+    "language-modeling/run_clm.py": (
+        *(*CLM, "--do_train", "--do_eval", "--max_steps", "4", "--report_to", "none"),
+        *("--use_cpu", "--model_name_or_path", "language"),
+    ),
+    "language-modeling/run_clm_no_trainer.py": (
+        *(*CLM, "--num_train_epochs", "2", "--checkpointing_steps", "epoch"),
+        *("--model_name_or_path", "language"),
+    ),
+    "text-classification/run_glue.py": (
+        *("--train_file", "train.json", "--validation_file", "train.json", "--do_train"),
+        *("--do_eval", "--max_steps", "4", "--max_seq_length", "16", "--report_to", "none"),
+        *("--per_device_train_batch_size", "2", "--use_cpu", "--model_name_or_path", "classes"),
+    ),
+}
+FILES = """
+import json
+from language import config, language_model, texts, tokenizer
+from transformers import LlamaForSequenceClassification, set_seed
+
+language_model().save_pretrained("language")
+set_seed(0)
+LlamaForSequenceClassification(config(num_labels=2)).save_pretrained("classes")
+for folder in ("language", "classes"):
+    tokenizer().save_pretrained(folder)
+rows = texts(40)
+open("train.txt", "w").write("\\n".join(rows))
+labelled = [{"sentence": row, "label": index % 2} for index, row in enumerate(rows)]
+open("train.json", "w").write("\\n".join(map(json.dumps, labelled)))
+"""
+
+
+def run(folder: Path, *command: str) -> None:
+    environment = {
+        **os.environ,
+        **{"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+        **{"PYTHONPATH": f"{ROOT}{os.pathsep}{PROGRAMS}", "ACCELERATE_USE_CPU": "true"},
+        "HF_HOME": str(folder / "home"),
+    }
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def ended(folder: Path) -> dict[str, object]:
+    """Return a digest of the weights that a script has written, and its results."""
+    weights = (folder / "model.safetensors").read_bytes()
+    results = json.loads((folder / "all_results.json").read_text())
+    timed = ("runtime", "per_second", "memory", "flos")
+    kept = {name: value for name, value in results.items() if not name.endswith(timed)}
+    return {"weights": hashlib.sha256(weights).hexdigest(), **kept}
+
+
+def same_on_both(folder: Path, script: Path, *words: str) -> dict[str, object]:
+    """Run a script on Accelerate and on this library, and return what both end with."""
+    run(folder, "-c", FILES)
+    for name, start in (("there", ()), ("here", AS_ACCELERATE)):
+        run(folder, *start, str(script), *words, "--output_dir", name)
+    outcome = ended(folder / "here")
+    assert outcome == ended(folder / "there")
+    return outcome
+
+
+needs_accelerate = pytest.mark.skipif(
+    importlib.util.find_spec("accelerate") is None, reason="scripts/test_compat has it"
+)
+
+
+@needs_accelerate
+@pytest.mark.skipif(not COPY, reason="scripts/test_compat --examples PATH names a copy")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("example", CASES)
+def test_an_example_of_transformers_ends_as_on_accelerate(example, tmp_path):
+    same_on_both(tmp_path, Path(COPY) / "pytorch" / example, *CASES[example])
+
+
+STAND_IN = """
+import argparse
+import torch
+from language import OPTIONS, losses, tokenizer
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--model_name_or_path")
+parser.add_argument("--output_dir")
+words = parser.parse_args()
+model = AutoModelForCausalLM.from_pretrained(words.model_name_or_path)
+lines = open("train.txt").read().splitlines()
+rows = tokenizer()(lines, padding="max_length", max_length=12, truncation=True)["input_ids"]
+data = [{"input_ids": torch.tensor(row), "labels": torch.tensor(row)} for row in rows]
+options = TrainingArguments(words.output_dir, max_steps=3, **OPTIONS)
+trainer = Trainer(model, options, train_dataset=data, eval_dataset=data[:9])
+trainer.save_metrics("train", trainer.train().metrics)
+trainer.save_metrics("eval", trainer.evaluate())
+trainer.save_model()
+"""
+
+
+@needs_accelerate
+@pytest.mark.timeout(300)
+def test_a_script_of_their_kind_is_compared(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(STAND_IN)
+    outcome = same_on_both(tmp_path, script, "--model_name_or_path", "language")
+    assert {"weights", "train_loss", "eval_loss"} <= outcome.keys()
