@@ -58,6 +58,7 @@ def test_a_kill_at_any_moment_of_a_save_changes_no_weight(tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 @pytest.mark.timeout(600)
