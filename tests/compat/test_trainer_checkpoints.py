@@ -81,6 +81,7 @@ def test_a_signal_to_the_launcher_stops_both_processes_at_one_step(tmp_path):
     assert not (tmp_path / "weights").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(600)
 def test_two_processes_go_on_with_the_samples_that_one_has_left(tmp_path):
