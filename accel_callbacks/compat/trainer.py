@@ -28,6 +28,8 @@ from accel_callbacks.logging import notice
 from accel_callbacks.warning import warn
 from checkpoint_io import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from checkpoint_io.folder.sealed import SEAL, check_seal, seal_folder
+from checkpoint_io.storage.local_read import open_regular
+from checkpoint_io.weights.safetensors import header_of
 
 __all__ = ["amend_trainer", "amend_trainer_utils", "amend_training_args", "newest_whole"]
 
@@ -144,14 +146,12 @@ def _unsealed_problem(path: str) -> str | None:
 
 def _ends(path: str) -> bool:
     """Return whether a safetensors file has all bytes that its header speaks of."""
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError:
-            return False
-    ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
-    return os.path.getsize(path) >= 8 + length + max(ends, default=0)
+    try:
+        with open_regular(os.path.realpath(path)) as reader:
+            header_of(reader, path)
+    except CorruptCheckpointError:
+        return False
+    return True
 
 
 # --- save ---------------------------------------------------------------------------------------
@@ -222,10 +222,6 @@ def _save_callbacks(trainer: Any, saving: str, folder: str, run_dir: str) -> Non
             trainer.state.save_to_json(os.path.join(folder, _STATE))
 
 
-def _metadata(trainer: Any) -> dict[str, Any]:
-    return {"step": trainer.state.global_step, "samples_per_step": _samples_per_step(trainer)}
-
-
 def _samples_per_step(trainer: Any) -> int:
     args = trainer.args
     return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
@@ -233,7 +229,11 @@ def _samples_per_step(trainer: Any) -> int:
 
 def _commit(trainer: Any, run_dir: str, saving: str, name: str) -> None:
     """Seal what has been written, and give it its name."""
-    seal_folder(os.path.join(saving, name), _metadata(trainer))
+    metadata = {
+        "step": trainer.state.global_step,
+        "samples_per_step": _samples_per_step(trainer),
+    }
+    seal_folder(os.path.join(saving, name), metadata)
     _publish(run_dir, saving, name)
 
 
