@@ -103,7 +103,9 @@ _HOME = {
     "wait_for_everyone": "utils.operations",
 }
 
-__all__ = [*sorted(_HOME), "__version__"]
+# A type checker cannot compute it, and takes the imports below instead.
+if not TYPE_CHECKING:
+    __all__ = [*sorted(_HOME), "__version__"]
 
 if TYPE_CHECKING:
     from accel_callbacks.accelerator import Accelerator as Accelerator

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import subprocess
 import sys
@@ -20,8 +21,8 @@ LAZY = [accel_callbacks, accel_callbacks.callbacks, accel_callbacks.offload]
 lazy = pytest.mark.parametrize("package", LAZY, ids=lambda package: package.__name__)
 
 
-def typed_imports(package):
-    """What the ``if TYPE_CHECKING`` block imports: name to module."""
+def typing_block(package):
+    """The import statements of the ``if TYPE_CHECKING`` block."""
     tree = ast.parse(Path(package.__file__).read_text(encoding="utf-8"))
     blocks = [
         node
@@ -29,11 +30,23 @@ def typed_imports(package):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     ]
     assert len(blocks) == 1
+    return blocks[0].body
+
+
+def typed_imports(package):
+    """What the ``if TYPE_CHECKING`` block imports: name to module."""
     return {
         alias.asname: (alias.name, node.module)
-        for node in blocks[0].body
+        for node in typing_block(package)
         for alias in node.names
-    }  # fmt: skip
+    }
+
+
+def starred_modules(package):
+    """The modules of which the ``if TYPE_CHECKING`` block imports all names."""
+    return {
+        node.module for node in typing_block(package) for alias in node.names if alias.name == "*"
+    }
 
 
 @lazy
@@ -111,7 +124,11 @@ def test_utils_have_all_of_the_package_and_the_same_objects():
 
 
 def test_type_checkers_see_all_names_of_utils():
-    assert set(typed_imports(accel_callbacks.utils)) == set(accel_callbacks.utils.__all__)
+    homes = accel_callbacks.utils._HOME
+    modules = {f"accel_callbacks.{home}" for home in homes.values()}
+    assert starred_modules(accel_callbacks.utils) == {"accel_callbacks", *modules}
+    for name, home in homes.items():
+        assert name in importlib.import_module(f"accel_callbacks.{home}").__all__
 
 
 def test_utils_answer_what_is_installed(monkeypatch):
