@@ -10,14 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
-from loggers.multimedia.encode import figure_image, gif, histogram, named_images, wav
-from loggers.trackers.tool import (
-    ToolTracker,
-    as_float,
-    local_folder,
-    preserve_random_state,
-    run_name,
-)
+from loggers.multimedia.encode import histogram
+from loggers.trackers.tool import ItemTracker, as_float, local_folder, run_name
 from loggers.values import flat_config
 
 if TYPE_CHECKING:
@@ -42,7 +36,7 @@ _ARGUMENTS: dict[str, Any] = {
 }
 
 
-class ClearMLTracker(ToolTracker):
+class ClearMLTracker(ItemTracker):
     """Logs to a ClearML task.
 
     Without a server (no ``clearml.conf``, no credentials in the environment) the task is offline,
@@ -56,7 +50,7 @@ class ClearMLTracker(ToolTracker):
     Args:
         all_ranks: log on every rank; ClearML has one task per process.
         offline: whether the task is offline; None (default) as described above.
-        **init_kwargs: arguments of ``clearml.Task.init``; they override the defaults above.
+        **options: arguments of ``clearml.Task.init``; they override the defaults above.
 
     Raises:
         ImportError: from `start`, if clearml is not installed.
@@ -72,27 +66,10 @@ class ClearMLTracker(ToolTracker):
     install = "clearml"
 
     def __init__(
-        self, *, all_ranks: bool = False, offline: bool | None = None, **init_kwargs: Any
+        self, *, all_ranks: bool = False, offline: bool | None = None, **options: Any
     ) -> None:
-        super().__init__(all_ranks=all_ranks)
+        super().__init__(all_ranks=all_ranks, **options)
         self._offline = offline
-        self._init_kwargs = init_kwargs
-        self._clearml: Any = None
-        self._borrowed = False
-
-    def start(self, run: RunInfo) -> None:
-        """Call ``Task.init``, or use the task that is open."""
-        self._clearml = self._import("clearml")
-        task_class = self._clearml.Task
-        resumed = self._resumed_id(run)
-        self._tool = task_class.current_task()
-        self._borrowed = self._tool is not None
-        if not self._borrowed:
-            self._go_offline(run)
-            task_class.set_random_seed(None)  # otherwise it reseeds all generators
-            with preserve_random_state():
-                self._tool = self._init(run, resumed)
-        self._run_id = str(self._tool.id)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Record hyperparameters; ``optimizer/lr`` is "lr" in the section "optimizer"."""
@@ -106,20 +83,8 @@ class ClearMLTracker(ToolTracker):
             if math.isfinite(number):
                 logger.report_scalar(*_title_and_series(name), number, iteration=step)
             else:
-                self._report_text(name, str(value), step)
+                self._text(name, str(value), step)
         self._logged(step)
-
-    def log_images(
-        self,
-        images: Mapping[str, np.ndarray],
-        step: int,
-        *,
-        captions: Mapping[str, Sequence[str]] | None = None,
-    ) -> None:
-        """Record images, as JPEG; captions are not recorded. Needs Pillow."""
-        logger = self._opened().get_logger()
-        for name, image, _ in named_images(images, captions):
-            logger.report_image(*_title_and_series(name), iteration=step, image=image)
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
@@ -133,59 +98,55 @@ class ClearMLTracker(ToolTracker):
         """Record histograms, in 64 bins."""
         logger = self._opened().get_logger()
         for name, values in histograms.items():
-            made = histogram(values)
-            labels = [f"{edge:.4g}" for edge in made["edges"][:-1]]
+            bins = histogram(values)
+            labels = [f"{edge:.4g}" for edge in bins["edges"][:-1]]
             title, series = _title_and_series(name)
             logger.report_histogram(
-                title, series, values=made["counts"], iteration=step, xlabels=labels
+                title, series, values=bins["counts"], iteration=step, xlabels=labels
             )
-
-    def log_text(self, texts: Mapping[str, str], step: int) -> None:
-        """Record texts as lines of the console log."""
-        for name, text in texts.items():
-            self._report_text(name, text, step)
-
-    def log_audio(self, audio: Mapping[str, np.ndarray], step: int, *, sample_rate: int) -> None:
-        """Record audio as 16-bit WAV."""
-        for name, samples in audio.items():
-            self._report_media(name, wav(samples, sample_rate), ".wav", step)
-
-    def log_video(self, videos: Mapping[str, np.ndarray], step: int, *, fps: int = 4) -> None:
-        """Record videos as GIF. Needs Pillow."""
-        for name, frames in videos.items():
-            self._report_media(name, gif(frames, fps), ".gif", step)
-
-    def log_figure(self, figures: Mapping[str, Any], step: int) -> None:
-        """Record matplotlib figures as images. Needs Pillow."""
-        logger = self._opened().get_logger()
-        for name, figure in figures.items():
-            image = figure_image(figure)
-            logger.report_image(*_title_and_series(name), iteration=step, image=image)
 
     def log_artifact(self, path: str, *, name: str | None = None, kind: str = "file") -> None:
         """Upload a file, or a folder as a ZIP file."""
-        named = name or os.path.basename(os.path.normpath(path))
-        self._opened().upload_artifact(named, path, metadata={"kind": kind})
+        name = name or os.path.basename(os.path.normpath(path))
+        self._opened().upload_artifact(name, path, metadata={"kind": kind})
 
     def flush(self) -> None:
         """Trigger a flush of ClearML's thread, without waiting for it."""
         self._opened().flush()
 
-    def finish(self, status: Status = "success") -> None:
-        """Close the task as completed, failed or stopped; offline the status is a property."""
-        self._end(status)
-        task = self._release()
-        if task is None or self._borrowed:
-            return
-        task.set_user_properties(status=status)
-        if not self._clearml.Task.is_offline():
-            task.flush(wait_for_uploads=True)
-            _mark_status(task, status)
-        task.close()
+    def _image(self, name: str, image: Any, step: int, caption: str | None = None) -> None:
+        """Record an image, as JPEG; the caption is not recorded."""
+        logger = self._opened().get_logger()
+        logger.report_image(*_title_and_series(name), iteration=step, image=image)
 
-    def _init(self, run: RunInfo, resumed: str | None) -> Any:
+    def _text(self, name: str, text: str, step: int) -> None:
+        """Add a line to the console log of the task, without printing it."""
+        logger = self._opened().get_logger()
+        logger.report_text(f"[{step}] {name}: {text}", print_console=False)
+
+    def _audio(self, name: str, data: bytes, step: int, sample_rate: int) -> None:
+        """Record a clip."""
+        self._media(name, data, ".wav", step)
+
+    def _video(self, name: str, data: bytes, step: int) -> None:
+        """Record a video."""
+        self._media(name, data, ".gif", step)
+
+    def _media(self, name: str, data: bytes, suffix: str, step: int) -> None:
+        title, series = _title_and_series(name)
+        logger = self._opened().get_logger()
+        logger.report_media(
+            title, series, iteration=step, stream=io.BytesIO(data), file_extension=suffix
+        )
+
+    def _running(self) -> Any:
+        return self._package.Task.current_task()
+
+    def _open(self, run: RunInfo, resumed: str | None) -> Any:
         """Call ``Task.init``; after a resume, disable ClearML's offset of the steps."""
-        task_class = self._clearml.Task
+        task_class = self._package.Task
+        self._go_offline(run)
+        task_class.set_random_seed(None)  # otherwise it reseeds all generators
         offline = task_class.is_offline()
         same_mode = resumed is not None and resumed.startswith(_OFFLINE_ID) == offline
         ours = {
@@ -196,7 +157,7 @@ class ClearMLTracker(ToolTracker):
         }
         if offline:  # its thread delays the end, and nothing it measures is needed
             ours["auto_resource_monitoring"] = False
-        task = task_class.init(**{**ours, **self._init_kwargs})
+        task = task_class.init(**{**ours, **self._options})
         if same_mode:
             task.set_initial_iteration(0)
         elif resumed is not None:
@@ -207,9 +168,19 @@ class ClearMLTracker(ToolTracker):
             )
         return task
 
+    def _close(self, task: Any, status: Status) -> None:
+        """Close the task as completed, failed or stopped; offline the status is a property."""
+        if self._borrowed:
+            return
+        task.set_user_properties(status=status)
+        if not self._package.Task.is_offline():
+            task.flush(wait_for_uploads=True)
+            _mark_status(task, status)
+        task.close()
+
     def _go_offline(self, run: RunInfo) -> None:
         """Set ClearML to offline mode, below ``logging_dir``, if applicable."""
-        task_class = self._clearml.Task
+        task_class = self._package.Task
         wanted = not _has_server() if self._offline is None else self._offline
         if not wanted and not task_class.is_offline():
             return
@@ -226,19 +197,6 @@ class ClearMLTracker(ToolTracker):
         config.ConfigSDKWrapper.clear_config_impl()  # it caches values
         # Never reset: after the end, ClearML's threads would look for a server.
         task_class.set_offline(True)
-
-    def _report_text(self, name: str, text: str, step: int) -> None:
-        """Add a line to the console log of the task, without printing it."""
-        logger = self._opened().get_logger()
-        logger.report_text(f"[{step}] {name}: {text}", print_console=False)
-
-    def _report_media(self, name: str, data: bytes, suffix: str, step: int) -> None:
-        """Record an audio clip or a video."""
-        title, series = _title_and_series(name)
-        logger = self._opened().get_logger()
-        logger.report_media(
-            title, series, iteration=step, stream=io.BytesIO(data), file_extension=suffix
-        )
 
 
 def _title_and_series(name: str) -> tuple[str, str]:

@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
 from loggers.local_files import base_name, local_path
-from loggers.multimedia.encode import figure_image, gif, named_images, wav
-from loggers.multimedia.files import Scratch
-from loggers.trackers.tool import (
-    ToolTracker,
-    as_float,
-    local_folder,
-    preserve_random_state,
-    run_name,
-)
+from loggers.trackers.tool import ItemTracker, as_float, local_folder, run_name
 from loggers.values import flat_config
 
 if TYPE_CHECKING:
@@ -36,7 +28,7 @@ _CONFIG: dict[str, Any] = {
 }
 
 
-class CometTracker(ToolTracker):
+class CometTracker(ItemTracker):
     """Logs to a Comet experiment.
 
     The experiment is offline if there is no API key (variable, config file, ``api_key=``) and the
@@ -48,7 +40,7 @@ class CometTracker(ToolTracker):
 
     Args:
         all_ranks: log on every rank, one experiment per rank.
-        **start_kwargs: arguments of ``comet_ml.start``; they override the defaults above.
+        **options: arguments of ``comet_ml.start``; they override the defaults above.
             ``experiment_config`` may be a dict, merged over the default of no automatic logging.
 
     Raises:
@@ -64,25 +56,6 @@ class CometTracker(ToolTracker):
     requires = ("comet_ml",)
     install = "comet-ml"
 
-    def __init__(self, *, all_ranks: bool = False, **start_kwargs: Any) -> None:
-        super().__init__(all_ranks=all_ranks)
-        self._start_kwargs = start_kwargs
-        self._borrowed = False
-        self._scratch = Scratch()
-
-    def start(self, run: RunInfo) -> None:
-        """Call ``comet_ml.start``, or use the experiment that is running."""
-        comet = self._import("comet_ml")
-        resumed = self._resumed_id(run)
-        running = comet.get_running_experiment()
-        self._borrowed = running is not None and not running.ended
-        if self._borrowed:
-            self._tool = running
-        else:
-            with preserve_random_state():
-                self._tool = comet.start(**self._arguments(comet, run, resumed))
-        self._run_id = str(self._tool.get_key())
-
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Record parameters, with names such as ``optimizer/lr``."""
         self._opened().log_parameters(flat_config(config))
@@ -95,19 +68,6 @@ class CometTracker(ToolTracker):
             experiment.log_metrics(numbers, step=step)
         self.log_text({k: v for k, v in scalars.items() if isinstance(v, str)}, step)
         self._logged(step)
-
-    def log_images(
-        self,
-        images: Mapping[str, np.ndarray],
-        step: int,
-        *,
-        captions: Mapping[str, Sequence[str]] | None = None,
-    ) -> None:
-        """Record images; captions are in their metadata. Needs Pillow."""
-        experiment = self._opened()
-        for name, image, caption in named_images(images, captions):
-            metadata = {"caption": caption} if caption else None
-            experiment.log_image(image, name=name, step=step, metadata=metadata)
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
@@ -122,68 +82,65 @@ class CometTracker(ToolTracker):
         for name, values in histograms.items():
             experiment.log_histogram_3d(values, name=name, step=step)
 
-    def log_text(self, texts: Mapping[str, str], step: int) -> None:
-        """Record text samples; the name is in their metadata."""
-        experiment = self._opened()
-        for name, text in texts.items():
-            experiment.log_text(text, step=step, metadata={"name": name})
-
-    def log_audio(self, audio: Mapping[str, np.ndarray], step: int, *, sample_rate: int) -> None:
-        """Record audio as 16-bit WAV."""
-        experiment = self._opened()
-        for name, samples in audio.items():
-            path = self._scratch.file(wav(samples, sample_rate), ".wav")
-            experiment.log_audio(path, sample_rate=sample_rate, file_name=f"{name}.wav", step=step)
-
-    def log_video(self, videos: Mapping[str, np.ndarray], step: int, *, fps: int = 4) -> None:
-        """Record videos as GIF. Needs Pillow."""
-        experiment = self._opened()
-        for name, frames in videos.items():
-            path = self._scratch.file(gif(frames, fps), ".gif")
-            experiment.log_video(path, name=f"{name}.gif", step=step)
-
-    def log_figure(self, figures: Mapping[str, Any], step: int) -> None:
-        """Record matplotlib figures as images. Needs Pillow."""
-        experiment = self._opened()
-        for name, figure in figures.items():
-            experiment.log_image(figure_image(figure), name=name, step=step)
-
     def log_artifact(self, path: str, *, name: str | None = None, kind: str = "file") -> None:
         """Record a file, or each file of a folder, as an asset."""
         experiment = self._opened()
         if os.path.isdir(path):
             experiment.log_asset_folder(path, log_file_name=True, recursive=True)
         else:
-            named = name or base_name(path)
-            experiment.log_asset(path, file_name=named, metadata={"kind": kind})
+            name = name or base_name(path)
+            experiment.log_asset(path, file_name=name, metadata={"kind": kind})
 
-    def finish(self, status: Status = "success") -> None:
+    def _image(self, name: str, image: Any, step: int, caption: str | None = None) -> None:
+        """Record an image; the caption is in its metadata."""
+        metadata = {"caption": caption} if caption else None
+        self._opened().log_image(image, name=name, step=step, metadata=metadata)
+
+    def _text(self, name: str, text: str, step: int) -> None:
+        """Record a text sample; the name is in its metadata."""
+        self._opened().log_text(text, step=step, metadata={"name": name})
+
+    def _audio(self, name: str, data: bytes, step: int, sample_rate: int) -> None:
+        """Record a clip."""
+        path = self._scratch.file(data, ".wav")
+        self._opened().log_audio(path, sample_rate=sample_rate, file_name=f"{name}.wav", step=step)
+
+    def _video(self, name: str, data: bytes, step: int) -> None:
+        """Record a video."""
+        self._opened().log_video(self._scratch.file(data, ".gif"), name=f"{name}.gif", step=step)
+
+    def _running(self) -> Any:
+        running = self._package.get_running_experiment()
+        return None if running is None or running.ended else running
+
+    def _open(self, run: RunInfo, resumed: str | None) -> Any:
+        """Call ``comet_ml.start``."""
+        return self._package.start(**self._arguments(run, resumed))
+
+    def _id(self) -> str:
+        return str(self._tool.get_key())
+
+    def _close(self, experiment: Any, status: Status) -> None:
         """Record the status under Other, because Comet has none, and end the experiment."""
-        self._end(status)
-        experiment = self._release()
-        if experiment is None:
-            return
         experiment.log_other("status", status)
-        try:
-            if not self._borrowed:
-                experiment.end()
-        finally:
-            self._scratch.close()
+        if not self._borrowed:
+            experiment.end()
 
-    def _arguments(self, comet: Any, run: RunInfo, resumed: str | None) -> dict[str, Any]:
+    def _arguments(self, run: RunInfo, resumed: str | None) -> dict[str, Any]:
         """Return the arguments of ``comet_ml.start``: defaults, overridden by the user's."""
+        comet = self._package
         settings = comet.get_config()
         ours: dict[str, Any] = {"project_name": settings["comet.project_name"] or run.name}
         ours["mode"] = "get_or_create" if resumed else "create"
         if resumed:
             ours["experiment_key"] = resumed
-        has_key = settings["comet.api_key"] or self._start_kwargs.get("api_key")
+        has_key = settings["comet.api_key"] or self._options.get("api_key")
         if not has_key and settings["comet.start.online"] is None:
             ours["online"] = False
-        merged = {**ours, **self._start_kwargs}
-        given = self._start_kwargs.get("experiment_config")
-        if given is None or isinstance(given, Mapping):
-            config = {**_CONFIG, "name": run_name(run), **(given or {})}
+        merged = {**ours, **self._options}
+        experiment_config = self._options.get("experiment_config")
+        if experiment_config is None or isinstance(experiment_config, Mapping):
+            config = {**_CONFIG, "name": run_name(run), **(experiment_config or {})}
             if local_path(run.logging_dir) is not None or merged.get("online") is False:
                 folder = local_folder(run, "comet", 'set "offline_directory"')
                 config.setdefault("offline_directory", folder)

@@ -8,22 +8,18 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from loggers.base import RunInfo, Scalar, Status
+from loggers.base import RunInfo, Scalar, Status, Tracker
 from loggers.file_names import portable_path
 from loggers.local_files import remove, replace
-from loggers.multimedia.encode import figure_image, named_images
-from loggers.trackers.tool import ToolTracker, local_folder, run_name
+from loggers.trackers.tool import ItemTracker, local_folder, run_name
 from loggers.values import plain_config
-
-if TYPE_CHECKING:
-    import numpy as np
 
 __all__ = ["DVCLiveTracker"]
 
 
-class DVCLiveTracker(ToolTracker):
+class DVCLiveTracker(ItemTracker):
     """Writes the files of DVCLive to ``<logging_dir>/dvclive/<run id>``.
 
     No DVC repository is needed, nothing is committed, and no ``dvc.yaml`` is written unless
@@ -32,7 +28,7 @@ class DVCLiveTracker(ToolTracker):
 
     Args:
         all_ranks: log on every rank, each to its own folder.
-        **live_kwargs: arguments of ``dvclive.Live``; they override the defaults above. With a
+        **options: arguments of ``dvclive.Live``; they override the defaults above. With a
             constant ``dir``, a new run replaces the files of the previous one.
 
     Raises:
@@ -47,28 +43,9 @@ class DVCLiveTracker(ToolTracker):
     name = "dvclive"
     requires = ("dvclive",)
     install = "dvclive"
-
-    def __init__(self, *, all_ranks: bool = False, **live_kwargs: Any) -> None:
-        super().__init__(all_ranks=all_ranks)
-        self._live_kwargs = live_kwargs
-        self._changed = False
-
-    def start(self, run: RunInfo) -> None:
-        """Open a ``Live``."""
-        dvclive = self._import("dvclive")
-        resumed = self._resumed_id(run, named=True)
-        keep = self._begin(run)
-        self._run_id = resumed or run_name(run)
-        ours: dict[str, Any] = {"save_dvc_exp": False, "dvcyaml": None, "resume": bool(resumed)}
-        if "dir" not in self._live_kwargs:
-            ours["dir"] = os.path.join(
-                local_folder(run, "dvclive", "set dir="), portable_path(self._run_id)
-            )
-        merged = {**ours, **self._live_kwargs}
-        if merged["resume"] and keep is not None:
-            _truncate(Path(merged["dir"]), keep)
-        self._tool = dvclive.Live(**merged)
-        self._changed = False
+    derives_ids = True
+    log_audio, log_video = Tracker.log_audio, Tracker.log_video
+    _changed = False  # something was logged since the last flush
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Write ``params.yaml``, nested like the config."""
@@ -81,18 +58,6 @@ class DVCLiveTracker(ToolTracker):
             live.log_metric(portable_path(name), value)
         self._logged(step)
 
-    def log_images(
-        self,
-        images: Mapping[str, np.ndarray],
-        step: int,
-        *,
-        captions: Mapping[str, Sequence[str]] | None = None,
-    ) -> None:
-        """Write ``plots/images/<name>/<step>.png``; captions are not recorded."""
-        live = self._at(step)
-        for name, image, _ in named_images(images, captions):
-            live.log_image(f"{portable_path(name)}/{step}.png", image)
-
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
     ) -> None:
@@ -100,20 +65,6 @@ class DVCLiveTracker(ToolTracker):
         points = [dict(zip(columns, row, strict=True)) for row in rows]
         plotted = list(columns[1:]) or list(columns)
         self._at(step).log_plot(f"{portable_path(name)}/{step}", points, x=columns[0], y=plotted)
-
-    def log_text(self, texts: Mapping[str, str], step: int) -> None:
-        """Write ``text/<name>/<step>.txt``, because DVCLive cannot log texts."""
-        live = self._at(step)
-        for name, text in texts.items():
-            path = Path(live.dir, "text", portable_path(name), f"{step}.txt")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-
-    def log_figure(self, figures: Mapping[str, Any], step: int) -> None:
-        """Write matplotlib figures to ``plots/images/<name>/<step>.png``."""
-        live = self._at(step)
-        for name, figure in figures.items():
-            live.log_image(f"{portable_path(name)}/{step}.png", figure_image(figure))
 
     def log_artifact(self, path: str, *, name: str | None = None, kind: str = "file") -> None:
         """Copy a file or folder to ``artifacts/``; needs a DVC repository."""
@@ -126,13 +77,38 @@ class DVCLiveTracker(ToolTracker):
             live.sync()
             self._changed = False
 
-    def finish(self, status: Status = "success") -> None:
+    def _image(self, name: str, image: Any, step: int, caption: str | None = None) -> None:
+        """Write ``plots/images/<name>/<step>.png``; the caption is not recorded."""
+        self._at(step).log_image(f"{portable_path(name)}/{step}.png", image)
+
+    def _text(self, name: str, text: str, step: int) -> None:
+        """Write ``text/<name>/<step>.txt``, because DVCLive cannot log texts."""
+        path = Path(self._at(step).dir, "text", portable_path(name), f"{step}.txt")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+    def _open(self, run: RunInfo, resumed: str | None) -> Any:
+        """Open a ``Live``."""
+        keep = self._begin(run)
+        self._run_id = resumed or run_name(run)
+        ours: dict[str, Any] = {"save_dvc_exp": False, "dvcyaml": None, "resume": bool(resumed)}
+        if "dir" not in self._options:
+            ours["dir"] = os.path.join(
+                local_folder(run, "dvclive", "set dir="), portable_path(self._run_id)
+            )
+        merged = {**ours, **self._options}
+        if merged["resume"] and keep is not None:
+            _truncate(Path(merged["dir"]), keep)
+        self._changed = False
+        return self._package.Live(**merged)
+
+    def _id(self) -> str:
+        return str(self._run_id)
+
+    def _close(self, live: Any, status: Status) -> None:
         """Write the status to ``metrics.json`` and end the ``Live``."""
-        self._end(status)
-        live = self._release()
-        if live is not None:
-            live.summary["status"] = status
-            live.end()
+        live.summary["status"] = status
+        live.end()
 
     def _at(self, step: int) -> Any:
         """Return the ``Live``, set to a step."""

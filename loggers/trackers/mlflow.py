@@ -10,16 +10,12 @@ import re
 import time as clock
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from loggers.base import RunInfo, Scalar, Status
+from loggers.base import RunInfo, Scalar, Status, Tracker
 from loggers.local_files import base_name, local_path
-from loggers.multimedia.encode import named_images
-from loggers.trackers.tool import ToolTracker, as_float, local_folder, run_name
+from loggers.trackers.tool import ItemTracker, as_float, local_folder, run_name
 from loggers.values import flat_config, plain_config
-
-if TYPE_CHECKING:
-    import numpy as np
 
 __all__ = ["MLflowTracker"]
 
@@ -30,7 +26,7 @@ _PER_BATCH, _TAGS_PER_BATCH = 1000, 100
 _LONGEST_NAME, _LONGEST_PARAM, _LONGEST_TAG = 250, 6000, 8000
 
 
-class MLflowTracker(ToolTracker):
+class MLflowTracker(ItemTracker):
     """Logs to an MLflow run: scalars as metrics, the config as parameters and ``config.json``.
 
     Without ``tracking_uri``, MLflow's own configuration applies (``MLFLOW_TRACKING_URI``,
@@ -62,6 +58,7 @@ class MLflowTracker(ToolTracker):
     name = "mlflow"
     requires = ("mlflow",)
     install = "mlflow-skinny sqlalchemy alembic"
+    log_audio, log_video = Tracker.log_audio, Tracker.log_video
 
     def __init__(
         self,
@@ -79,7 +76,7 @@ class MLflowTracker(ToolTracker):
         self._tracking_uri = tracking_uri
         self._experiment_name = experiment_name
         self._run_name = run_name
-        self._given_run_id = run_id
+        self._chosen_run_id = run_id
         self._run_tags = dict(tags or {})
         if description is not None:
             self._run_tags["mlflow.note.content"] = description
@@ -87,18 +84,6 @@ class MLflowTracker(ToolTracker):
         self._entities: Any = None
         self._metrics: list[Any] = []
         self._tags: dict[str, str] = {}
-
-    def start(self, run: RunInfo) -> None:
-        """Create a run, or continue the one in the checkpoint."""
-        mlflow = self._import("mlflow")
-        self._entities = self._import("mlflow.entities")
-        self._metrics, self._tags = [], {}
-        run_id = self._resumed_id(run) or self._given_run_id
-        client = mlflow.MlflowClient(tracking_uri=self._uri(mlflow, run))
-        if not run_id or not self._reopen(mlflow, client, run_id):
-            run_id = self._create_run(client, run)
-        self._run_id = run_id
-        self._tool = client
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Record parameters; one whose value changed since the run was created becomes a tag."""
@@ -135,30 +120,12 @@ class MLflowTracker(ToolTracker):
         self._tags |= tags
         self._logged(step)
 
-    def log_images(
-        self,
-        images: Mapping[str, np.ndarray],
-        step: int,
-        *,
-        captions: Mapping[str, Sequence[str]] | None = None,
-    ) -> None:
-        """Record images with their step; captions are not recorded. Needs Pillow."""
-        client = self._opened()
-        for name, image, _ in named_images(images, captions):
-            client.log_image(self._run_id, image, key=self._valid_name(name), step=step)
-
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
     ) -> None:
         """Record a table as ``tables/<name>/<step>.json``, in the format of MLflow tables."""
         table = json.dumps({"columns": list(columns), "data": [list(row) for row in rows]})
         self._opened().log_text(self._run_id, table, f"tables/{self._valid_name(name)}/{step}.json")
-
-    def log_text(self, texts: Mapping[str, str], step: int) -> None:
-        """Record texts as ``text/<name>/<step>.txt``."""
-        client = self._opened()
-        for name, text in texts.items():
-            client.log_text(self._run_id, text, f"text/{self._valid_name(name)}/{step}.txt")
 
     def log_figure(self, figures: Mapping[str, Any], step: int) -> None:
         """Record matplotlib figures as ``figures/<name>/<step>.png``."""
@@ -174,7 +141,9 @@ class MLflowTracker(ToolTracker):
 
     def flush(self) -> None:
         """Send the buffer; after an error, the rest stays buffered."""
-        client = self._opened()
+        self._send(self._opened())
+
+    def _send(self, client: Any) -> None:
         while self._metrics or self._tags:
             tags = dict(islice(self._tags.items(), _TAGS_PER_BATCH))
             metrics = self._metrics[: _PER_BATCH - len(tags)]
@@ -184,15 +153,35 @@ class MLflowTracker(ToolTracker):
             for key in tags:
                 del self._tags[key]
 
-    def finish(self, status: Status = "success") -> None:
+    def _image(self, name: str, image: Any, step: int, caption: str | None = None) -> None:
+        """Record an image with its step; the caption is not recorded."""
+        self._opened().log_image(self._run_id, image, key=self._valid_name(name), step=step)
+
+    def _text(self, name: str, text: str, step: int) -> None:
+        """Record a text as ``text/<name>/<step>.txt``."""
+        self._opened().log_text(self._run_id, text, f"text/{self._valid_name(name)}/{step}.txt")
+
+    def _open(self, run: RunInfo, resumed: str | None) -> Any:
+        """Create a run, or continue the one in the checkpoint."""
+        mlflow = self._package
+        self._entities = self._import("mlflow.entities")
+        self._metrics, self._tags = [], {}
+        run_id = resumed or self._chosen_run_id
+        client = mlflow.MlflowClient(tracking_uri=self._uri(mlflow, run))
+        if not run_id or not self._reopen(mlflow, client, run_id):
+            run_id = self._create_run(client, run)
+        self._run_id = run_id
+        return client
+
+    def _id(self) -> str:
+        return str(self._run_id)
+
+    def _close(self, client: Any, status: Status) -> None:
         """Send the rest and end the run as FINISHED, FAILED or KILLED."""
-        self._end(status)
-        if self._tool is None:
-            return
         try:
-            self.flush()
+            self._send(client)
         finally:
-            self._release().set_terminated(self._run_id, status=_STATUS[status])
+            client.set_terminated(self._run_id, status=_STATUS[status])
 
     def _uri(self, mlflow: Any, run: RunInfo) -> str | None:
         """Return the tracking URI; None for the one that MLflow is configured with."""
@@ -220,7 +209,7 @@ class MLflowTracker(ToolTracker):
         try:
             client.update_run(run_id, status="RUNNING")
         except mlflow.exceptions.MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST" or run_id == self._given_run_id:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST" or run_id == self._chosen_run_id:
                 raise
             self._warn_once(
                 "gone", f"{client.tracking_uri} has no run {run_id}: a new one is created"

@@ -6,17 +6,24 @@ import importlib
 import math
 import os
 import random
+from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from loggers.base import RunInfo, Scalar, Status, Tracker, check_status
 from loggers.local_files import local_path
+from loggers.multimedia.encode import figure_image, gif, named_images, wav
+from loggers.multimedia.files import Scratch
 from loggers.warning import warn
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = [
     "ContinuingTracker",
+    "ItemTracker",
     "Recorded",
     "ToolTracker",
     "as_float",
@@ -57,10 +64,10 @@ class Recorded:
 
     def take(self, step: int, name: str, value: str) -> bool:
         """Return whether a value is there, and count it as repeated."""
-        there = self._left[step, name, value] > 0
-        if there:
+        repeated = self._left[step, name, value] > 0
+        if repeated:
             self._left[step, name, value] -= 1
-        return there
+        return repeated
 
 
 class ContinuingTracker(Tracker):
@@ -134,20 +141,67 @@ def opened(part: T | None, tracker: str) -> T:
 
 
 class ToolTracker(ContinuingTracker):
-    """A tracker in front of a package, which is imported in `start`, and of one object of it.
+    """A tracker in front of a package, the first in ``requires``, and of one object of it.
+
+    A subclass opens and closes that object; `start` and `finish` do the rest.
 
     Args:
         all_ranks: log on every rank, not only on the main one.
+        **options: arguments of the tool, which override the tracker's own.
     """
 
     install = ""
     """Arguments of ``pip install``."""
+    derives_ids = False
+    """Whether the id of a rank's run is `run_name`, so that other ranks know theirs on a resume."""
 
-    def __init__(self, *, all_ranks: bool = False) -> None:
+    def __init__(self, *, all_ranks: bool = False, **options: Any) -> None:
         super().__init__(all_ranks=all_ranks)
+        self._options = options
+        self._package: Any = None
         self._tool: Any = None
+        self._borrowed = False  # the tool's object is one that the script has opened
+        self._scratch = Scratch()
         self._rank = 0
         self._warned: set[str] = set()
+
+    def start(self, run: RunInfo) -> None:
+        """Import the tool, and open a run of it, or use the one that the script has opened."""
+        self._package = self._import(self.requires[0])
+        resumed = self._resumed_id(run)
+        running = self._running()
+        self._borrowed = running is not None
+        if running is None:
+            with preserve_random_state():
+                running = self._open(run, resumed)
+        self._tool = running
+        self._run_id = self._id()
+
+    def finish(self, status: Status = "success") -> None:
+        """Close the tool's object with a status; leave one that the script has opened open."""
+        self._end(status)
+        tool, self._tool = self._tool, None
+        if tool is not None:
+            try:
+                self._close(tool, status)
+            finally:
+                self._scratch.close()
+
+    @abstractmethod
+    def _open(self, run: RunInfo, resumed: str | None) -> Any:
+        """Return a new object of the tool, for a run or for the one with the id ``resumed``."""
+
+    @abstractmethod
+    def _close(self, tool: Any, status: Status) -> None:
+        """Record the status, and end the run unless it is ``_borrowed``."""
+
+    def _running(self) -> Any:
+        """Return the tool's object if the script has opened one, else None."""
+        return None
+
+    def _id(self) -> str:
+        """Return the id of the tool's run, under which a resume continues."""
+        return str(self._tool.id)
 
     @property
     def raw(self) -> Any:
@@ -163,27 +217,22 @@ class ToolTracker(ContinuingTracker):
         super().load_state_dict(state)
         self._rank = state.get("rank", 0)
 
-    def _resumed_id(self, run: RunInfo, *, named: bool = False) -> str | None:
+    def _resumed_id(self, run: RunInfo) -> str | None:
         """Return the id of the run to continue; None if a new one is to be created.
 
         A checkpoint has the state of the main process. Other ranks can derive their run's id from
-        it only if ids are ``named`` by `run_name`; otherwise they create a new run.
+        it only if the tracker ``derives_ids``; otherwise they create a new run.
         """
         resumed = self._run_id if self._loaded else None
         rank, self._rank = self._rank, run.rank
         self._begin(run)
         if resumed is None or rank == run.rank:
             return resumed
-        return f"{resumed}-rank{run.rank}" if named else None
+        return f"{resumed}-rank{run.rank}" if self.derives_ids else None
 
     def _opened(self) -> Any:
         """Return the tool's object; raise RuntimeError if the tracker is not open."""
         return opened(self._tool, self.name)
-
-    def _release(self) -> Any:
-        """Return the tool's object and reset it to None, so that it is closed once."""
-        tool, self._tool = self._tool, None
-        return tool
 
     def _import(self, module: str) -> Any:
         """Import the tool; by absolute name, because a module here has the same one."""
@@ -196,11 +245,75 @@ class ToolTracker(ContinuingTracker):
                 f"pip install {self.install}"
             ) from error
 
+    def _create(self, kind: str, *args: Any, **kwargs: Any) -> Any:
+        """Return a new object of a class of the package."""
+        self._opened()
+        return getattr(self._package, kind)(*args, **kwargs)
+
     def _warn_once(self, kind: str, text: str) -> None:
         """Warn once per kind."""
         if kind not in self._warned:
             self._warned.add(kind)
             warn(f"{self.name}: {text} (warned once)")
+
+
+class ItemTracker(ToolTracker):
+    """A tool that records one image, text, ... in one call.
+
+    A tool that cannot record audio or video restores the methods of `Tracker`.
+    """
+
+    def log_images(
+        self,
+        images: Mapping[str, np.ndarray],
+        step: int,
+        *,
+        captions: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """Record images; several of one name get ``/0``, ``/1``, ... Needs Pillow."""
+        self._opened()
+        for name, image, caption in named_images(images, captions):
+            self._image(name, image, step, caption)
+
+    def log_text(self, texts: Mapping[str, str], step: int) -> None:
+        """Record texts."""
+        self._opened()
+        for name, text in texts.items():
+            self._text(name, text, step)
+
+    def log_audio(self, audio: Mapping[str, np.ndarray], step: int, *, sample_rate: int) -> None:
+        """Record audio as 16-bit WAV."""
+        self._opened()
+        for name, samples in audio.items():
+            self._audio(name, wav(samples, sample_rate), step, sample_rate)
+
+    def log_video(self, videos: Mapping[str, np.ndarray], step: int, *, fps: int = 4) -> None:
+        """Record videos as GIF. Needs Pillow."""
+        self._opened()
+        for name, frames in videos.items():
+            self._video(name, gif(frames, fps), step)
+
+    def log_figure(self, figures: Mapping[str, Any], step: int) -> None:
+        """Record matplotlib figures as images. Needs Pillow."""
+        self._opened()
+        for name, figure in figures.items():
+            self._image(name, figure_image(figure), step)
+
+    @abstractmethod
+    def _image(self, name: str, image: Any, step: int, caption: str | None = None) -> None:
+        """Record a PIL image."""
+
+    @abstractmethod
+    def _text(self, name: str, text: str, step: int) -> None:
+        """Record a text."""
+
+    def _audio(self, name: str, data: bytes, step: int, sample_rate: int) -> None:
+        """Record a WAV file."""
+        raise NotImplementedError
+
+    def _video(self, name: str, data: bytes, step: int) -> None:
+        """Record a GIF file."""
+        raise NotImplementedError
 
 
 @contextmanager

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from loggers.base import RunInfo, Scalar, Status
 from loggers.local_files import base_name
 from loggers.multimedia.encode import figure_image, gif, named_images
-from loggers.multimedia.files import Scratch
-from loggers.trackers.tool import ToolTracker, as_float, preserve_random_state, run_name
+from loggers.trackers.tool import ToolTracker, as_float, run_name
 from loggers.values import plain_config
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ class TrackioTracker(ToolTracker):
 
     Args:
         all_ranks: log on every rank, one Trackio run per rank, grouped by the run's name.
-        **init_kwargs: arguments of ``trackio.init``; they override the defaults above.
+        **options: arguments of ``trackio.init``; they override the defaults above.
 
     Raises:
         ImportError: from `start`, if trackio is not installed.
@@ -42,28 +41,7 @@ class TrackioTracker(ToolTracker):
     name = "trackio"
     requires = ("trackio",)
     install = "trackio"
-
-    def __init__(self, *, all_ranks: bool = False, **init_kwargs: Any) -> None:
-        super().__init__(all_ranks=all_ranks)
-        self._init_kwargs = init_kwargs
-        self._trackio: Any = None
-        self._scratch = Scratch()
-
-    def start(self, run: RunInfo) -> None:
-        """Call ``trackio.init``."""
-        self._trackio = self._import("trackio")
-        resumed = self._resumed_id(run, named=True)
-        ours: dict[str, Any] = {
-            "project": run.name,
-            "name": resumed or run_name(run),
-            "resume": "allow" if resumed else "never",
-            "embed": False,  # no dashboard in a notebook unless requested
-        }
-        if not self.main_process_only:
-            ours["group"] = run.name
-        with preserve_random_state():
-            self._tool = self._trackio.init(**{**ours, **self._init_kwargs})
-        self._run_id = str(self._tool.name)
+    derives_ids = True
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Update the run's config, which Trackio stores with the next values."""
@@ -73,7 +51,12 @@ class TrackioTracker(ToolTracker):
 
     def log(self, scalars: Mapping[str, Scalar], step: int) -> None:
         """Log the values at a step; they reach the database within about a second."""
-        self._opened().log({name: _storable(value) for name, value in scalars.items()}, step=step)
+        values = {
+            # Trackio drops integers beyond 64 bits.
+            name: as_float(value) if isinstance(value, int) and value.bit_length() > 63 else value
+            for name, value in scalars.items()
+        }
+        self._opened().log(values, step=step)
         self._logged(step)
 
     def log_images(
@@ -84,11 +67,11 @@ class TrackioTracker(ToolTracker):
         captions: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         """Record images; several of one name get ``/0``, ``/1``, ... Needs Pillow."""
-        made = {
+        objects = {
             name: self._create("Image", image, caption=caption)
             for name, image, caption in named_images(images, captions)
         }
-        self._opened().log(made, step=step)
+        self._opened().log(objects, step=step)
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
@@ -99,62 +82,61 @@ class TrackioTracker(ToolTracker):
 
     def log_histogram(self, histograms: Mapping[str, np.ndarray], step: int) -> None:
         """Record histograms, in 64 bins."""
-        made = {name: self._create("Histogram", values) for name, values in histograms.items()}
-        self._opened().log(made, step=step)
+        objects = {name: self._create("Histogram", values) for name, values in histograms.items()}
+        self._opened().log(objects, step=step)
 
     def log_text(self, texts: Mapping[str, str], step: int) -> None:
         """Record texts, shown as Markdown."""
-        made = {name: self._create("Markdown", text) for name, text in texts.items()}
-        self._opened().log(made, step=step)
+        objects = {name: self._create("Markdown", text) for name, text in texts.items()}
+        self._opened().log(objects, step=step)
 
     def log_audio(self, audio: Mapping[str, np.ndarray], step: int, *, sample_rate: int) -> None:
         """Record audio as 16-bit WAV."""
-        made = {  # as integers, because Trackio normalizes the volume of floats
-            name: self._create(
-                "Audio", (s * 32767).round().astype("int16"), sample_rate=sample_rate
-            )
-            for name, s in audio.items()
-        }
-        self._opened().log(made, step=step)
+        objects = {}
+        for name, samples in audio.items():
+            whole = (samples * 32767).round().astype("int16")  # the volume of floats is normalized
+            objects[name] = self._create("Audio", whole, sample_rate=sample_rate)
+        self._opened().log(objects, step=step)
 
     def log_video(self, videos: Mapping[str, np.ndarray], step: int, *, fps: int = 4) -> None:
         """Record videos as GIF, which needs Pillow but no ffmpeg."""
-        made = {
+        objects = {
             name: self._create("Video", self._scratch.file(gif(frames, fps), ".gif"))
             for name, frames in videos.items()
         }
-        self._opened().log(made, step=step)
+        self._opened().log(objects, step=step)
 
     def log_figure(self, figures: Mapping[str, Any], step: int) -> None:
         """Record matplotlib figures as images. Needs Pillow."""
-        made = {name: self._create("Image", figure_image(f)) for name, f in figures.items()}
-        self._opened().log(made, step=step)
+        objects = {
+            name: self._create("Image", figure_image(figure)) for name, figure in figures.items()
+        }
+        self._opened().log(objects, step=step)
 
     def log_artifact(self, path: str, *, name: str | None = None, kind: str = "file") -> None:
         """Store a version of a file or folder under its name."""
-        named = name or base_name(path)
-        named = re.sub(r"[^A-Za-z0-9._-]", "-", named)
-        self._opened().log_artifact(path, name=named, type=kind)
+        name = re.sub(r"[^A-Za-z0-9._-]", "-", name or base_name(path))
+        self._opened().log_artifact(path, name=name, type=kind)
 
-    def finish(self, status: Status = "success") -> None:
+    def _open(self, run: RunInfo, resumed: str | None) -> Any:
+        """Call ``trackio.init``."""
+        ours: dict[str, Any] = {
+            "project": run.name,
+            "name": resumed or run_name(run),
+            "resume": "allow" if resumed else "never",
+            "embed": False,  # no dashboard in a notebook unless requested
+        }
+        if not self.main_process_only:
+            ours["group"] = run.name
+        return self._package.init(**{**ours, **self._options})
+
+    def _id(self) -> str:
+        return str(self._tool.name)
+
+    def _close(self, tool: Any, status: Status) -> None:
         """Write what is pending, for up to Trackio's limit of 30 seconds, and end the run."""
-        self._end(status)
-        run = self._release()
-        if run is None:
-            return
         if status != "success":
-            levels = self._trackio.AlertLevel
+            levels = self._package.AlertLevel
             level = levels.ERROR if status == "failed" else levels.WARN
-            run.alert(f"run {status}", level=level)
-        run.finish()
-        self._scratch.close()
-
-    def _create(self, kind: str, *args: Any, **kwargs: Any) -> Any:
-        """Create a Trackio object."""
-        self._opened()
-        return getattr(self._trackio, kind)(*args, **kwargs)
-
-
-def _storable(value: Scalar) -> Scalar:
-    """Return integers beyond 64 bits, which Trackio drops, as floats."""
-    return as_float(value) if isinstance(value, int) and value.bit_length() > 63 else value
+            tool.alert(f"run {status}", level=level)
+        tool.finish()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import http.client
-import importlib
 import logging
 import netrc
 import os
@@ -21,7 +20,7 @@ from loggers.base import RunInfo, Scalar, Status
 from loggers.local_files import base_name, local_path
 from loggers.multimedia.encode import figure_png, gif, histogram, png, wav
 from loggers.multimedia.files import Scratch
-from loggers.trackers.tool import ContinuingTracker, opened
+from loggers.trackers.tool import ToolTracker
 from loggers.values import plain_config
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ _OPEN_S = 0.25
 _logger = logging.getLogger("accel_callbacks.trackers")
 
 
-class WandBTracker(ContinuingTracker):
+class WandBTracker(ToolTracker):
     """Logs to a Weights & Biases run, with files below ``<logging_dir>/wandb``.
 
     The run is offline (upload it later with ``wandb sync``) if there is no API key and the mode is
@@ -65,7 +64,7 @@ class WandBTracker(ContinuingTracker):
 
     Args:
         all_ranks: log on every rank, one W&B run per rank, grouped by the run's name.
-        **init_kwargs: arguments of ``wandb.init``; they override the defaults above.
+        **options: arguments of ``wandb.init``; they override the defaults above.
 
     Raises:
         ImportError: from `start`, if wandb is not installed.
@@ -77,38 +76,15 @@ class WandBTracker(ContinuingTracker):
 
     name = "wandb"
     requires = ("wandb",)
+    install = "wandb"
+    derives_ids = True
 
-    def __init__(self, *, all_ranks: bool = False, **init_kwargs: Any) -> None:
-        super().__init__(all_ranks=all_ranks)
-        self._init_kwargs = init_kwargs
-        self._wandb: Any = None
-        self._run: Any = None
+    def __init__(self, *, all_ranks: bool = False, **options: Any) -> None:
+        super().__init__(all_ranks=all_ranks, **options)
         self._row = -1  # the latest value of W&B's own step counter
         self._step: int | None = None
         self._names: set[str] = set()
         self._open_since: float | None = None
-
-    def start(self, run: RunInfo) -> None:
-        """Call ``wandb.init``; if the server does not respond, the run is offline."""
-        try:
-            # Imported here and on logging processes only: the import wraps sys.stdout.
-            self._wandb = importlib.import_module("wandb")
-        except ImportError as error:
-            raise ImportError(
-                f"the wandb tracker needs wandb ({error}): pip install wandb"
-            ) from error
-        known = self._run_id if self._loaded else None
-        self._begin(run)
-        self._run_id = known or _run_id(run)
-        self._row = self._row if self._loaded else -1
-        self._run = self._init(self._arguments(self._wandb, run))
-        if not getattr(self._run, "disabled", False):  # a disabled run has a dummy id
-            self._run_id = self._run.id
-        # Online, the server has the rows of a process that was killed after its last checkpoint.
-        self._row = max(self._row, self._run.step - 1)
-        self._step, self._names, self._open_since = None, set(), None
-        self._run.define_metric(_STEP_KEY)
-        self._run.define_metric("*", step_metric=_STEP_KEY)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Update the run's config."""
@@ -138,30 +114,32 @@ class WandBTracker(ContinuingTracker):
     ) -> None:
         """Log one ``wandb.Image`` per image."""
         texts = captions or {}
-        with self._create() as create:
+        with self._media() as create:
             values = {name: create.images(a, texts.get(name)) for name, a in images.items()}
             self._write(values, step, commit=commit)
 
     def log_figure(self, figures: Mapping[str, Any], step: int) -> None:
         """Log one ``wandb.Image`` per figure."""
-        with self._create() as create:
-            self._write({name: create.figure(one) for name, one in figures.items()}, step)
+        with self._media() as create:
+            values = {name: create.figure(figure) for name, figure in figures.items()}
+            self._write(values, step)
 
     def log_audio(self, audio: Mapping[str, np.ndarray], step: int, *, sample_rate: int) -> None:
         """Log one ``wandb.Audio`` per clip."""
-        with self._create() as create:
+        with self._media() as create:
             values = {name: create.audio(clip, sample_rate) for name, clip in audio.items()}
             self._write(values, step)
 
     def log_video(self, videos: Mapping[str, np.ndarray], step: int, *, fps: int = 4) -> None:
         """Log one ``wandb.Video`` per video, as a GIF (needs Pillow)."""
-        with self._create() as create:
-            self._write({name: create.video(one, fps) for name, one in videos.items()}, step)
+        with self._media() as create:
+            values = {name: create.video(frames, fps) for name, frames in videos.items()}
+            self._write(values, step)
 
     def log_text(self, texts: Mapping[str, str], step: int) -> None:
         """Log one ``wandb.Html`` per text."""
-        with self._create() as create:
-            self._write({name: create.text(one) for name, one in texts.items()}, step)
+        with self._media() as create:
+            self._write({name: create.text(text) for name, text in texts.items()}, step)
 
     def log_table(
         self,
@@ -173,22 +151,22 @@ class WandBTracker(ContinuingTracker):
         commit: bool | None = None,
     ) -> None:
         """Log a ``wandb.Table``."""
-        with self._create() as create:
+        with self._media() as create:
             self._write({name: create.table(columns, rows)}, step, commit=commit)
 
     def log_histogram(self, histograms: Mapping[str, np.ndarray], step: int) -> None:
         """Log one ``wandb.Histogram`` per name, of the finite values if there are any."""
-        with self._create() as create:
-            created = {name: create.histogram(one) for name, one in histograms.items()}
-            self._write({name: one for name, one in created.items() if one is not None}, step)
+        with self._media() as create:
+            created = {name: create.histogram(values) for name, values in histograms.items()}
+            self._write({n: bins for n, bins in created.items() if bins is not None}, step)
 
     def log_artifact(self, path: str, *, name: str | None = None, kind: str = "file") -> None:
         """Log a ``wandb.Artifact`` with the file or folder, or a reference to a URL."""
-        self._opened().log_artifact(_artifact(self._wandb, path, name, kind))
+        self._opened().log_artifact(_artifact(self._package, path, name, kind))
 
     def log_graph(self, model: Any, inputs: Any = None) -> None:
         """Log ``str(model)``, under ``graph``."""
-        with self._create() as create:
+        with self._media() as create:
             self._write({"graph": create.text(str(model))}, self._last_step or 0)
 
     def flush(self) -> None:
@@ -212,34 +190,18 @@ class WandBTracker(ContinuingTracker):
         super().load_state_dict(state)
         self._row = state.get("row", -1)
 
-    def finish(self, status: Status = "success") -> None:
-        """Finish the run with exit code 0 (success), 1 (failed) or 255 (interrupted)."""
-        self._end(status)
-        run, self._run, self._open_since = self._run, None, None
-        if run is not None:
-            run.finish(exit_code=_EXIT_CODES[status])
-
-    @property
-    def raw(self) -> Any:
-        """The ``wandb`` run, or None before `start` and after `finish`."""
-        return self._run
-
     @property
     def run(self) -> Any:
         """The same as `raw`; Accelerate's name for it."""
         return self.raw
 
-    def _opened(self) -> Any:
-        """Return the run; raise RuntimeError if the tracker is not open."""
-        return opened(self._run, "W&B")
-
     @contextmanager
-    def _create(self) -> Iterator[_MediaObjects]:
+    def _media(self) -> Iterator[_MediaObjects]:
         """Create media objects to log inside the block, after which their files are removed."""
         self._opened()
         scratch = Scratch()
         try:
-            yield _MediaObjects(self._wandb, scratch)
+            yield _MediaObjects(self._package, scratch)
         finally:
             scratch.close()
 
@@ -265,26 +227,47 @@ class WandBTracker(ContinuingTracker):
         self._row, self._step = row, None if commit else step
         self._logged(step)
 
+    def _open(self, run: RunInfo, resumed: str | None) -> Any:
+        """Call ``wandb.init``; if the server does not respond, the run is offline."""
+        self._run_id = resumed or _run_id(run)
+        tool = self._init(self._arguments(run))
+        # Online, the server has the rows of a process that was killed after its last checkpoint.
+        self._row = max(self._row if resumed else -1, tool.step - 1)
+        self._step, self._names, self._open_since = None, set(), None
+        tool.define_metric(_STEP_KEY)
+        tool.define_metric("*", step_metric=_STEP_KEY)
+        return tool
+
+    def _id(self) -> str:
+        disabled = getattr(self._tool, "disabled", False)  # such a run has a dummy id
+        return str(self._run_id if disabled else self._tool.id)
+
+    def _close(self, tool: Any, status: Status) -> None:
+        """Finish the run with exit code 0 (success), 1 (failed) or 255 (interrupted)."""
+        self._open_since = None
+        tool.finish(exit_code=_EXIT_CODES[status])
+
     def _init(self, arguments: dict[str, Any]) -> Any:
         """Call ``wandb.init``; for an offline run if the server cannot be reached."""
-        problem = _connection_error(self._wandb, arguments)
+        problem = _connection_error(self._package, arguments)
         if problem is not None:
             _logger.warning(_OFFLINE, problem)
-            return self._wandb.init(**{**arguments, "mode": "offline"})
+            return self._package.init(**{**arguments, "mode": "offline"})
         try:
-            return self._wandb.init(**arguments)
-        except (self._wandb.errors.CommError, TimeoutError) as error:
+            return self._package.init(**arguments)
+        except (self._package.errors.CommError, TimeoutError) as error:
             _logger.warning(_OFFLINE, error)
             # The failed attempt still reserves the id in W&B's own process.
-            taken = arguments.get("id", self._run_id)
-            return self._wandb.init(**{**arguments, "mode": "offline", "id": f"{taken}-offline"})
+            run_id = f"{arguments.get('id', self._run_id)}-offline"
+            return self._package.init(**{**arguments, "mode": "offline", "id": run_id})
 
-    def _arguments(self, wandb: Any, run: RunInfo) -> dict[str, Any]:
+    def _arguments(self, run: RunInfo) -> dict[str, Any]:
         """Return the arguments of ``wandb.init``: defaults, overridden by the user's."""
+        wandb = self._package
         ours: dict[str, Any] = {"project": run.name}
         # These options select a run already.
-        if not {"resume_from", "fork_from"} & self._init_kwargs.keys():
-            ours["id"] = self._run_id or _run_id(run)
+        if not {"resume_from", "fork_from"} & self._options.keys():
+            ours["id"] = self._run_id
             ours["resume"] = "allow"
         folder = local_path(run.logging_dir)
         if folder is not None:  # W&B writes to local folders only; by default to its own
@@ -295,8 +278,8 @@ class WandBTracker(ContinuingTracker):
         if wandb.run is not None:  # do not touch an open run of the script
             ours["reinit"] = "create_new"
         ours["mode"] = _default_mode(wandb)
-        merged = {**ours, **self._init_kwargs}
-        merged["settings"] = _settings(wandb, self._init_kwargs.get("settings"))
+        merged = {**ours, **self._options}
+        merged["settings"] = _settings(wandb, self._options.get("settings"))
         return merged
 
 
@@ -306,13 +289,13 @@ def _run_id(run: RunInfo) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]", "-", run.run_id) + suffix
 
 
-def _settings(wandb: Any, given: Any) -> Any:
+def _settings(wandb: Any, settings: Any) -> Any:
     """Merge the user's settings over the defaults, of which older releases lack some."""
-    if given is not None and not isinstance(given, Mapping):
-        return given
+    if settings is not None and not isinstance(settings, Mapping):
+        return settings
     known = wandb.Settings()
     ours = {key: value for key, value in _SETTINGS.items() if hasattr(known, key)}
-    return wandb.Settings(**{**ours, **(given or {})})
+    return wandb.Settings(**{**ours, **(settings or {})})
 
 
 def _default_mode(wandb: Any) -> str | None:

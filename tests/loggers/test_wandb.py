@@ -69,14 +69,27 @@ def test_a_run_that_is_open_already_is_left_alone(
         mine.finish()
 
 
+def test_another_rank_resumes_a_run_of_its_own(run_info: Callable[..., RunInfo]) -> None:
+    """The checkpoint has the id of the main process only."""
+    tracker = WandBTracker(all_ranks=True)
+    tracker.load_state_dict({"run_id": "a1", "last_step": 3, "row": 3, "rank": 0})
+    tracker.start(run_info(3, rank=1))
+    assert tracker.raw.id == "a1-rank1"
+    tracker.finish()
+
+
 def test_mode_follows_credentials(
     run_info: Callable[..., RunInfo], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Only what would be asked of wandb.init; nothing is sent anywhere."""
     import wandb
 
+    def arguments(tracker: WandBTracker) -> dict[str, Any]:
+        tracker._package = wandb
+        return tracker._arguments(run_info())
+
     def mode(tracker: WandBTracker) -> Any:
-        return tracker._arguments(wandb, run_info()).get("mode")
+        return arguments(tracker).get("mode")
 
     assert mode(WandBTracker()) == "offline"
     assert mode(WandBTracker(mode="disabled")) == "disabled"
@@ -95,7 +108,7 @@ def test_mode_follows_credentials(
         netrc.chmod(0o600)
         patch.setenv("NETRC", str(netrc))
         assert mode(WandBTracker()) is None
-    rewind = WandBTracker(resume_from="a1?_step=3")._arguments(wandb, run_info())
+    rewind = arguments(WandBTracker(resume_from="a1?_step=3"))
     assert not {"id", "resume"} & rewind.keys()
 
 
@@ -122,7 +135,7 @@ def test_nothing_is_dropped(
     tracker.start(run)
     for step, values in logged:
         tracker.log(values, step, time=1e9 + step)
-    assert tracker.state_dict() == {"run_id": "a1", "last_step": 100, "row": 100}
+    assert tracker.state_dict() == {"run_id": "a1", "last_step": 100, "row": 100, "rank": 0}
     tracker.finish()
     expected = [(2, {"a": 1, "b": 2}), *logged[2:]]
     assert read_wandb(run.logging_dir) == expected
