@@ -13,7 +13,7 @@ import torch
 from accel_callbacks.callbacks.averaged_weights import local_part
 from accel_callbacks.checkpoint.compatibility import compare_frozen, fitting_weights
 from accel_callbacks.checkpoint.open import LoadFailed, open_one, together
-from accel_callbacks.checkpoint.restore import InPlaceReads, views_in
+from accel_callbacks.checkpoint.restore import InPlaceReads
 from accel_callbacks.checkpoint.selection import Selection
 from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
 from accel_callbacks.distributed.failures import shared_failure
@@ -195,6 +195,8 @@ def _training_state(reader: CheckpointReader) -> dict[str, Any]:
 
 
 def _read(reader: CheckpointReader, reads: InPlaceReads, weights: Weights) -> None:
+    from checkpoint_io.loader import views_in
+
     reader.check(keys={view.key for view in views_in(weights)})
     reads.run()
     # Casts of the weights from before, inside of the caller's autocast.

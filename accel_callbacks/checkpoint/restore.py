@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -49,18 +49,12 @@ if TYPE_CHECKING:
     from checkpoint_io import CheckpointReader, TensorView
 
 __all__ = [
-    "Content",
     "InPlaceReads",
     "LoadOptions",
-    "Ready",
-    "apply",
     "find",
-    "make_ready",
     "place_optimizer_state",
-    "read_content",
     "restore_from",
     "restore_newest",
-    "views_in",
 ]
 
 _KINDS = ("models", "optimizers", "schedulers", "loaders")
@@ -98,7 +92,7 @@ class InPlaceReads:
         self.changes = False
         self._reader = reader
         self._pairs: list[tuple[TensorView, torch.Tensor]] = []
-        self._places: dict[tuple[Any, ...], tuple[str, str]] = {}  # memory to key and name
+        self._targets: dict[tuple[Any, ...], tuple[str, str]] = {}  # memory to key and name
         self._storages: set[int] = set()
 
     def into(self, name: str, view: TensorView, target: torch.Tensor) -> None:
@@ -108,16 +102,16 @@ class InPlaceReads:
             ResumeError: two names are one tensor here, and two in the checkpoint.
         """
         local = local_part(target)
-        place = (_storage(local), local.storage_offset(), local.shape, local.stride())
-        before = self._places.setdefault(place, (view.stored_key, name))
-        if local.numel() and before[1] != name:
-            if before[0] != view.stored_key:
+        memory = (_storage(local), local.storage_offset(), local.shape, local.stride())
+        stored_key, first = self._targets.setdefault(memory, (view.stored_key, name))
+        if local.numel() and first != name:
+            if stored_key != view.stored_key:
                 raise ResumeError(
-                    f"{before[1]!r} and {name!r} are one tensor in the model and two in the "
+                    f"{first!r} and {name!r} are one tensor in the model and two in the "
                     "checkpoint: tie them after loading, or load one of them with only=."
                 )
             return
-        self._storages.add(place[0])
+        self._storages.add(memory[0])
         self.changes = True
         self._pairs.append((view, target.detach()))
 
@@ -155,8 +149,8 @@ class InPlaceReads:
             inner = current if isinstance(current, Mapping) else {}
             return {k: self.replace(v, inner.get(k), parameter, k, part) for k, v in saved.items()}
         if isinstance(saved, (list, tuple)):
-            here = current if isinstance(current, (list, tuple)) else ()
-            filled = [*here, *[None] * len(saved)]
+            items = current if isinstance(current, (list, tuple)) else ()
+            filled = [*items, *[None] * len(saved)]
             return type(saved)(
                 self.replace(value, filled[i], parameter, key, part)
                 for i, value in enumerate(saved)
@@ -200,27 +194,12 @@ class InPlaceReads:
         if tuple(current.shape) != view.shape or current.dtype != view.dtype:
             return False
         local = local_part(current)
-        own = local.untyped_storage().nbytes() == local.nbytes
-        return own and _storage(local) not in self._storages
+        unshared = local.untyped_storage().nbytes() == local.nbytes
+        return unshared and _storage(local) not in self._storages
 
     def run(self, progress: bool | None = None) -> None:
         """Read all views; every byte is verified before it is written."""
         self._reader.read(self._pairs, progress=progress)
-
-
-def views_in(tree: Any) -> Iterator[TensorView]:
-    """Iterate the views in a part of a saved state.
-
-    Example:
-        >>> from accel_callbacks.checkpoint.restore import views_in
-        >>> list(views_in({"lr": [0.1]}))
-        []
-    """
-    if InPlaceReads.is_view(tree):
-        yield tree
-    elif isinstance(tree, (Mapping, list, tuple)):
-        for item in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from views_in(item)
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -232,13 +211,7 @@ _NEEDED = (*_KINDS, "precision", "run", "callbacks", "trackers")
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Options of a load; see ``Accelerator.load_state``.
-
-    Example:
-        >>> from accel_callbacks.checkpoint.restore import LoadOptions
-        >>> LoadOptions().verify
-        'parts'
-    """
+    """Options of a load; see ``Accelerator.load_state``."""
 
     selection: Selection = field(default_factory=Selection)
     strict: bool = False
@@ -248,93 +221,92 @@ class LoadOptions:
     accept: Callable[[CheckpointReader], None] | None = None  # collective, before anything is read
 
 
-class Content(NamedTuple):
-    """The content of a checkpoint; if ``lazy``, models and optimizers are still to be read.
-
-    So are the ``parts``, sharded tensors that are in the states of callbacks already. The gradients
-    of the open window are read into new memory.
-    """
-
-    state: dict[str, Any]
-    local: dict[str, Any] | None
-    lazy: bool
-    parts: list[tuple[TensorView, torch.Tensor]]
-    window: OpenWindow | None
-
-
-class Ready(NamedTuple):
-    """The selected part of a checkpoint that fits.
+@dataclass
+class _PendingLoad:
+    """A load in progress: each stage below fills in what the next ones need.
 
     Attributes:
-        state: the selected part.
-        weights: for models that load in their own way, by index.
-        optimizers: states whose tensors are read by ``reads``, by index.
-        indices: the prepared objects to restore, by kind.
-        local: the part of this rank.
-        window: the open window.
-        reads: the tensors to read in place.
+        training: the state that is restored.
+        reader: the checkpoint.
+        options: what is restored, and how.
+        reads: the tensors to read in place, or into new memory, once everything fits.
         report: the names that are not restored.
-    """
-
-    state: dict[str, Any]
-    weights: dict[int, dict[str, Any]]
-    optimizers: dict[int, dict[str, Any]]
-    indices: dict[str, list[int]]
-    local: dict[str, Any] | None
-    window: OpenWindow | None
-    reads: InPlaceReads
-    report: RestoreReport
-
-
-class _Division(NamedTuple):
-    """What of a checkpoint is read first, and what is read in place later.
-
-    Attributes:
-        state: the shared state, with views.
+        lazy: models and optimizers are among ``reads``, not among what is read first.
         first: the parts of both states that are read first.
-        lazy: models and optimizers are not among them.
         keys: the tensors of all parts.
-        parts: views of the states of callbacks with the sharded tensors in their place.
-        sharded: for a full check, views with tensors that are sharded as their targets are.
+        shards: views in the states of callbacks, with the sharded tensors that replace them.
+        pairs: for a full check, views with tensors that are sharded as their targets are.
+        state: the shared state; tensors that are not read yet are views.
+        local: the state of this rank.
+        window: the open window, whose gradients have been read into new memory.
+        part: the selected part of ``state``.
+        indices: the prepared objects to restore, by kind.
+        weights: for models that load in their own way, by index.
+        optimizer_states: by index.
     """
 
-    state: dict[str, Any]
-    first: dict[str, Any]
-    lazy: bool
-    keys: set[str]
-    parts: list[tuple[TensorView, torch.Tensor]]
-    sharded: list[tuple[TensorView, torch.Tensor]]
+    training: TrainingState
+    reader: CheckpointReader
+    options: LoadOptions
+    reads: InPlaceReads = field(init=False)
+    report: RestoreReport = field(init=False)
+    lazy: bool = False
+    first: dict[str, Any] = field(default_factory=dict)
+    keys: set[str] = field(default_factory=set)
+    shards: list[tuple[TensorView, torch.Tensor]] = field(default_factory=list)
+    pairs: list[tuple[TensorView, torch.Tensor]] = field(default_factory=list)
+    state: dict[str, Any] = field(default_factory=dict)
+    local: dict[str, Any] | None = None
+    window: OpenWindow | None = None
+    part: dict[str, Any] = field(default_factory=dict)
+    indices: dict[str, list[int]] = field(default_factory=dict)
+    weights: dict[int, dict[str, Any]] = field(default_factory=dict)
+    optimizer_states: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.reads = InPlaceReads(self.reader)
+        self.report = RestoreReport(self.reader.path)
+
+    @property
+    def verifies_all(self) -> bool:
+        """True for ``verify="full"``, which is collective: each byte is verified by one rank."""
+        return self.options.verify == "full"
 
 
-def _divide(training: TrainingState, reader: CheckpointReader, options: LoadOptions) -> _Division:
-    """Divide a checkpoint into parts, without reading tensors.
+def _divide(load: _PendingLoad) -> None:
+    """Decide which parts are read first, and which are read in place; read no tensors.
 
     Raises:
-        ResumeError: it holds no training state.
+        ResumeError: the checkpoint holds no training state.
     """
-    state: dict[str, Any] = dict(reader.state)
-    if missing := [name for name in _NEEDED if name not in state]:
+    from checkpoint_io.loader import views_in
+
+    training, reader, selection = load.training, load.reader, load.options.selection
+    load.state = dict(reader.state)
+    if missing := [name for name in _NEEDED if name not in load.state]:
         raise ResumeError(
             f"{reader.path} holds no {missing[0]!r}: it was not written by save_state(). "
             "checkpoint_io.load reads it."
         )
-    part = options.selection.apply(state)
-    rest, in_place = {k: v for k, v in state.items() if k != "window"}, {}
-    lazy = not _hooks_want_tensors(training)
-    if lazy:
+    part = selection.apply(load.state)
+    rest = {name: state for name, state in load.state.items() if name != "window"}
+    in_place: dict[str, Any] = {}
+    # hooks are given tensors, which they may change
+    hooks = training.loop.dispatch.hooks["on_load_checkpoint"]
+    load.lazy = not (training.pre_hooks.load_some or hooks)
+    if load.lazy:
         in_place = {name: part[name] for name in ("models", "optimizers")}
-        rest = {name: value for name, value in rest.items() if name not in in_place}
+        rest = {name: state for name, state in rest.items() if name not in in_place}
         rest["registered"] = part["registered"]
-    first = {"state": rest, "local": reader.local_state}
-    keys = {view.key for view in views_in([in_place, first, state.get("window")])}
-    parts: list[tuple[TensorView, torch.Tensor]] = []
-    if lazy and options.selection.takes("callbacks"):
-        rest["callbacks"], parts = _with_parts(training, rest["callbacks"])
-    sharded = [*parts, *_sharded(training, in_place)] if options.verify == "full" else []
-    return _Division(state, first, lazy, keys, parts, sharded)
+    load.first = {"state": rest, "local": reader.local_state}
+    load.keys = {view.key for view in views_in([in_place, load.first, load.state.get("window")])}
+    if load.lazy and selection.takes("callbacks"):
+        rest["callbacks"], load.shards = _with_shards(training, rest["callbacks"])
+    if load.verifies_all:
+        load.pairs = [*load.shards, *_sharded_targets(training, in_place)]
 
 
-def _with_parts(
+def _with_shards(
     training: TrainingState, states: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[tuple[TensorView, torch.Tensor]]]:
     """Return saved states of callbacks with new sharded tensors in place of some views, and both.
@@ -348,135 +320,132 @@ def _with_parts(
         # Which of several of one class has which state is known once all has been read.
         for key in family(states, entry.base):
             state = states[key]
-            parts = entry.callback.parts_to_read(state, training.bare_models)
-            if parts:
-                pairs += [(state["average"][name], part) for name, part in parts.items()]
-                states[key] = {**state, "average": {**state["average"], **parts}}
+            shards = entry.callback.parts_to_read(state, training.bare_models)
+            if shards:
+                pairs += [(state["average"][name], shard) for name, shard in shards.items()]
+                states[key] = {**state, "average": {**state["average"], **shards}}
     return states, pairs
 
 
-def _sharded(
+def _sharded_targets(
     training: TrainingState, in_place: Mapping[str, Any]
 ) -> Iterator[tuple[TensorView, torch.Tensor]]:
     """Pair views with the sharded parameters of their names: of these a rank reads its part."""
+    from checkpoint_io.loader import views_in
     from checkpoint_io.sharding import is_dtensor
 
-    named: dict[str, torch.Tensor] = {}
+    parameters: dict[str, torch.Tensor] = {}
     for index, model in enumerate(training.models):
-        for name, value in training.strategy.local_state_dict(model).items():
-            if isinstance(value, torch.Tensor) and is_dtensor(value):
-                named[f"{index}.{name}"] = value
-    for index, weights in in_place.get("models", {}).items():
-        for name, view in (weights or {}).items():
-            yield from _fitting(view, named.get(f"{index}.{name}"))
-    for saved in in_place.get("optimizers", {}).values():
-        for name, state in saved["state"].items():
-            for view in views_in(state):
-                yield from _fitting(view, named.get(name))
+        for name, tensor in training.strategy.local_state_dict(model).items():
+            if isinstance(tensor, torch.Tensor) and is_dtensor(tensor):
+                parameters[f"{index}.{name}"] = tensor
+    saved = [
+        (f"{index}.{name}", weight)
+        for index, weights in in_place.get("models", {}).items()
+        for name, weight in (weights or {}).items()
+    ]
+    for optimizer in in_place.get("optimizers", {}).values():
+        saved += optimizer["state"].items()
+    for name, tree in saved:
+        parameter = parameters.get(name)
+        if parameter is not None:
+            for view in views_in(tree):
+                if view.shape == tuple(parameter.shape):
+                    yield view, parameter
 
 
-def _fitting(saved: Any, here: torch.Tensor | None) -> Iterator[tuple[TensorView, torch.Tensor]]:
-    if here is not None and InPlaceReads.is_view(saved) and saved.shape == tuple(here.shape):
-        yield saved, here
-
-
-def read_content(
-    training: TrainingState, reader: CheckpointReader, options: LoadOptions, divided: _Division
-) -> Content:
+def _read_first(load: _PendingLoad) -> None:
     """Verify the checkpoint, and read all that is not read in place.
-
-    With ``verify="full"`` it is collective, and each byte is verified by one rank.
 
     Raises:
         checkpoint_io.CheckpointError: it is damaged.
     """
-    full = options.verify == "full"
-    reader.check(
-        full,
-        keys=divided.keys,
-        progress=options.progress if full else False,
+    if not load.verifies_all:
+        _divide(load)  # else all ranks have done so, before the collective of the check
+    load.reader.check(
+        load.verifies_all,
+        keys=load.keys,
+        progress=load.options.progress if load.verifies_all else False,
         group=process_group(),
-        pairs=divided.sharded,
+        pairs=load.pairs,
     )
-    loaded = reader.load_tree(divided.first)
-    window = read_window(training, reader, loaded["local"], options.selection)
-    state = {**divided.state, **loaded["state"]}
-    return Content(state, loaded["local"], divided.lazy, divided.parts, window)
+    tensors = load.reader.load_tree(load.first)
+    load.state |= tensors["state"]
+    load.local = tensors["local"]
+    load.window = read_window(load.training, load.reader, load.local, load.options.selection)
 
 
-def _hooks_want_tensors(training: TrainingState) -> bool:
-    return training.pre_hooks.load_some or bool(training.loop.dispatch.hooks["on_load_checkpoint"])
-
-
-def make_ready(
-    training: TrainingState, reader: CheckpointReader, content: Content, options: LoadOptions
-) -> Ready:
+def _fit(load: _PendingLoad) -> None:
     """Check that all fits, and load what may refuse the load: hooks and registered objects.
 
     Raises:
         ResumeError: it does not fit, or the resume is not exact and ``strict``.
     """
-    selection, state = options.selection, content.state
-    selection.check(all_keys(state))
-    part = selection.apply(state)
-    if training.models and _is_empty(state) and not selection.partial:
-        raise ResumeError(NO_MODEL.format(reader.path))
-    indices = {kind: chosen_indices(training, part, kind, selection) for kind in _KINDS}
+    training, selection, strict = load.training, load.options.selection, load.options.strict
+    selection.check(all_keys(load.state))
+    part = load.part = selection.apply(load.state)
+    if training.models and _is_empty(load.state) and not selection.partial:
+        raise ResumeError(NO_MODEL.format(load.reader.path))
+    indices = load.indices = {
+        kind: chosen_indices(training, part, kind, selection) for kind in _KINDS
+    }
     if not selection.renames:  # the fingerprints have the names of the save
-        compare_frozen(training, part, indices["models"], options.strict)
+        compare_frozen(training, part, indices["models"], strict)
     hooked = training.pre_hooks.load_some and bool(indices["models"])
     if not hooked:
-        _weights(training, part, indices["models"], selection, RestoreReport(reader.path))
-    local = rank_part(training, reader.manifest, part, content.local, selection, options.strict)
-    check_classes(training, part, indices, options.strict)
-    _optimizer_states(training, part, indices["optimizers"])
+        _fitting_weights(load, RestoreReport(load.reader.path))
+    load.local = rank_part(training, load.reader.manifest, part, load.local, selection, strict)
+    check_classes(training, part, indices, strict)
+    _fitting_optimizer_states(load)
     if not selection.partial:
         require_saved(training, _WHERE, ResumeError)
     if selection.takes("callbacks"):
         dispatch = training.loop.dispatch
-        dispatch.claim_keys(state["callbacks"], state.get("callback_options", {}))
-    if not content.lazy:
+        dispatch.claim_keys(load.state["callbacks"], load.state.get("callback_options", {}))
+    if not load.lazy:
         if hooked:
-            left = {id(model) for model in training.pre_hooks.load(training.models, reader.path)}
+            left = {
+                id(model) for model in training.pre_hooks.load(training.models, load.reader.path)
+            }
             indices["models"] = [i for i in indices["models"] if id(training.models[i]) in left]
-            _weights(training, part, indices["models"], selection, RestoreReport(reader.path))
+            _fitting_weights(load, RestoreReport(load.reader.path))
         if selection.takes("callbacks"):
-            training.loop.fire("on_load_checkpoint", state)  # which may edit it
-        part = selection.apply(state)
-    report = RestoreReport(reader.path)
-    weights = _weights(training, part, indices["models"], selection, report)
-    warn_of_names(report, options.strict)
-    optimizers = _optimizer_states(training, part, indices["optimizers"])
-    reads = InPlaceReads(reader)
-    reads.into_new(content.parts)
-    weights = _place_weights(training, weights, reads)
-    optimizers = _place_states(training, optimizers, reads)
-    registered = part["registered"]
+            training.loop.fire("on_load_checkpoint", load.state)  # which may edit it
+        part = load.part = selection.apply(load.state)
+    weights = _fitting_weights(load, load.report)
+    warn_of_names(load.report, strict)
+    states = _fitting_optimizer_states(load)
+    load.reads.into_new(load.shards)
+    load.weights = _place_weights(training, weights, load.reads)
+    load.optimizer_states = {
+        index: place_optimizer_state(
+            training.optimizers[index].optimizer, saved, load.reads, training.strategy
+        )
+        for index, saved in states.items()
+    }
     training.registered.load_state_dict(
-        registered, strict=options.strict, chosen=lambda name: selection.takes(f"registered/{name}")
+        part["registered"],
+        strict=strict,
+        chosen=lambda name: selection.takes(f"registered/{name}"),
     )
-    return Ready(part, weights, optimizers, indices, local, content.window, reads, report)
 
 
-def _weights(
-    training: TrainingState,
-    part: Mapping[str, Any],
-    indices: list[int],
-    selection: Selection,
-    report: RestoreReport,
-) -> dict[int, dict[str, Any]]:
-    return {i: fitting_weights(training, part, i, selection, report) for i in indices}
+def _fitting_weights(load: _PendingLoad, report: RestoreReport) -> dict[int, dict[str, Any]]:
+    selection = load.options.selection
+    return {
+        index: fitting_weights(load.training, load.part, index, selection, report)
+        for index in load.indices["models"]
+    }
 
 
-def _optimizer_states(
-    training: TrainingState, part: Mapping[str, Any], indices: list[int]
-) -> dict[int, dict[str, Any]]:
+def _fitting_optimizer_states(load: _PendingLoad) -> dict[int, dict[str, Any]]:
+    training = load.training
     names = parameter_names(training.bare_models)
     return {
-        i: training.strategy.fit_optimizer_state(
-            part["optimizers"][str(i)], training.optimizers[i].optimizer, names
+        index: training.strategy.fit_optimizer_state(
+            load.part["optimizers"][str(index)], training.optimizers[index].optimizer, names
         )
-        for i in indices
+        for index in load.indices["optimizers"]
     }
 
 
@@ -484,30 +453,18 @@ def _place_weights(
     training: TrainingState, weights: dict[int, dict[str, Any]], reads: InPlaceReads
 ) -> dict[int, dict[str, Any]]:
     """Add weights to be read in place; return those that their model loads itself."""
-    given: dict[int, dict[str, Any]] = {}
+    loaded_by_model: dict[int, dict[str, Any]] = {}
     for index, saved in weights.items():
         model = training.models[index]
         plain = training.strategy.loads_in_place(model)
-        if plain and all(reads.is_view(value) for value in saved.values()):
-            here = training.strategy.local_state_dict(model)
+        if plain and all(map(reads.is_view, saved.values())):
+            targets = training.strategy.local_state_dict(model)
             for name, view in saved.items():
-                reads.into(name, view, here[name])
+                reads.into(name, view, targets[name])
         else:
             part = partial(training.strategy.read_target, model)
-            given[index] = reads.replace(saved, part=part)
-    return given
-
-
-def _place_states(
-    training: TrainingState, optimizers: dict[int, dict[str, Any]], reads: InPlaceReads
-) -> dict[int, dict[str, Any]]:
-    """Return optimizer states with tensors to be read in place of views."""
-    return {
-        index: place_optimizer_state(
-            training.optimizers[index].optimizer, saved, reads, training.strategy
-        )
-        for index, saved in optimizers.items()
-    }
+            loaded_by_model[index] = reads.replace(saved, part=part)
+    return loaded_by_model
 
 
 def place_optimizer_state(
@@ -527,50 +484,64 @@ def place_optimizer_state(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     part = partial(strategy.read_target, optimizer)
     states = {
-        place: reads.replace(
-            state, optimizer.state.get(parameters[place]), parameters[place], part=part
+        position: reads.replace(
+            state, optimizer.state.get(parameters[position]), parameters[position], part=part
         )
-        for place, state in saved["state"].items()
+        for position, state in saved["state"].items()
     }
     return {**reads.replace({**saved, "state": {}}), "state": states}
 
 
-def apply(training: TrainingState, ready: Ready, selection: Selection) -> None:
+def _read_in_place(load: _PendingLoad) -> None:
+    """Read into the memory of models and optimizers; after a failure the run refuses to step."""
+    loop = load.training.loop
+    before, loop.half_loaded = loop.half_loaded, load.reader.path
+    try:
+        together(_WHERE, partial(load.reads.run, load.options.progress), changes=load.reads.changes)
+    except LoadFailed as failed:
+        if not failed.changed:
+            loop.half_loaded = before
+        raise
+
+
+def _apply(load: _PendingLoad) -> None:
     """Apply the selected part; tensors that are read in place have been read before."""
-    state, indices = ready.state, ready.indices
-    for index, weights in ready.weights.items():
-        kept = training.strategy.local_state_dict(training.models[index])
-        training.strategy.load_model_state_dict(training.models[index], {**kept, **weights})
-    for index, saved in ready.optimizers.items():
-        training.strategy.load_optimizer_state_dict(training.optimizers[index].optimizer, saved)
-    for index in indices["schedulers"]:
+    training, selection, part = load.training, load.options.selection, load.part
+    strategy = training.strategy
+    for index, weights in load.weights.items():
+        current = strategy.local_state_dict(training.models[index])
+        strategy.load_model_state_dict(training.models[index], {**current, **weights})
+    for index, state in load.optimizer_states.items():
+        strategy.load_optimizer_state_dict(training.optimizers[index].optimizer, state)
+    for index in load.indices["schedulers"]:
         scheduler = training.schedulers[index]
-        scheduler.load_state_dict(_same_types(scheduler, state["schedulers"][str(index)]))
+        scheduler.load_state_dict(_same_types(scheduler, part["schedulers"][str(index)]))
     if selection.takes("precision"):
-        training.precision.load_state_dict(state["precision"])
-    _restore_place(training, ready, selection)
+        training.precision.load_state_dict(part["precision"])
+    _restore_position(load)
     if selection.takes("callbacks"):
-        training.loop.dispatch.load_state_dict(state["callbacks"])
+        training.loop.dispatch.load_state_dict(part["callbacks"])
     if selection.takes("trackers"):
-        training.tracking.resume_run(state["trackers"], training.loop.run)
-    local = ready.local or {}
+        training.tracking.resume_run(part["trackers"], training.loop.run)
     if selection.takes("window"):
-        restore_window(training, ready.window)
+        restore_window(training, load.window)
+    local = load.local or {}
     if "rng" in local and selection.takes("rng"):
         restore_rng(local["rng"], training.device, devices_of(training.models))
 
 
-def _restore_place(training: TrainingState, ready: Ready, selection: Selection) -> None:
+def _restore_position(load: _PendingLoad) -> None:
     """Restore the position of the run and of its loaders."""
-    state, run = ready.state, training.loop.run
+    training, selection, part = load.training, load.options.selection, load.part
     if selection.takes("run"):
-        run.load_state_dict(state["run"])
-        run.resumed_from = ready.report.path
-        run.resumed_without_model = _is_empty(state) and not selection.partial
-    for index in ready.indices["loaders"]:
+        run = training.loop.run
+        run.load_state_dict(part["run"])
+        run.resumed_from = load.reader.path
+        run.resumed_without_model = _is_empty(part) and not selection.partial
+    for index in load.indices["loaders"]:
         loader = training.loaders[index]
-        loader.load_state_dict(with_local_state(state["loaders"], ready.local, str(index)))
-        if not state["run"]["epoch_open"]:
+        loader.load_state_dict(with_local_state(part["loaders"], load.local, str(index)))
+        if not part["run"]["epoch_open"]:
             loader.end_pass()
         elif loader.done:
             loader.skip_next_pass()  # the open epoch has read it to the end
@@ -587,7 +558,7 @@ def _same_types(scheduler: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     restored: dict[str, Any] = {}
     for key, value in state.items():
         if key == "_schedulers":
-            value = [_same_types(one, own) for one, own in zip(inner, value, strict=True)]
+            value = [_same_types(*pair) for pair in zip(inner, value, strict=True)]
         elif isinstance(getattr(scheduler, key, None), Counter):
             value = Counter(value)
         restored[key] = value
@@ -692,10 +663,10 @@ def _load_or_reload(
 def _newer(reader: CheckpointReader, url: str, options: LoadOptions) -> CheckpointReader | None:
     """Collective: return the checkpoint that has replaced this one, None if none has."""
     try:
-        found = open_one(url, options.storage_options)
+        newer = open_one(url, options.storage_options)
     except LoadFailed:
         return None
-    return None if found.manifest.id == reader.manifest.id else found
+    return None if newer.manifest.id == reader.manifest.id else newer
 
 
 def _load(training: TrainingState, reader: CheckpointReader, options: LoadOptions) -> str:
@@ -706,21 +677,19 @@ def _load(training: TrainingState, reader: CheckpointReader, options: LoadOption
     """
     if options.accept is not None:
         options.accept(reader)
-    reader = _of_own_data(training, reader)
-    division = partial(_divide, training, reader, options)
-    # a rank that raises here must not leave the others in the collective of a full check
-    divided = together(_WHERE, division) if options.verify == "full" else None
-    content = together(
-        _WHERE, lambda: read_content(training, reader, options, divided or division())
-    )
+    load = _PendingLoad(training, _of_own_data(training, reader), options)
+    if load.verifies_all:
+        # a rank that raises here must not leave the others in the collective of a full check
+        together(_WHERE, partial(_divide, load))
+    together(_WHERE, partial(_read_first, load))
     with training.registered.all_or_nothing():
         with shared_failure(_WHERE), naming_checkpoint(reader.path):
-            ready = make_ready(training, reader, content, options)
-        _read_in_place(training, ready, options.progress)
+            _fit(load)
+        _read_in_place(load)
     with shared_failure(_WHERE):
-        apply(training, ready, options.selection)
+        _apply(load)
     training.loop.half_loaded = None
-    training.load_report = ready.report
+    training.load_report = load.report
     training.project.count_from(number_of(reader.path))
     if options.selection.takes("callbacks") and options.selection.takes("run"):
         for saver in training.loop.savers:
@@ -743,15 +712,3 @@ def _of_own_data(training: TrainingState, reader: CheckpointReader) -> Checkpoin
     copy = strategy.topology.rank % strategy.copies
     rank = strategy.data_rank * saved + copy % saved
     return together(_WHERE, lambda: reader.of_rank(rank))
-
-
-def _read_in_place(training: TrainingState, ready: Ready, progress: bool | None) -> None:
-    """Read into the memory of models and optimizers; after a failure the run refuses to step."""
-    before = training.loop.half_loaded
-    training.loop.half_loaded = ready.report.path
-    try:
-        together(_WHERE, partial(ready.reads.run, progress), changes=ready.reads.changes)
-    except LoadFailed as failed:
-        if not failed.changed:
-            training.loop.half_loaded = before
-        raise

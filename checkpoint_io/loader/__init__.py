@@ -2,6 +2,7 @@
 
 from checkpoint_io.loader.files import check_sizes as check_sizes
 from checkpoint_io.loader.files import manifest_of as manifest_of
+from checkpoint_io.loader.lazy import views_in as views_in
 from checkpoint_io.loader.selection import renamer as renamer
 from checkpoint_io.loader.selection import selector as selector
 from checkpoint_io.loader.source import Source as Source
