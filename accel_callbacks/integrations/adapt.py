@@ -38,6 +38,6 @@ def adapt(callback: Any) -> Any:
 def _is_a(callback: Any, name: str, roots: tuple[str, ...]) -> bool:
     """Return whether one of the bases has this name and is from one of these packages."""
     return any(
-        one.__name__ == name and one.__module__.partition(".")[0] in roots
-        for one in type(callback).__mro__
+        kind.__name__ == name and kind.__module__.partition(".")[0] in roots
+        for kind in type(callback).__mro__
     )

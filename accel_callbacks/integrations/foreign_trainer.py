@@ -24,7 +24,7 @@ class HostedCallback:
     """Calls the hooks of one callback with a run over the trainer.
 
     Args:
-        given: a callback of ours, or what ``configured`` returned.
+        callback: a callback of ours, or what ``configured`` returned.
         host: the trainer.
         never: hooks that the trainer never fires; a user's callback with one of them is warned
             about.
@@ -45,8 +45,8 @@ class HostedCallback:
         True
     """
 
-    def __init__(self, given: Any, host: ForeignHost, *, never: Collection[str]) -> None:
-        self._entry = Entry(given, (adapt,))
+    def __init__(self, callback: Any, host: ForeignHost, *, never: Collection[str]) -> None:
+        self._entry = Entry(callback, (adapt,))
         self.callback = self._entry.callback
         self._entry.wrap(Ledger(), self._entry.name)
         self._check_supported(host)

@@ -12,7 +12,15 @@ from accel_callbacks import collectives
 from accel_callbacks.distributed.topology import Topology
 from accel_callbacks.loop.run import TrainingRun
 
-__all__ = ["ForeignHost", "ForeignLoop", "ForeignRun", "Missing", "NotInAPlainLoop", "Part"]
+__all__ = [
+    "FROM_TRAINER",
+    "ForeignHost",
+    "ForeignLoop",
+    "ForeignRun",
+    "Missing",
+    "NotInAPlainLoop",
+    "Part",
+]
 
 _PRECISION = {"16-mixed": "fp16", "bf16-mixed": "bf16", "16-true": "fp16", "bf16-true": "bf16"}
 
@@ -42,9 +50,9 @@ class Missing:
         self.who = who
         self.owner = owner
 
-    def __call__(self, what: str) -> NotInAPlainLoop:
+    def __call__(self, attribute: str) -> NotInAPlainLoop:
         """Return the error to raise."""
-        return NotInAPlainLoop(f"{self.who} needs {what}, which only {self.owner} has")
+        return NotInAPlainLoop(f"{self.who} needs {attribute}, which only {self.owner} has")
 
 
 class Part:
@@ -89,6 +97,10 @@ class ForeignLoop:
     iterating = True
     in_window = False
     in_lockstep = True
+    # Missing here, as any other name: the run reads the loaders from the trainer.
+    train_loader: Any
+    validation_loaders: Sequence[Any]
+    test_loaders: Sequence[Any]
 
     def __init__(self, host: ForeignHost) -> None:
         self._host = host
@@ -113,21 +125,6 @@ class ForeignLoop:
     def savers(self) -> list[Any]:
         """Empty: callbacks that save are refused in another trainer."""
         return []
-
-    @property
-    def train_loader(self) -> Any:
-        """Missing here; the run reads the loaders from the trainer."""
-        raise self._host.missing("run.accelerator.loop.train_loader")
-
-    @property
-    def validation_loaders(self) -> Sequence[Any]:
-        """Missing here; the run reads the loaders from the trainer."""
-        raise self._host.missing("run.accelerator.loop.validation_loaders")
-
-    @property
-    def test_loaders(self) -> Sequence[Any]:
-        """Missing here; the run reads the loaders from the trainer."""
-        raise self._host.missing("run.accelerator.loop.test_loaders")
 
     def gradient_scale(self) -> float:
         """Return 1.0."""
@@ -162,6 +159,10 @@ class ForeignHost(ABC):
     missing = Missing("a callback", "accel.run")
     scaler = None
     sync_gradients = False
+    # Missing here, as any other name: the trainer has its own epochs, loaders and checkpoints.
+    passes: Any
+    loaders: Sequence[Any]
+    save_state: Callable[[str], str]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "current_run":
@@ -234,19 +235,9 @@ class ForeignHost(ABC):
         return self.current_run.loop
 
     @property
-    def passes(self) -> Any:
-        """Missing: the trainer counts its epochs itself."""
-        raise self.missing("run.epochs")
-
-    @property
     def models(self) -> list[torch.nn.Module]:
         """The models that are trained."""
         return self.bare_models
-
-    @property
-    def loaders(self) -> list[Any]:
-        """Missing: the trainer has no prepared loaders."""
-        raise self.missing("run.accelerator.loaders")
 
     @property
     def callbacks(self) -> list[Any]:
@@ -324,15 +315,11 @@ class ForeignHost(ABC):
         run.metric_origins.update(dict.fromkeys(flat, "callback"))
         run.logged(flat, step)
 
-    def save_state(self, output_dir: str) -> str:
-        """Raise: only the Accelerator saves a training state."""
-        raise self.missing("run.accelerator.save_state")
-
 
 class _FromTrainer:
     """An attribute of :class:`TrainingRun` that the trainer has, or that is missing there."""
 
-    def __set_name__(self, owner: type, name: str) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
 
     def __get__(self, run: ForeignRun | None, owner: type) -> Any:
@@ -342,9 +329,49 @@ class _FromTrainer:
         raise AttributeError(f"run.{self._name} belongs to the trainer and cannot be set")
 
 
-def _from_trainer() -> Any:
-    """Return the descriptor typed as Any, because it replaces properties and methods."""
-    return _FromTrainer()
+#: Attributes of :class:`TrainingRun` that are those of the trainer.
+FROM_TRAINER = (
+    "callbacks",
+    "checkpoint_callback",
+    "checkpoint_callbacks",
+    "ckpt_path",
+    "current_epoch",
+    "default_root_dir",
+    "early_stopping_callback",
+    "early_stopping_callbacks",
+    "estimated_stepping_batches",
+    "is_last_batch",
+    "local_rank",
+    "log_dir",
+    "max_epochs",
+    "max_steps",
+    "node_rank",
+    "num_devices",
+    "num_nodes",
+    "num_test_batches",
+    "num_training_batches",
+    "num_val_batches",
+    "precision",
+    "predicting",
+    "resumed_from",
+    "test_dataloaders",
+    "testing",
+    "train_dataloader",
+    "training",
+    "val_dataloaders",
+    "validating",
+)
+#: Those that only ``accel.run`` has: to use one is an error that names it.
+_ONLY_IN_RUN = (
+    "awaits_training",
+    "end_epoch",
+    "epochs",
+    "load_state_dict",
+    "save_checkpoint",
+    "skip_step",
+    "start_over",
+    "state_dict",
+)
 
 
 class ForeignRun(TrainingRun):
@@ -423,47 +450,7 @@ class ForeignRun(TrainingRun):
         """An evaluation is open."""
         return self.open_evaluations > 0
 
-    current_epoch = _from_trainer()
-    max_epochs = _from_trainer()
-    num_training_batches = _from_trainer()
-    resumed_from = _from_trainer()
-
-    # --- the other attributes -----------------------------------------------------------------
-
-    callbacks = _from_trainer()
-    checkpoint_callback = _from_trainer()
-    checkpoint_callbacks = _from_trainer()
-    ckpt_path = _from_trainer()
-    default_root_dir = _from_trainer()
-    early_stopping_callback = _from_trainer()
-    early_stopping_callbacks = _from_trainer()
-    estimated_stepping_batches = _from_trainer()
-    is_last_batch = _from_trainer()
-    local_rank = _from_trainer()
-    log_dir = _from_trainer()
-    max_steps = _from_trainer()
-    node_rank = _from_trainer()
-    num_devices = _from_trainer()
-    num_nodes = _from_trainer()
-    num_test_batches = _from_trainer()
-    num_val_batches = _from_trainer()
-    precision = _from_trainer()
-    predicting = _from_trainer()
-    test_dataloaders = _from_trainer()
-    testing = _from_trainer()
-    train_dataloader = _from_trainer()
-    training = _from_trainer()
-    val_dataloaders = _from_trainer()
-    validating = _from_trainer()
-    # Only accel.run has these: using one is an error that names it.
-    awaits_training = _from_trainer()
-    end_epoch = _from_trainer()
-    epochs = _from_trainer()
-    load_state_dict = _from_trainer()
-    save_checkpoint = _from_trainer()
-    skip_step = _from_trainer()
-    start_over = _from_trainer()
-    state_dict = _from_trainer()
+    # --- requests -----------------------------------------------------------------------------
 
     def stop(self, reason: str = "requested") -> None:
         """Ask the trainer to stop: at once, or with several ranks once they have voted."""
@@ -501,3 +488,7 @@ class ForeignRun(TrainingRun):
                 self._stopped(reason, rank)
                 self.print(f"[accel] stop at step {self.global_step}: {reason}")
             self._host.stop(reason)
+
+
+for _name in (*FROM_TRAINER, *_ONLY_IN_RUN):
+    setattr(ForeignRun, _name, _FromTrainer(_name))

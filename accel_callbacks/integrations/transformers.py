@@ -68,12 +68,13 @@ def to_transformers(callback: Any, *, trainer: Any = None) -> Any:
         from accel_callbacks.integrations.hosted_tracker import HostedTracker
 
         callback = HostedTracker(callback)
-    hosted = HostedCallback(callback, TransformersHost(trainer), never=_NEVER)
+    host = TransformersHost(trainer)
+    hosted = HostedCallback(callback, host, never=_NEVER)
     try:
         base = importlib.import_module("transformers.trainer_callback").TrainerCallback
     except ImportError as error:
         raise ImportError("this needs transformers: pip install transformers") from error
-    return type(f"From{type(hosted.callback).__name__}", (TrainerEvents, base), {})(hosted)
+    return type(f"From{type(hosted.callback).__name__}", (TrainerEvents, base), {})(hosted, host)
 
 
 def _is_tracker(item: Any) -> bool:
@@ -88,39 +89,37 @@ def _is_tracker(item: Any) -> bool:
 class TrainerEvents:
     """The Trainer's events, which fire our hooks; mixed into its TrainerCallback."""
 
-    def __init__(self, hosted: HostedCallback) -> None:
+    def __init__(self, hosted: HostedCallback, host: TransformersHost) -> None:
         self.accel_callback = hosted.callback
-        self._hosted = hosted
+        self._hosted, self._host = hosted, host
         self._evaluating = self._epoch_ends = self._told_preempted = False
         self._eval_batches = 0
         self._saved_into = ""  # the name of the checkpoint that has the callback's state already
 
-    def _bind(self, args: Any, state: Any, control: Any, given: dict[str, Any]) -> HostedCallback:
+    def _bind(self, args: Any, state: Any, control: Any, objects: dict[str, Any]) -> HostedCallback:
         """Return the callback over the Trainer as it is at this event."""
-        host: Any = self._hosted.host
-        host.bind(args, state, control, given)
+        self._host.bind(args, state, control, objects)
         return self._hosted
 
     # --- start and end ------------------------------------------------------------------------
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Fire ``setup``, restore the state if training resumes, and fire the start hooks."""
-        hosted = self._bind(args, state, control, given)
+        hosted = self._bind(args, state, control, objects)
         hosted.run.begin()
         self._evaluating = self._epoch_ends = self._told_preempted = False
-        host: Any = hosted.host
-        host.begin_epoch()
+        self._host.begin_epoch()
         folder = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
-        host.resumed_from = folder if state.global_step > 0 else None
+        self._host.resumed_from = folder if state.global_step > 0 else None
         hosted.fire("setup", "fit")
-        if host.resumed_from is not None:
+        if self._host.resumed_from is not None:
             self._restore(folder)
         hosted.fire("on_fit_start")
         hosted.fire("on_train_start")
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Fire the end hooks."""
-        hosted = self._bind(args, state, control, given)
+        hosted = self._bind(args, state, control, objects)
         self._end_evaluation(hosted)
         self._end_epoch(hosted)
         hosted.fire("on_train_end")
@@ -129,23 +128,21 @@ class TrainerEvents:
         if hosted.run.preempted and hosted.run.exit_code is not None:
             raise SystemExit(hosted.run.exit_code)
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Fire ``on_train_epoch_start``, after the end hooks of the epoch before."""
-        hosted = self._bind(args, state, control, given)
+        hosted = self._bind(args, state, control, objects)
         self._end_evaluation(hosted)
         self._end_epoch(hosted)
-        host: Any = hosted.host
-        done = host.begin_epoch()
+        done = self._host.begin_epoch()
         hosted.begin_epoch()
         hosted.run.batch_idx = done - 1
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Fire ``on_train_epoch_end``, or defer it until after the evaluation of the epoch."""
-        hosted = self._bind(args, state, control, given)
+        hosted = self._bind(args, state, control, objects)
         self._end_evaluation(hosted)
         self._epoch_ends = True
-        host: Any = hosted.host
-        if hosted.run.preempted and not host.is_last_batch:
+        if hosted.run.preempted and not self._host.is_last_batch:
             # In the middle of an epoch all is saved, and the time is short.
             control.should_evaluate = control.should_save = False
         if control.should_evaluate:
@@ -160,21 +157,21 @@ class TrainerEvents:
 
     # --- the step -----------------------------------------------------------------------------
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Fire ``on_train_batch_start`` of the first micro-batch, without the batch."""
-        hosted = self._bind(args, state, control, given)
+        hosted = self._bind(args, state, control, objects)
         self._end_evaluation(hosted)
         self._begin_batch(hosted)
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_substep_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Fire the hooks between two micro-batches of a step."""
-        hosted = self._bind(args, state, control, given)
+        hosted = self._bind(args, state, control, objects)
         hosted.fire("on_train_batch_end", None, None, hosted.run.batch_idx)
         self._begin_batch(hosted)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Fire ``on_train_batch_end`` for the last micro-batch; an evaluation may follow."""
-        hosted = self._bind(args, state, control, given)
+        hosted = self._bind(args, state, control, objects)
         hosted.fire("on_train_batch_end", None, None, hosted.run.batch_idx)
         hosted.agree()
         if control.should_evaluate:  # there is no event at the start of an evaluation
@@ -184,18 +181,17 @@ class TrainerEvents:
         hosted.run.batch_idx += 1
         hosted.fire("on_train_batch_start", None, hosted.run.batch_idx)
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Fire ``on_before_optimizer_step``, with gradients that are clipped already."""
-        hosted = self._bind(args, state, control, given)
+        hosted = self._bind(args, state, control, objects)
         for optimizer in hosted.run.optimizers:
             hosted.fire("on_before_optimizer_step", optimizer)
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Fire the hooks after the step; the Trainer counts it and clears gradients later."""
-        hosted = self._bind(args, state, control, given)
-        host: Any = hosted.host
+        hosted = self._bind(args, state, control, objects)
         for optimizer in hosted.run.optimizers:
-            if not host.skipped:
+            if not self._host.skipped:
                 hosted.stepped(state.global_step + 1, optimizer)
             hosted.fire("on_before_zero_grad", optimizer)
 
@@ -211,36 +207,37 @@ class TrainerEvents:
             self._evaluating = False
             hosted.end_evaluation()
 
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Fire ``on_validation_batch_end``, in an evaluation within training."""
-        hosted = self._bind(args, state, control, given)
+        hosted = self._bind(args, state, control, objects)
         if self._evaluating:
             hosted.fire("on_validation_batch_end", None, None, self._eval_batches)
             self._eval_batches += 1
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Fire the end hooks of the evaluation, and those of the epoch if they were deferred."""
-        hosted = self._bind(args, state, control, given)
+        hosted = self._bind(args, state, control, objects)
         within_training = self._evaluating
         self._end_evaluation(hosted)
         if within_training:
             hosted.agree()
         self._end_epoch(hosted)
 
-    def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Fire ``on_log`` with the numbers that the Trainer logs."""
-        hosted = self._bind(args, state, control, given)
-        host: Any = hosted.host
-        values = {n: v for n, v in (given.get("logs") or {}).items() if isinstance(v, (int, float))}
-        host.metrics().update(values)
-        if not host.is_logging:  # else ForeignHost.log fires it
+        hosted = self._bind(args, state, control, objects)
+        values = {
+            n: v for n, v in (objects.get("logs") or {}).items() if isinstance(v, (int, float))
+        }
+        self._host.metrics().update(values)
+        if not self._host.is_logging:  # else ForeignHost.log fires it
             hosted.fire("on_log", values, state.global_step)
 
     # --- state --------------------------------------------------------------------------------
 
-    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Save the callback's state into the Trainer's checkpoint, and fire the hook."""
-        hosted = self._bind(args, state, control, given)
+        hosted = self._bind(args, state, control, objects)
         name = f"checkpoint-{state.global_step}"
         folder = os.path.join(args.output_dir, name)
         if self._saved_into != name:

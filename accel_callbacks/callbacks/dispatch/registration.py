@@ -88,12 +88,12 @@ def _check_arguments(owner: str, name: str, hook: Callable[..., Any]) -> None:
         ) from None
 
 
-def overrides(callback: Any, hook: str) -> bool:
-    """Return whether the callback defines this hook itself, unlike the base class."""
+def overrides(callback: Any, hook: str, base: type = Callback) -> bool:
+    """Return whether a callback defines a method, unlike the base class of its library."""
     if hook in getattr(callback, "__dict__", {}):
         return True
-    own = getattr(type(callback), hook, None)
-    return own is not None and own is not getattr(Callback, hook, None)
+    method = getattr(type(callback), hook, None)
+    return method is not None and method is not getattr(base, hook, None)
 
 
 def saves(callback: Any) -> bool:
@@ -168,11 +168,11 @@ def configured(
     return Configured(callback, as_tuple(before), as_tuple(after), on_error)
 
 
-def as_tuple(given: Any) -> tuple[Any, ...]:
+def as_tuple(targets: Any) -> tuple[Any, ...]:
     """One, several or None, as a tuple."""
-    if given is None:
+    if targets is None:
         return ()
-    return tuple(given) if isinstance(given, tuple | list | set | frozenset) else (given,)
+    return tuple(targets) if isinstance(targets, tuple | list | set | frozenset) else (targets,)
 
 
 def checked_policy(on_error: Any) -> str:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.utils.prune
 
+from accel_callbacks.callbacks.dispatch.registration import overrides
 from accel_callbacks.integrations.lightning.packages import LightningPackage, unwrapped_optimizers
 from accel_callbacks.strategies.optimizer_state import parameter_names
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
 
-__all__ = ["AddedParamGroups", "CheckpointView", "PrunedWeights", "overrides"]
+__all__ = ["AddedParamGroups", "CheckpointView", "PrunedWeights"]
 
 _ORIG, _MASK = "_orig", "_mask"  # suffixes of torch.nn.utils.prune
 
@@ -111,8 +112,8 @@ class CheckpointView:
             "state_dict": state["models"].get(_model_key(run), {}),
             "loops": {},
             "callbacks": {
-                name: one.get("callback", one) if isinstance(one, dict) else one
-                for name, one in state["callbacks"].items()
+                name: entry.get("callback", entry) if isinstance(entry, dict) else entry
+                for name, entry in state["callbacks"].items()
             },
             "optimizer_states": list(state["optimizers"].values()),
             "lr_schedulers": list(state["schedulers"].values()),
@@ -133,14 +134,6 @@ def _changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
         moved = [old for old, held in before.items() if held is value and isinstance(held, dict)]
         changed[name] = {"same_as": moved[0]} if moved else {"value": value}
     return changed
-
-
-def overrides(callback: Any, method: str, base: type) -> bool:
-    """Return whether a callback overrides a method of Lightning's ``Callback``."""
-    if method in vars(callback):  # LambdaCallback keeps functions on the instance
-        return True
-    own = getattr(type(callback), method, None)
-    return own is not None and own is not getattr(base, method, None)
 
 
 class AddedParamGroups:
@@ -164,7 +157,7 @@ class AddedParamGroups:
 
     def start_run(self, run: TrainingRun) -> None:
         """Record how many groups each optimizer starts with."""
-        self._initial = [len(one.param_groups) for one in unwrapped_optimizers(run)]
+        self._initial = [len(optimizer.param_groups) for optimizer in unwrapped_optimizers(run)]
 
     def state_loaded(self) -> None:
         """Keep the callback from adding its groups again: they were added by ``on_load``."""
@@ -190,8 +183,8 @@ class AddedParamGroups:
                 "state": rest,
             }
         modules = dict(_modules(run))
-        frozen = [name for name, one in _parameters(run).items() if not one.requires_grad]
-        untracked = [n for n, one in modules.items() if _tracks_statistics(one) is False]
+        frozen = [n for n, parameter in _parameters(run).items() if not parameter.requires_grad]
+        untracked = [n for n, module in modules.items() if _tracks_statistics(module) is False]
         return {"groups": grown, "frozen": {"parameters": frozen, "untracked": untracked}}
 
     def on_load(self, run: TrainingRun, state: dict[str, Any], kept: dict[str, Any]) -> None:
@@ -222,12 +215,15 @@ class AddedParamGroups:
 
 def _parameters(run: TrainingRun) -> dict[str, torch.nn.Parameter]:
     names = parameter_names(run.models)
-    return {names[id(one)]: one for model in run.models for one in model.parameters()}
+    parameters = (parameter for model in run.models for parameter in model.parameters())
+    return {names[id(parameter)]: parameter for parameter in parameters}
 
 
 def _modules(run: TrainingRun) -> list[tuple[str, Any]]:
     return [
-        (f"{i}.{name}", one) for i, m in enumerate(run.models) for name, one in m.named_modules()
+        (f"{index}.{name}", module)
+        for index, model in enumerate(run.models)
+        for name, module in model.named_modules()
     ]
 
 

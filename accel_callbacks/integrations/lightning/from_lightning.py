@@ -10,8 +10,9 @@ import torch
 
 from accel_callbacks import collectives
 from accel_callbacks.callbacks.base import HOOKS
+from accel_callbacks.callbacks.dispatch.registration import overrides
 from accel_callbacks.integrations.host import Missing
-from accel_callbacks.integrations.lightning.checkpoint import CheckpointView, overrides
+from accel_callbacks.integrations.lightning.checkpoint import CheckpointView
 from accel_callbacks.integrations.lightning.module import module_facade
 from accel_callbacks.integrations.lightning.packages import LightningPackage, unwrap_optimizer
 from accel_callbacks.integrations.lightning.trainer import TrainerFacade
@@ -66,16 +67,16 @@ def from_lightning(callback: Any, *, log_every_n_steps: int = 50) -> LightningAd
     package = LightningPackage.of(callback)
     if package is None:
         raise TypeError(f"{callback!r} is not an instance of Lightning's Callback.")
-    for one in type(callback).__mro__:
-        if package.owns(one) and one.__name__ in _REASONS:
+    for kind in type(callback).__mro__:
+        if package.owns(kind) and kind.__name__ in _REASONS:
             raise TypeError(
-                f"{type(callback).__name__} cannot run in a plain loop: {_REASONS[one.__name__]}."
+                f"{type(callback).__name__} cannot run in a plain loop: {_REASONS[kind.__name__]}."
             )
     base = package.get("callbacks.callback", "Callback")
     checkpoint = CheckpointView.needed_by(callback, base, package)
     stateful = checkpoint or overrides(callback, "state_dict", base)
-    kind = StatefulLightningAdapter if stateful else LightningAdapter
-    return kind(callback, package, base, log_every_n_steps)
+    adapter = StatefulLightningAdapter if stateful else LightningAdapter
+    return adapter(callback, package, base, log_every_n_steps)
 
 
 class LightningAdapter:
@@ -97,11 +98,11 @@ class LightningAdapter:
     ) -> None:
         self.lightning_callback = callback
         self._package = package
-        own = package.owns(type(callback))
+        written_by_user = not package.owns(type(callback))
         name = type(callback).__name__
         self.state_key = str(callback.state_key)
-        self.can_vote = not own or name in _STOPPERS
-        self.collective = not own or name not in _NOT_COLLECTIVE
+        self.can_vote = written_by_user or name in _STOPPERS
+        self.collective = written_by_user or name not in _NOT_COLLECTIVE
         # As in Lightning, callbacks that save come after those that change the state.
         self.runs_last = isinstance(callback, package.get("callbacks.checkpoint", "Checkpoint"))
         self._trainer = TrainerFacade(package, Missing(name), log_every_n_steps)
@@ -136,7 +137,7 @@ class LightningAdapter:
         """Call a hook of the callback with the arguments that Lightning passes."""
         trainer = self._bind(run, model, hook)
         if hook == "on_before_optimizer_step" or hook == "on_before_zero_grad":
-            args = tuple(unwrap_optimizer(one) for one in args)
+            args = tuple(map(unwrap_optimizer, args))
         with self._package.as_rank(run.global_rank):
             response = getattr(self.lightning_callback, hook)(trainer, self._module, *args)
         if response == -1 and hook == "on_train_batch_start":  # as of a LightningModule's own hook
@@ -422,7 +423,7 @@ def _copy(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
         return value.clone()
     if type(value) is dict:
-        return {key: _copy(one) for key, one in value.items()}
+        return {key: _copy(entry) for key, entry in value.items()}
     if type(value) in (list, set, tuple):
-        return type(value)(_copy(one) for one in value)
+        return type(value)(map(_copy, value))
     return value

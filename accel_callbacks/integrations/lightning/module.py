@@ -33,10 +33,10 @@ def module_facade(
     kind: Any = type(of.__name__, (_ModuleMethods, parent), methods)
     facade = kind.__new__(kind)
     base.__init__(facade)
-    own, shared = vars(facade), vars(model)
-    own.update({key: shared[key] for key in own if key in shared and key not in _OWN})
-    own.update(accel_model=model, _trainer=trainer)
-    own.pop("training", None)  # so that the property is used
+    attributes, shared = vars(facade), vars(model)
+    attributes.update({n: shared[n] for n in attributes if n in shared and n not in _OWN})
+    attributes.update(accel_model=model, _trainer=trainer)
+    attributes.pop("training", None)  # so that the property is used
     return facade
 
 
@@ -49,9 +49,9 @@ def _container_methods(of: type[torch.nn.Module]) -> dict[str, Any]:
     def forwarding(name: str) -> Callable[..., Any]:
         return lambda facade, *args: getattr(facade.accel_model, name)(*args)
 
-    found = {name: forwarding(name) for name in _CONTAINER if hasattr(of, name)}
+    methods = {name: forwarding(name) for name in _CONTAINER if hasattr(of, name)}
     # Callbacks ask `if pl_module`, which is no question about its length.
-    return {**found, "__bool__": lambda facade: True}
+    return {**methods, "__bool__": lambda facade: True}
 
 
 class _ModuleMethods:

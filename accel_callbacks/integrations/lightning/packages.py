@@ -41,9 +41,9 @@ class LightningPackage:
     @classmethod
     def of(cls, callback: Any) -> LightningPackage | None:
         """Return the package whose ``Callback`` an object is an instance of, None if neither."""
-        for one in type(callback).__mro__:
-            root = _ROOTS.get(one.__module__.partition(".")[0])
-            if root is not None and one.__name__ == "Callback":
+        for kind in type(callback).__mro__:
+            root = _ROOTS.get(kind.__module__.partition(".")[0])
+            if root is not None and kind.__name__ == "Callback":
                 return cls(root)
         return None
 
@@ -75,12 +75,14 @@ def _set_rank(rank_zero_only: Any, rank: int) -> Iterator[None]:
             rank_zero_only.rank = before
 
 
-def import_lightning() -> LightningPackage:
-    """Return the installed package, ``lightning`` if both are.
+def import_lightning(name: str | None = None) -> LightningPackage:
+    """Return the package of a name, or the installed one, ``lightning`` if both are.
 
     Raises:
-        ImportError: neither is installed; the message has the command.
+        ImportError: it is not installed, or neither is; the message has the command.
     """
+    if name is not None:
+        return LightningPackage(_ROOTS.get(name, name))
     try:
         return LightningPackage("lightning.pytorch")
     except ImportError:

@@ -2,51 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
 from accel_callbacks.integrations.foreign_trainer import HostedCallback
-from accel_callbacks.integrations.host import ForeignHost
-from accel_callbacks.integrations.lightning.packages import LightningPackage, import_lightning
+from accel_callbacks.integrations.host import FROM_TRAINER, ForeignHost
+from accel_callbacks.integrations.lightning.packages import import_lightning
 
 __all__ = ["LightningHost", "NewMetrics", "to_lightning"]
 
-#: Public attributes of the Trainer that mean the same in ``TrainingRun``.
-_SAME = frozenset(
-    (
-        "accumulate_grad_batches",
-        "callbacks",
-        "checkpoint_callback",
-        "checkpoint_callbacks",
-        "ckpt_path",
-        "current_epoch",
-        "default_root_dir",
-        "early_stopping_callback",
-        "early_stopping_callbacks",
-        "estimated_stepping_batches",
-        "global_step",
-        "is_last_batch",
-        "local_rank",
-        "log_dir",
-        "max_steps",
-        "node_rank",
-        "num_devices",
-        "num_nodes",
-        "num_test_batches",
-        "num_training_batches",
-        "num_val_batches",
-        "precision",
-        "predicting",
-        "test_dataloaders",
-        "testing",
-        "train_dataloader",
-        "training",
-        "val_dataloaders",
-        "validating",
-    )
+#: Hooks of Lightning that fire ours of the same name.
+_SAME_HOOKS = (
+    "on_fit_start",
+    "on_fit_end",
+    "on_train_end",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "on_test_batch_start",
+    "on_test_batch_end",
 )
 #: Our hooks for which the Trainer has none.
 _NEVER = ("on_checkpoint_saved", "on_preempt")
@@ -79,12 +59,7 @@ def to_lightning(callback: Any, *, package: str | None = None) -> Any:
         library, which hold what the Accelerator prepared.
     """
     hosted = HostedCallback(callback, LightningHost(), never=_NEVER)
-    if package is None:
-        chosen = import_lightning()
-    else:
-        roots = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
-        chosen = LightningPackage(roots.get(package, package))
-    base = chosen.get("callbacks.callback", "Callback")
+    base = import_lightning(package).get("callbacks.callback", "Callback")
     return type("FromAccelCallbacks", (_Hooks, base), {})(hosted)
 
 
@@ -163,14 +138,6 @@ class _Hooks:
         if self._set_up:
             self._end(trainer)
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Fire ours."""
-        self._bind(trainer).fire("on_fit_start")
-
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Fire ours."""
-        self._bind(trainer).fire("on_fit_end")
-
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Register hooks on the optimizers, which exist now, and fire ours."""
         hosted = self._bind(trainer)
@@ -183,10 +150,6 @@ class _Hooks:
 
     def _stepped(self, trainer: Any, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._bind(trainer).stepped(trainer.global_step + 1, optimizer)
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Fire ours."""
-        self._bind(trainer).fire("on_train_end")
 
     # --- training -----------------------------------------------------------------------------
 
@@ -220,22 +183,6 @@ class _Hooks:
         hosted.fire("on_train_batch_end", outputs, batch, batch_idx)
         hosted.agree()
 
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        """Fire ours."""
-        self._bind(trainer).fire("on_before_backward", loss)
-
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        """Fire ours."""
-        self._bind(trainer).fire("on_after_backward")
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Fire ours."""
-        self._bind(trainer).fire("on_before_optimizer_step", optimizer)
-
-    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Fire ours."""
-        self._bind(trainer).fire("on_before_zero_grad", optimizer)
-
     def _fire_on_log(self, hosted: HostedCallback) -> None:
         """Fire ``on_log`` with the metrics that the LightningModule has logged since the last."""
         if hosted.has("on_log"):
@@ -258,16 +205,6 @@ class _Hooks:
             self._fire_on_log(hosted)
             hosted.agree()
 
-    def on_validation_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        """Fire ours."""
-        if not trainer.sanity_checking:
-            self._bind(trainer).fire("on_validation_batch_start", *args)
-
-    def on_validation_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        """Fire ours."""
-        if not trainer.sanity_checking:
-            self._bind(trainer).fire("on_validation_batch_end", *args)
-
     def on_test_start(self, trainer: Any, pl_module: Any) -> None:
         """Fire ours."""
         self._bind(trainer).begin_evaluation("test")
@@ -278,13 +215,19 @@ class _Hooks:
         hosted.end_evaluation("test")
         self._fire_on_log(hosted)
 
-    def on_test_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        """Fire ours."""
-        self._bind(trainer).fire("on_test_batch_start", *args)
 
-    def on_test_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        """Fire ours."""
-        self._bind(trainer).fire("on_test_batch_end", *args)
+def _forwarding(hook: str) -> Callable[..., None]:
+    """Return a hook that fires ours, except in the sanity check before training."""
+
+    def fire(callback: _Hooks, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if not trainer.sanity_checking:
+            callback._bind(trainer).fire(hook, *args)
+
+    return fire
+
+
+for _hook in _SAME_HOOKS:
+    setattr(_Hooks, _hook, _forwarding(_hook))
 
 
 def _as_ours(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -313,13 +256,13 @@ class LightningHost(ForeignHost):
 
     def get(self, name: str) -> Any:
         """Return an attribute from the Trainer's public ones."""
-        if name in _SAME:
-            return getattr(self.trainer, name)
         if name == "resumed_from":
             return self.trainer.ckpt_path
         if name == "max_epochs":  # -1 is no limit
             return None if self.trainer.max_epochs == -1 else self.trainer.max_epochs
-        raise KeyError(name)
+        if name not in (*FROM_TRAINER, "accumulate_grad_batches", "global_step"):
+            raise KeyError(name)
+        return getattr(self.trainer, name)
 
     @property
     def bare_models(self) -> list[torch.nn.Module]:
@@ -338,8 +281,8 @@ class LightningHost(ForeignHost):
 
     def metrics(self) -> dict[str, Any]:
         """Return ``trainer.callback_metrics``."""
-        found: dict[str, Any] = self.trainer.callback_metrics
-        return found
+        metrics: dict[str, Any] = self.trainer.callback_metrics
+        return metrics
 
     @property
     def device(self) -> torch.device:
@@ -348,7 +291,7 @@ class LightningHost(ForeignHost):
 
     def write(self, values: dict[str, Any], step: int) -> None:
         """Log numbers to all of the Trainer's loggers; this waits for the device."""
-        numbers = {name: float(one) for name, one in values.items() if not isinstance(one, str)}
+        numbers = {n: float(value) for n, value in values.items() if not isinstance(value, str)}
         for logger in self.trainer.loggers:
             logger.log_metrics(numbers, step=step)
 

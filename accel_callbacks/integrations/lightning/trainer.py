@@ -223,7 +223,8 @@ class TrainerFacade:
     @property
     def callbacks(self) -> list[Any]:
         """All callbacks, those of Lightning without their adapters."""
-        return [getattr(one, "lightning_callback", one) for one in self.accel_run.callbacks]
+        callbacks = self.accel_run.callbacks
+        return [getattr(callback, "lightning_callback", callback) for callback in callbacks]
 
     @property
     def checkpoint_callbacks(self) -> list[Any]:
@@ -252,7 +253,7 @@ class TrainerFacade:
 
     def _of_kind(self, module: str, name: str) -> list[Any]:
         kind = self._package.get(module, name)
-        return [one for one in self.callbacks if isinstance(one, kind)]
+        return [callback for callback in self.callbacks if isinstance(callback, kind)]
 
     @property
     def callback_metrics(self) -> MetricsView:

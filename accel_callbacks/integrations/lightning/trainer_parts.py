@@ -133,7 +133,7 @@ class LoggedValues:
         pending, self._pending = self._pending, {}
         if not pending:
             return
-        values = {name: _result(one) for name, one in pending.items()}
+        values = {name: _result(entry) for name, entry in pending.items()}
         run.accelerator.log(
             {f"{name}_epoch" if pending[name].forked else name: v for name, v in values.items()}
         )
@@ -144,12 +144,12 @@ def _as_tensor(value: Any) -> torch.Tensor:
     return value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
 
 
-def _result(one: _Pending) -> Any:
-    if one.reduction == "metric":
-        value = one.total.compute()
-        one.total.reset()
+def _result(entry: _Pending) -> Any:
+    if entry.reduction == "metric":
+        value = entry.total.compute()
+        entry.total.reset()
         return value
-    return one.total / one.weight if one.reduction == "mean" else one.total
+    return entry.total / entry.weight if entry.reduction == "mean" else entry.total
 
 
 def _is_metric(value: Any) -> bool:
@@ -202,8 +202,8 @@ class _LoggerMethods:
         None without trackers.
         """
         trackers = self.accel_run.accelerator.trackers
-        known = [one for one in trackers if one.name in _LIGHTNINGS_TRACKERS]
-        return next((one.raw for one in [*known, *trackers]), None)
+        known = [tracker for tracker in trackers if tracker.name in _LIGHTNINGS_TRACKERS]
+        return next((tracker.raw for tracker in [*known, *trackers]), None)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log to the callbacks and to all trackers, as ``accel.log`` does."""
@@ -314,7 +314,7 @@ class StrategyFacade(Part):
         """Gather tensors of all ranks along a new first dimension."""
         if collectives.world_size() == 1:
             return tensor
-        return collectives.map_tensors(tensor, lambda one: collectives.gather(one[None]))
+        return collectives.map_tensors(tensor, lambda leaf: collectives.gather(leaf[None]))
 
     def remove_checkpoint(self, filepath: str) -> None:
         """Remove a checkpoint that this run has saved, on rank 0."""
