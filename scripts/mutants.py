@@ -246,7 +246,6 @@ averaging
 stopping
     accel_callbacks/callbacks/early_stopping.py
     accel_callbacks/callbacks/monitor.py
-    accel_callbacks/callbacks/finite.py
     accel_callbacks/callbacks/non_finite.py
     accel_callbacks/callbacks/timer.py
     tests/accel_callbacks/callbacks/test_early_stopping.py

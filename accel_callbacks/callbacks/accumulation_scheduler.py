@@ -62,9 +62,7 @@ class GradientAccumulationScheduler(Callback):
         """Set the number for the position of the run, which may have been resumed."""
         self._set(run)
 
-    def on_train_epoch_start(self, run: TrainingRun, model: Any) -> None:
-        """Set the number for this epoch."""
-        self._set(run)
+    on_train_epoch_start = on_fit_start
 
     def on_after_optimizer_step(
         self, run: TrainingRun, model: Any, optimizer: torch.optim.Optimizer
@@ -78,8 +76,8 @@ class GradientAccumulationScheduler(Callback):
         run.accumulate_grad_batches = self._default
 
     def _set(self, run: TrainingRun) -> None:
-        here = run.global_step if self.by_step else run.current_epoch
-        past = [start for start in self.schedule if start <= here]
+        position = run.global_step if self.by_step else run.current_epoch
+        past = [start for start in self.schedule if start <= position]
         wanted = self.schedule[max(past)] if past else self._default
         if run.accumulate_grad_batches != wanted:
             run.accumulate_grad_batches = wanted
@@ -92,7 +90,9 @@ def _checked(schedule: Any) -> dict[int, int]:
     if not schedule:
         raise ValueError(f"the schedule is empty: give {form}.")
     for start, count in schedule.items():
-        if any(isinstance(one, bool) or not isinstance(one, int) for one in (start, count)):
+        if any(
+            isinstance(number, bool) or not isinstance(number, int) for number in (start, count)
+        ):
             raise TypeError(f"{start!r}: {count!r} in the schedule must be integers, {form}.")
         if start < 0 or count < 1:
             raise ValueError(

@@ -13,7 +13,7 @@ from accel_callbacks.gradients import local_part
 from accel_callbacks.offload.placeholder import AbsentWeight
 from accel_callbacks.strategies.zero_state import RowMesh, ZeroWeight, zero_weight
 
-__all__ = ["Averages", "Rule", "local_part"]
+__all__ = ["Averages", "Rule"]
 
 #: Updates averages (the first list) from the weights (the second) in place; all of one dtype and
 #: device, as the functions of torch.optim.swa_utils require.
@@ -232,7 +232,7 @@ class Averages:
         """
         self._check(state)
         names = self._names
-        return {own: state[names[i]] for key, own, i in self._aliases if key == str(number)}
+        return {name: state[names[i]] for key, name, i in self._aliases if key == str(number)}
 
     def parts(self, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return new sharded tensors, for saved averages of sharded weights to be read into.
@@ -243,7 +243,7 @@ class Averages:
         Returns:
             By name; nothing of averages that do not fit, which :meth:`load` refuses.
         """
-        found = {}
+        parts = {}
         for index, (name, weight) in enumerate(zip(self._names, self._weights, strict=True)):
             saved = state.get(name)
             if saved is None or isinstance(saved, torch.Tensor):
@@ -251,11 +251,11 @@ class Averages:
             if tuple(saved.shape) != self._shape(index):
                 continue
             if index in self._zero:
-                found[name] = self._mesh().empty(saved.shape, saved.dtype)
+                parts[name] = self._mesh().empty(saved.shape, saved.dtype)
             elif is_sharded(weight):
                 place = self._device or weight.device
-                found[name] = torch.empty_like(weight.detach(), dtype=saved.dtype, device=place)
-        return found
+                parts[name] = torch.empty_like(weight.detach(), dtype=saved.dtype, device=place)
+        return parts
 
     def _check(self, state: Mapping[str, Any]) -> None:
         for index, name in enumerate(self._names):
@@ -299,12 +299,12 @@ class Averages:
         state = self.state()
         names = [name for name in self._names if name.startswith(f"{number}.")]
         for name in names:
-            own = name.partition(".")[2]
-            if own not in targets or _whole_shape(targets[own]) != state[name].shape:
-                what = "has no" if own not in targets else "has another shape of"
+            weight = name.partition(".")[2]
+            if weight not in targets or _whole_shape(targets[weight]) != state[name].shape:
+                difference = "has no" if weight not in targets else "has another shape of"
                 raise ValueError(
-                    f"{type(model).__name__} {what} {own!r}: copy into a model that is built like "
-                    f"the one that was trained.{nearest(own, targets)}"
+                    f"{type(model).__name__} {difference} {weight!r}: copy into a model that is "
+                    f"built like the one that was trained.{nearest(weight, targets)}"
                 )
         for name in names:
             target, value = targets[name.partition(".")[2]], state[name]
@@ -333,7 +333,7 @@ def _apply_rule(rule: Rule, averaged: list[torch.Tensor], current: list[torch.Te
     for end, tensor in enumerate(current, start=1):
         count += tensor.numel()
         if count >= _CHUNK_ELEMENTS or end == len(current):
-            moved = [one.to(first.device, first.dtype) for one in current[begin:end]]
+            moved = [tensor.to(first.device, first.dtype) for tensor in current[begin:end]]
             rule(averaged[begin:end], moved)
             begin, count = end, 0
 

@@ -264,10 +264,17 @@ class Callback:
         """Called when this exception ends the run; call no collectives, other ranks may be gone."""
 
 
+def require_at_least(least: int, **numbers: float | None) -> None:
+    """Raise ValueError for an option that is below the least number that makes sense."""
+    for name, number in numbers.items():
+        if number is not None and number < least:
+            raise ValueError(f"{name}={number} must be at least {least}.")
+
+
 def _checked(init: Callable[..., None]) -> Callable[..., None]:
     """Wrap a constructor: an option that it lacks is answered with the one that was meant."""
     parameters = inspect.signature(init).parameters
-    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return init
     known = list(parameters)[1:]
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from accel_callbacks import collectives
+from accel_callbacks.callbacks.base import require_at_least
 from accel_callbacks.callbacks.interval import Cadence, Interval
 from accel_callbacks.callbacks.monitor import Monitor
 from accel_callbacks.callbacks.resumable_state import ResumableState
@@ -247,8 +248,8 @@ class Checkpoint(ResumableState):
             run: the run.
             reason: of the request; that of another Checkpoint's clock is ignored.
         """
-        others = (one for one in run.checkpoint_callbacks if one is not self)
-        if reason in [getattr(other, "_clock_reason", None) for other in others]:
+        others = [saver for saver in run.checkpoint_callbacks if saver is not self]
+        if reason in [getattr(saver, "_clock_reason", None) for saver in others]:
             return
         if self._record.saved_at != _position(run):
             self._save(run)
@@ -354,11 +355,11 @@ class Checkpoint(ResumableState):
         Args:
             run: restored, and so is the state of this callback.
         """
-        found: tuple[str | None, str | None, float | None] = None, None, None
+        relocated: tuple[str | None, str | None, float | None] = None, None, None
         with shared_failure(f"looking into {self._folder_url(run)}"):
             if run.is_global_zero:
-                found = self._relocated(run)
-        self.last_path, best, score = collectives.broadcast_object(found)
+                relocated = self._relocated(run)
+        self.last_path, best, score = collectives.broadcast_object(relocated)
         self.best_path = self._record.best_path = best
         self._record.best_score = score
 
@@ -430,13 +431,12 @@ class Checkpoint(ResumableState):
                 self._require(path, which)
             elif run.is_global_zero and run.starts_fresh:
                 infos = _valid_in(self._open(run))
-                infos = [one for one in infos if not is_exception_checkpoint(one.name)] or infos
+                infos = [info for info in infos if not is_exception_checkpoint(info.name)] or infos
                 newest = infos[-1].manifest.metadata if infos else {}
-                own = [
-                    o for o in infos if o.manifest.metadata.get("run_id") == newest.get("run_id")
-                ]
-                last = own[-1].path if own else None
-                path = self._best_of(own)[0] if which == "best" else last
+                run_id = newest.get("run_id")
+                infos_of_run = [i for i in infos if i.manifest.metadata.get("run_id") == run_id]
+                last = infos_of_run[-1].path if infos_of_run else None
+                path = self._best_of(infos_of_run)[0] if which == "best" else last
                 at = (int(newest.get("step", 0)), int(newest.get("epoch", 0)), False)
         path, at = collectives.broadcast_object((path, at))
         return path, (at[0], at[1], at[2])
@@ -469,8 +469,8 @@ class Checkpoint(ResumableState):
 
 def _valid_in(folder: CheckpointFolder) -> list[CheckpointInfo]:
     """Return the valid checkpoints of a folder, oldest first, without a word about the others."""
-    found = [entry.info for entry in folder.survey() if entry.status == "valid"]
-    return sorted(found, key=lambda info: (info.manifest.generation, info.manifest.created))
+    infos = [entry.info for entry in folder.survey() if entry.status == "valid"]
+    return sorted(infos, key=lambda info: (info.manifest.generation, info.manifest.created))
 
 
 def _position(run: TrainingRun) -> Position:
@@ -511,9 +511,7 @@ class Schedule:
         every_seconds: Every | None = None,
         every: Every | None = None,
     ) -> None:
-        for name, count in (("every_n_steps", every_n_steps), ("every_n_epochs", every_n_epochs)):
-            if count is not None and count < 1:
-                raise ValueError(f"{name}={count} must be at least 1.")
+        require_at_least(1, every_n_steps=every_n_steps, every_n_epochs=every_n_epochs)
         self._steps, self._epochs = every_n_steps, every_n_epochs
         self._clock: Cadence | None = None
         if every_seconds is not None:
@@ -609,10 +607,7 @@ class Retention:
         monitor: Monitor | None = None,
         keep: Keep | None = None,
     ) -> None:
-        numbers = {"keep_last": keep_last, "keep_best": keep_best, "keep_every": keep_every}
-        for name, value in numbers.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1.")
+        require_at_least(1, keep_last=keep_last, keep_best=keep_best, keep_every=keep_every)
         if keep is not None and not callable(keep):
             raise TypeError(
                 f"keep={keep!r} is not a policy: write keep_last(3) | keep_every(1000)."

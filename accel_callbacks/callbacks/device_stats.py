@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_callbacks.callbacks.base import Callback
+from accel_callbacks.callbacks.base import Callback, require_at_least
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
@@ -88,8 +88,7 @@ class DeviceStats(Callback):
         cpu: bool | None = None,
         disk: str | os.PathLike[str] | None = None,
     ) -> None:
-        if every_n_steps < 1:
-            raise ValueError(f"every_n_steps={every_n_steps} must be at least 1.")
+        require_at_least(1, every_n_steps=every_n_steps)
         if cpu:
             _psutil(needed=True)
         self.every_n_steps = every_n_steps
@@ -192,12 +191,12 @@ def _read(readings: dict[str, Reading], tell: Callable[[str], None] = warn) -> d
 
 def _available(candidates: dict[str, Reading]) -> dict[str, Reading]:
     """Return the readings that work; a driver only fails when called, each in its own way."""
-    found = {}
+    readings = {}
     for name, reading in candidates.items():
         with suppress(Exception):
             reading()
-            found[name] = reading
-    return found
+            readings[name] = reading
+    return readings
 
 
 def _device_readings(device: torch.device) -> dict[str, Reading]:

@@ -181,8 +181,8 @@ class EarlyStopping(ResumableState):
             return f"{name} has reached {value:.4g}, better than {goal:.4g}"
         if self.wait_count and self.wait_count >= self.patience:
             never = self.best is None
-            what = "was NaN" if never else f"did not improve on {self.best:.4g}"
-            return f"{name} {what} in {self.wait_count} checks"
+            outcome = "was NaN" if never else f"did not improve on {self.best:.4g}"
+            return f"{name} {outcome} in {self.wait_count} checks"
         return None
 
     def _is_past(self, value: float, *, than: float) -> bool:
@@ -207,8 +207,8 @@ class EarlyStopping(ResumableState):
     def _agreed_reason(self) -> str | None:
         """Return why the run is stopped, if because of this metric, on any rank."""
         agreed = None if self._run is None else self._run.stop_reason
-        own = agreed is not None and agreed.startswith(f"{self.monitor.name} ")
-        return agreed if own else self.stop_reason
+        ours = agreed is not None and agreed.startswith(f"{self.monitor.name} ")
+        return agreed if ours else self.stop_reason
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore all but ``patience``: a larger one than the saved run's continues the run."""

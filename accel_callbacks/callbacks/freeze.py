@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -102,8 +102,7 @@ class Freeze(Callback):
     @property
     def state_key(self) -> str:
         """``Freeze:<targets>``, with the class for a module."""
-        parts = (one if isinstance(one, str) else class_of(one).__name__ for one in self.schedule)
-        return f"Freeze:{','.join(parts)}"
+        return f"Freeze:{','.join(phase.name for phase in self._phases)}"
 
     # --- hooks --------------------------------------------------------------------------------
 
@@ -118,14 +117,15 @@ class Freeze(Callback):
         self._drops_gradients = not _can_change_requires_grad(run)
         self._match(run)
         later = [p for phase in self._phases if phase.until is not None for p in phase.parameters]
-        optimizers = [getattr(one, "optimizer", one) for one in run.optimizers]
-        owned = {id(p) for one in optimizers for g in one.param_groups for p in g["params"]}
+        optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in run.optimizers]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        owned = {id(parameter) for group in groups for parameter in group["params"]}
         new = [
             p
             for p in later
             if id(p) not in self._grouped and (self.lr_factor is not None or id(p) not in owned)
         ]
-        schedulers = [getattr(one, "scheduler", one) for one in run.schedulers]
+        schedulers = [getattr(scheduler, "scheduler", scheduler) for scheduler in run.schedulers]
         split_param_groups(optimizers, schedulers, new, self.lr_factor or 1.0)
         self._grouped.update(map(id, new))
 
@@ -133,9 +133,7 @@ class Freeze(Callback):
         """Freeze for the position of the run, which may have been resumed."""
         self._update(run)
 
-    def on_train_epoch_start(self, run: TrainingRun, model: Any) -> None:
-        """Unfreeze what is due."""
-        self._update(run)
+    on_train_epoch_start = on_fit_start
 
     def on_after_optimizer_step(
         self, run: TrainingRun, model: Any, optimizer: torch.optim.Optimizer
@@ -147,8 +145,9 @@ class Freeze(Callback):
         self, run: TrainingRun, model: Any, batch: Any, batch_idx: int
     ) -> None:
         """Set frozen BatchNorm layers to eval mode again, after a ``model.train()``."""
-        for norm in self._frozen_norms():
-            norm.eval()
+        for phase in self._phases:
+            for norm in phase.norms if phase.frozen else ():
+                norm.eval()
 
     def on_after_backward(self, run: TrainingRun, model: Any) -> None:
         """Drop the gradients of frozen parameters, before any clipping or measuring."""
@@ -177,12 +176,12 @@ class Freeze(Callback):
         matched: set[int] = set()
         for number, model in enumerate(run.models):
             for name, parameter in model.named_parameters():
-                found = self._phase_of(name, number, parameter)
-                if found is not None:
-                    matched.add(id(found))
+                owner = self._phase_of(name, number, parameter)
+                if owner is not None:
+                    matched.add(id(owner))
                     if parameter.requires_grad or id(parameter) in self._trainable:
                         self._trainable[id(parameter)] = parameter
-                        found.parameters.append(parameter)
+                        owner.parameters.append(parameter)
             self._match_norms(number, model)
         for phase in self._phases:
             self._require_parameters(phase, id(phase) in matched, run)
@@ -193,27 +192,28 @@ class Freeze(Callback):
                 continue
             prefix = f"{name}." if name else ""
             members = [*module.named_parameters(prefix[:-1]), *module.named_buffers(prefix[:-1])]
-            phases = [self._phase_of(one, number, member) for one, member in members]
+            phases = [self._phase_of(full_name, number, member) for full_name, member in members]
             if phases and phases[0] is not None:
                 phases[0].norms.append(module)
 
     def _phase_of(self, name: str, number: int, member: object) -> _Phase | None:
-        matching = (one for one in reversed(self._phases) if one.matches(name, number, member))
+        matching = (
+            phase for phase in reversed(self._phases) if phase.matches(name, number, member)
+        )
         return next(matching, None)
 
     def _require_parameters(self, phase: _Phase, matched: bool, run: TrainingRun) -> None:
         if phase.parameters:
             return
-        shown = phase.target if isinstance(phase.target, str) else class_of(phase.target).__name__
         if matched:
             raise ValueError(
-                f"Freeze: all parameters of {shown!r} have requires_grad=False already: prepare "
-                "the model unfrozen, and leave that to Freeze."
+                f"Freeze: all parameters of {phase.name!r} have requires_grad=False already: "
+                "prepare the model unfrozen, and leave that to Freeze."
             )
         names = [name for model in run.models for name, _ in model.named_parameters()]
-        hint = nearest(str(shown), names)
+        hint = nearest(phase.name, names)
         raise ValueError(
-            f"Freeze: no parameter of a prepared model matches {shown!r}, or a later pattern "
+            f"Freeze: no parameter of a prepared model matches {phase.name!r}, or a later pattern "
             f"matches them all.{hint}"
         )
 
@@ -242,9 +242,6 @@ class Freeze(Callback):
                     for parameter in phase.parameters:
                         parameter.grad = None
 
-    def _frozen_norms(self) -> Iterable[torch.nn.Module]:
-        return (norm for phase in self._phases if phase.frozen for norm in phase.norms)
-
 
 @dataclass
 class _Phase:
@@ -264,17 +261,22 @@ class _Phase:
     norms: list[torch.nn.Module] = field(default_factory=list)
     frozen: bool = False
 
+    @property
+    def name(self) -> str:
+        """The pattern, or the class of the module."""
+        return self.target if isinstance(self.target, str) else class_of(self.target).__name__
+
     def is_over(self, run: TrainingRun) -> bool:
         if self.until is None:
             return False
-        here = run.current_epoch if self.until.unit == "epochs" else run.global_step
-        return here >= self.until.amount
+        position = run.current_epoch if self.until.unit == "epochs" else run.global_step
+        return position >= self.until.amount
 
     def matches(self, name: str, number: int, member: object) -> bool:
         """Return whether a parameter or buffer of the model with this number belongs to it."""
         target = self.target
         if isinstance(target, torch.nn.Module):
-            return any(member is one for one in (*target.parameters(), *target.buffers()))
+            return any(member is tensor for tensor in (*target.parameters(), *target.buffers()))
         return fnmatchcase(name, target) or fnmatchcase(f"{number}/{name}", target)
 
 
@@ -324,20 +326,19 @@ def split_param_groups(
     """
     wanted = {id(parameter) for parameter in parameters}
     for optimizer in optimizers:
-        own = [one for scheduler in schedulers for one in _schedulers_of(scheduler, optimizer)]
+        followers = _schedulers_of(optimizer, schedulers)
         for index, group in enumerate(list(optimizer.param_groups)):
             moved = [p for p in group["params"] if id(p) in wanted]
             wanted -= {id(p) for p in moved}
             if moved and len(moved) == len(group["params"]):
                 _scale_group(group, factor)
-                _scale_schedulers(own, index, factor)
+                _scale_schedulers(followers, index, factor)
             elif moved:
                 group["params"] = [p for p in group["params"] if all(p is not m for m in moved)]
-                _add_group(optimizer, own, index, moved, factor)
+                _add_group(optimizer, followers, index, moved, factor)
     left = [parameter for parameter in parameters if id(parameter) in wanted]
     if left and optimizers:
-        own = [one for scheduler in schedulers for one in _schedulers_of(scheduler, optimizers[0])]
-        _add_group(optimizers[0], own, 0, left, factor)
+        _add_group(optimizers[0], _schedulers_of(optimizers[0], schedulers), 0, left, factor)
 
 
 def _add_group(
@@ -373,10 +374,12 @@ def _scale_schedulers(schedulers: Sequence[Any], index: int, factor: float) -> N
                 values[index] = values[index] * factor
 
 
-def _schedulers_of(scheduler: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    """Yield a scheduler and those nested in it that belong to this optimizer."""
-    owner = getattr(scheduler, "optimizer", None)
-    if owner is optimizer or getattr(owner, "optimizer", None) is optimizer:
-        yield scheduler
-    for inner in getattr(scheduler, "_schedulers", ()):
-        yield from _schedulers_of(inner, optimizer)
+def _schedulers_of(optimizer: torch.optim.Optimizer, schedulers: Iterable[Any]) -> list[Any]:
+    """Return those of some schedulers, and of those nested in them, that follow an optimizer."""
+    followers = []
+    for scheduler in schedulers:
+        owner = getattr(scheduler, "optimizer", None)
+        if owner is optimizer or getattr(owner, "optimizer", None) is optimizer:
+            followers.append(scheduler)
+        followers += _schedulers_of(optimizer, getattr(scheduler, "_schedulers", ()))
+    return followers

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_callbacks.callbacks.base import Callback
-from accel_callbacks.callbacks.finite import parameters_of
+from accel_callbacks.callbacks.base import Callback, require_at_least
 from accel_callbacks.callbacks.freeze import Freeze
 from accel_callbacks.gradients import combined_norm, total_norm
 
@@ -63,8 +62,7 @@ class GradientNorm(Callback):
         per_layer: bool | int = False,
         log_name: str = "grad_norm",
     ) -> None:
-        if every_n_steps < 1:
-            raise ValueError(f"every_n_steps={every_n_steps} must be at least 1.")
+        require_at_least(1, every_n_steps=every_n_steps)
         if not norm_type > 0:
             raise ValueError(f"norm_type={norm_type} must be above 0, such as 2 or inf.")
         if per_layer is not False and per_layer < 1:
@@ -84,8 +82,8 @@ class GradientNorm(Callback):
 
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
         """Drop the measurements of an earlier run."""
-        for kept in (self._measured, self._pending, self._layer_names):
-            kept.clear()
+        for measurements in (self._measured, self._pending, self._layer_names):
+            measurements.clear()
 
     def on_after_backward(self, run: TrainingRun, model: Any) -> None:
         """Measure completed gradients; of several backwards that complete them, the last counts."""
@@ -124,7 +122,8 @@ class GradientNorm(Callback):
         whole = None if measure is None else measure(self.norm_type)
         if whole is not None:
             return {self._name(run, optimizer): whole}
-        with_grad = [p for p in parameters_of(optimizer) if p.grad is not None]
+        groups = optimizer.param_groups
+        with_grad = [p for group in groups for p in group["params"] if p.grad is not None]
         norms: dict[str, torch.Tensor] = {}
         if with_grad and self.per_layer:
             for layer, members in self._layers(run, with_grad).items():
@@ -142,7 +141,7 @@ class GradientNorm(Callback):
     def _name(self, run: TrainingRun, optimizer: torch.optim.Optimizer) -> str:
         if len(run.optimizers) == 1:
             return self.log_name
-        number = next(i for i, one in enumerate(run.optimizers) if one is optimizer)
+        number = next(i for i, other in enumerate(run.optimizers) if other is optimizer)
         return f"{self.log_name}/optimizer{number}"
 
     def _layers(self, run: TrainingRun, parameters: Parameters) -> dict[str, Parameters]:
@@ -151,8 +150,8 @@ class GradientNorm(Callback):
                 number = [str(index)] if len(run.models) > 1 else []
                 for name, parameter in model.named_parameters():
                     parts = name.split(".")
-                    kept = parts[:-1] if self.per_layer is True else parts[: self.per_layer]
-                    self._layer_names[id(parameter)] = ".".join([*number, *kept] or parts)
+                    leading = parts[:-1] if self.per_layer is True else parts[: self.per_layer]
+                    self._layer_names[id(parameter)] = ".".join([*number, *leading] or parts)
         layers: dict[str, Parameters] = {}
         for parameter in parameters:
             layers.setdefault(self._layer_names.get(id(parameter), "other"), []).append(parameter)

@@ -156,19 +156,19 @@ class Cadence:
             RuntimeError: the interval is a part of the run, and the loop is not over
                 ``run.epochs``.
         """
-        amount, here = self.interval.amount, self._position(run)
-        if here is None:
+        amount, position = self.interval.amount, self._position(run)
+        if position is None:
             raise RuntimeError(
                 f"the length of the run, of which {self.interval} is a part, is unknown: loop over "
                 "`run.epochs(n)`, or give the interval in steps, epochs or time."
             )
         if self.interval.unit in ("steps", "epochs"):
-            return here > 0 and here % amount == 0 and here != self._last_due
+            return position > 0 and position % amount == 0 and position != self._last_due
         if self._last_due is None:
-            self._last_due = here
+            self._last_due = position
         if self.interval.unit == "seconds":
-            return here - self._last_due >= amount
-        return _floor(here / amount) > _floor(self._last_due / amount)
+            return position - self._last_due >= amount
+        return _floor(position / amount) > _floor(self._last_due / amount)
 
     def take(self, run: TrainingRun) -> bool:
         """Return whether the interval has passed; if so, start the next one."""
@@ -215,16 +215,16 @@ def _parse_text(text: str) -> Interval:
 def _numbers_and_units(plain: str, text: str) -> list[tuple[float, str]]:
     parts, at = [], 0
     while at < len(plain):
-        found = _PART.match(plain, at)
-        if found is None:
+        match = _PART.match(plain, at)
+        if match is None:
             raise ValueError(f"{text!r} is not an interval: write one {_FORMS}.")
-        number, word = found.groups()
+        number, word = match.groups()
         if word not in _UNITS:
             hint = nearest(word, _UNITS)
             raise ValueError(f"{text!r}: {word!r} is not a unit; write it {_FORMS}.{hint}")
         unit, factor = _UNITS[word]
         parts.append(((float(number) if number else 1.0) * factor, unit))
-        at = found.end()
+        at = match.end()
     if not parts:
         raise ValueError(f"an interval is empty: write one {_FORMS}.")
     return parts

@@ -80,7 +80,7 @@ class LearningRateMonitor(Callback):
         values = dict(
             entry
             for index, optimizer in enumerate(run.optimizers)
-            if any(optimizer is one for one in optimizers)
+            if any(optimizer is other for other in optimizers)
             for entry in self._entries(names[index], optimizer.param_groups)
         )
         if values:

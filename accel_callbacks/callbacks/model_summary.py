@@ -156,13 +156,14 @@ def summarize(model: torch.nn.Module, max_depth: int = 2, example: Any = None) -
         for parameter in module._parameters.values():
             owners.setdefault(id(parameter), name)
     rows = {
-        name: _summarize_layer(name, one, owners, passed.get(name)) for name, one in named.items()
+        name: _summarize_layer(name, module, owners, passed.get(name))
+        for name, module in named.items()
     }
     total = rows.pop("")
-    buffers = {id(one): one for one in model.buffers() if not is_lazy(one)}.values()
+    buffers = {id(buffer): buffer for buffer in model.buffers() if not is_lazy(buffer)}.values()
     in_train_mode = sum(module.training for module in model.modules())
     in_eval_mode = sum(not module.training for module in model.modules())
-    buffer_bytes = sum(_bytes(one) for one in buffers)
+    buffer_bytes = sum(_bytes(buffer) for buffer in buffers)
     return Summary(total, tuple(rows.values()), buffer_bytes, in_train_mode, in_eval_mode)
 
 
@@ -292,18 +293,18 @@ class LayerSummary:
 def _summarize_layer(
     name: str, module: torch.nn.Module, owners: Mapping[int, str], passed: ExamplePass | None
 ) -> LayerSummary:
-    every = list({id(one): one for one in module.parameters()}.values())
-    known = [one for one in every if not is_lazy(one)]
+    every = list({id(parameter): parameter for parameter in module.parameters()}.values())
+    known = [parameter for parameter in every if not is_lazy(parameter)]
     prefix = f"{name}." if name else ""
-    others = {owners[id(one)] for one in every} - {name}
+    others = {owners[id(parameter)] for parameter in every} - {name}
     return LayerSummary(
         name=name,
         kind=class_of(module).__name__,
-        parameters=sum(one.numel() for one in known),
-        trainable=sum(one.numel() for one in known if one.requires_grad),
-        bytes=sum(_bytes(one) for one in known),
-        dtypes=tuple(sorted({str(one.dtype).removeprefix("torch.") for one in every})),
-        tied_to=tuple(sorted(one for one in others if not one.startswith(prefix))),
+        parameters=sum(parameter.numel() for parameter in known),
+        trainable=sum(parameter.numel() for parameter in known if parameter.requires_grad),
+        bytes=sum(_bytes(parameter) for parameter in known),
+        dtypes=tuple(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in every})),
+        tied_to=tuple(sorted(other for other in others if not other.startswith(prefix))),
         lazy=len(known) < len(every),
         inputs=passed.inputs if passed else (),
         outputs=passed.outputs if passed else (),
@@ -356,7 +357,7 @@ def run_example(
     kwargs: dict[str, Any] = {}
     if isinstance(example, Mapping):
         args, kwargs = (), {str(name): value for name, value in example.items()}
-    device = next((one.device for one in model.parameters()), torch.device("cpu"))
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     counter, passes = FlopCounter(), {name: ExamplePass() for name in modules}
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # the hooks would recompile a compiled model

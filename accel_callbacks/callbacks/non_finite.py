@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks.callbacks.finite import (
-    FiniteCheck,
-    GradientNorms,
-    measure_gradients,
-    parameter_names,
-    parameters_of,
-    scaler_handles_overflow,
-)
+from accel_callbacks.callbacks.base import require_at_least
 from accel_callbacks.callbacks.freeze import Freeze
 from accel_callbacks.callbacks.resumable_state import ResumableState
 from accel_callbacks.callbacks.weight_averaging import Averaging
@@ -26,6 +21,8 @@ from accel_callbacks.checkpoint.selection import Selection
 from accel_callbacks.checkpoint.training_state import TrainingState
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.errors import nearest
+from accel_callbacks.gradients import local_part
+from accel_callbacks.host_copy import HostCopy
 from accel_callbacks.logging import notice
 from accel_callbacks.warning import warn
 
@@ -33,9 +30,18 @@ if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
     from checkpoint_io import CheckpointReader
 
-__all__ = ["NonFinite", "RolledBack", "roll_back", "save_is_due"]
+__all__ = [
+    "FiniteCheck",
+    "GradientNorms",
+    "NonFinite",
+    "RolledBack",
+    "measure_gradients",
+    "roll_back",
+    "save_is_due",
+]
 
 _WHERE = "a rollback"
+_MAX_NAMES = 3  # parameters named in a message
 _CHECKS = ("loss", "gradients")
 _ACTIONS = ("raise", "skip", "rollback", "warn")
 _ADVICE = (
@@ -102,17 +108,13 @@ steps, and action="rollback" goes back to the last checkpoint.
         max_rollbacks: int = 3,
     ) -> None:
         checks = (check,) if isinstance(check, str) else tuple(check)
-        for one in checks or ("",):
-            if one not in _CHECKS:
-                raise ValueError(f"check={check!r}: use 'loss', 'gradients' or both.")
+        if not checks or not set(checks) <= set(_CHECKS):
+            raise ValueError(f"check={check!r}: use 'loss', 'gradients' or both.")
         if action not in _ACTIONS:
             hint = nearest(str(action), _ACTIONS)
             raise ValueError(f"action={action!r} is unknown; use one of {_ACTIONS}.{hint}")
-        least = {"patience": 0, "every_n_steps": 1, "max_rollbacks": 1}
-        given = {"patience": patience, "every_n_steps": every_n_steps}
-        for name, value in {**given, "max_rollbacks": max_rollbacks}.items():
-            if value is not None and value < least[name]:
-                raise ValueError(f"{name}={value} must be at least {least[name]}.")
+        require_at_least(0, patience=patience)
+        require_at_least(1, every_n_steps=every_n_steps, max_rollbacks=max_rollbacks)
         self.check = checks
         self.action = action
         self.patience = patience
@@ -177,9 +179,10 @@ steps, and action="rollback" goes back to the last checkpoint.
         """Measure the gradients before clipping, which would spread one NaN to all of them."""
         # Over a foreign trainer this is unknown; the gradients are measured before the step then.
         if run.gradients_complete and "gradients" in self.check and self._is_due(run):
-            self._overflow = scaler_handles_overflow(run)
+            scale = run.loss_scale()  # of fp16: an overflow is its own while it can be lowered
+            self._overflow = None if scale is None else scale > 1
             for optimizer in run.optimizers:
-                self._norms[id(optimizer)] = measure_gradients(parameters_of(optimizer))
+                self._norms[id(optimizer)] = measure_gradients(optimizer)
 
     def on_before_optimizer_step(
         self, run: TrainingRun, model: Any, optimizer: torch.optim.Optimizer
@@ -199,7 +202,7 @@ steps, and action="rollback" goes back to the last checkpoint.
     def _check_step(self, run: TrainingRun, optimizer: torch.optim.Optimizer) -> FiniteCheck:
         norms = self._norms.pop(id(optimizer), None)
         if norms is None and "gradients" in self.check:
-            norms = measure_gradients(parameters_of(optimizer))
+            norms = measure_gradients(optimizer)
         self._loss_read = True
         return FiniteCheck(
             run.next_step(optimizer),
@@ -218,7 +221,7 @@ steps, and action="rollback" goes back to the last checkpoint.
             return
         self.bad_steps += 1
         self.in_a_row += 1
-        text = check.describe(parameter_names(run))
+        text = check.describe(_parameter_names(run))
         # In join_uneven_inputs the other ranks do not know of it, so no rank can skip or roll back.
         alone = collectives.world_size() > 1 and not run.in_lockstep
         if self.action == "raise" or (alone and self.action != "warn"):
@@ -321,6 +324,185 @@ steps, and action="rollback" goes back to the last checkpoint.
         self._avoided = list(state_dict["avoided"])
 
 
+@dataclass
+class GradientNorms:
+    """A norm of each gradient, on the device; it is finite if the gradient is.
+
+    Args:
+        parameters: whose gradients they are, grouped by device and dtype.
+        norms: a tensor for each group, with one number for each parameter.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.callbacks.non_finite import measure_gradients
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> (weight * torch.tensor([1.0, torch.inf])).sum().backward()
+        >>> measure_gradients(torch.optim.SGD([weight])).bad_names({id(weight): "weight"})
+        ['weight']
+    """
+
+    parameters: list[list[torch.Tensor]] = field(default_factory=list)
+    norms: list[torch.Tensor] = field(default_factory=list)
+
+    def is_bad(self, device: torch.device) -> torch.Tensor:
+        """Return whether any gradient is not finite, as a tensor on a device."""
+        if not self.norms:
+            return torch.zeros((), dtype=torch.bool, device=device)
+        return torch.stack([(~norms.isfinite()).any().to(device) for norms in self.norms]).any()
+
+    def bad_names(self, known: Mapping[int, str]) -> list[str]:
+        """Return the names of gradients that are not finite; waits for the device.
+
+        Args:
+            known: names by ``id`` of the parameter; the result has their order.
+        """
+        bad = {
+            id(parameter)
+            for parameters, norms in zip(self.parameters, self.norms, strict=True)
+            for parameter, finite in zip(parameters, norms.isfinite().tolist(), strict=True)
+            if not finite
+        }
+        named = [name for key, name in known.items() if key in bad]
+        return named + ["a parameter of no prepared model"] * (len(bad) - len(named))
+
+
+@torch.no_grad()
+def measure_gradients(optimizer: torch.optim.Optimizer) -> GradientNorms:
+    """Measure the gradients of an optimizer; of sharded ones, this rank's part."""
+    groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if parameter.grad is None:
+            continue
+        dense = parameter.grad
+        part = dense.coalesce().values() if dense.is_sparse else local_part(dense)
+        if part.numel():
+            members, parts = groups.setdefault((part.device, part.dtype), ([], []))
+            members.append(parameter)
+            parts.append(part)
+    measured = GradientNorms()
+    for members, parts in groups.values():
+        measured.parameters.append(members)
+        measured.norms.append(_norms(parts))
+    return measured
+
+
+def _norms(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return one number for each tensor, finite if all of its elements are."""
+    if parts[0].device.type == "cpu":
+        # The 2-norm is ten times faster on the CPU; it overflows for huge finite elements, so a
+        # result that is not finite is checked again with the infinity norm.
+        norms = torch.stack(torch._foreach_norm(parts, 2.0))
+        if bool(norms.isfinite().all()):
+            return norms
+    return torch.stack(torch._foreach_norm(parts, torch.inf))
+
+
+class FiniteCheck:
+    """A check of one step's loss and gradients, reduced over the ranks and read later.
+
+    Args:
+        step: the step about to be taken, from 1.
+        loss: the sum of the losses of the step, or ``None``.
+        gradients: their norms, or ``None``.
+        overflow: on the device, whether the loss scaler handles gradients that are not finite;
+            ``None`` without a scaler.
+        collective: reduce over the ranks, all of which must make the check.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.callbacks.non_finite import FiniteCheck
+        >>> check = FiniteCheck(3, torch.tensor(torch.nan), None)
+        >>> check.is_bad()
+        True
+        >>> check.describe({})
+        'step 3: the loss is nan'
+    """
+
+    def __init__(
+        self,
+        step: int,
+        loss: torch.Tensor | None,
+        gradients: GradientNorms | None,
+        *,
+        overflow: torch.Tensor | None = None,
+        collective: bool = True,
+    ) -> None:
+        self.step = step
+        self._loss, self._gradients, self._overflow = loss, gradients, overflow
+        self._device = device = _device_of(loss, gradients)
+        flags = torch.stack([self._loss_flag(device), self._gradient_flag(device)]).int()
+        if collective and collectives.world_size() > 1:
+            flags = collectives.reduce(flags, "max")
+        self._flags = HostCopy(flags)
+
+    @property
+    def waits(self) -> bool:
+        """True if reading the result now would block on the device."""
+        return self._device.type != "cpu"
+
+    def _loss_flag(self, device: torch.device) -> torch.Tensor:
+        if self._loss is None:
+            return torch.zeros((), dtype=torch.bool, device=device)
+        return ~self._loss.isfinite()
+
+    def _gradient_flag(self, device: torch.device) -> torch.Tensor:
+        if self._gradients is None:
+            return torch.zeros((), dtype=torch.bool, device=device)
+        bad = self._gradients.is_bad(device)
+        return bad if self._overflow is None else bad & ~self._overflow.to(device)
+
+    def is_bad(self) -> bool:
+        """Return whether loss or gradients are not finite on any rank; waits for the device."""
+        return any(self._read())
+
+    def _read(self) -> list[bool]:
+        return [bool(flag) for flag in self._flags.read().tolist()]
+
+    def describe(self, known: Mapping[int, str]) -> str:
+        """Describe the values that are not finite.
+
+        Args:
+            known: names of parameters by their ``id``; the first few are in the text.
+        """
+        loss_bad, gradients_bad = self._read()
+        parts = []
+        if loss_bad:
+            value = float("nan") if self._loss is None else float(self._loss)
+            own_is_bad = self._loss is not None and not math.isfinite(value)
+            parts.append(
+                f"the loss is {value}" if own_is_bad else "the loss of another rank is bad"
+            )
+        if gradients_bad:
+            names = [] if self._gradients is None else self._gradients.bad_names(known)
+            parts.append(_gradients_text(names))
+        return f"step {self.step}: {', and '.join(parts)}"
+
+
+def _gradients_text(names: list[str]) -> str:
+    if not names:
+        return "gradients of another rank are not finite"
+    shown = ", ".join(repr(name) for name in names[:_MAX_NAMES])
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return f"the gradients of {shown}{more} are not finite"
+
+
+def _device_of(loss: torch.Tensor | None, gradients: GradientNorms | None) -> torch.device:
+    if loss is not None:
+        return loss.device
+    norms = gradients.norms if gradients is not None else []
+    return norms[0].device if norms else torch.device("cpu")
+
+
+def _parameter_names(run: TrainingRun) -> dict[int, str]:
+    """Return the names of parameters by ``id``, prefixed by the model's index if several."""
+    models = list(run.models)
+    return {
+        id(parameter): f"{index}.{name}" if len(models) > 1 else name
+        for index, model in enumerate(models)
+        for name, parameter in model.named_parameters()
+    }
+
+
 class RolledBack(NamedTuple):
     """The result of a rollback.
 
@@ -382,7 +564,9 @@ def save_is_due(run: TrainingRun) -> bool:
     """Return whether a Checkpoint's schedule saves this step; ``run.save_now`` is not foreseen."""
     savers = getattr(run, "checkpoint_callbacks", ())  # a foreign trainer has none
     schedules = (getattr(saver, "schedule", None) for saver in savers)
-    return any(one.step_is_due(run.global_step) for one in schedules if one is not None)
+    return any(
+        schedule.step_is_due(run.global_step) for schedule in schedules if schedule is not None
+    )
 
 
 class _Candidates(NamedTuple):
@@ -395,7 +579,7 @@ def _find_candidates(
     root: str, storage_options: Mapping[str, Any] | None, newest_step: int, avoid: Collection[str]
 ) -> _Candidates:
     """Find the checkpoints that may be restored, on the main process. Collective."""
-    found = _Candidates(0, [], [])
+    candidates = _Candidates(0, [], [])
     with shared_failure(_WHERE):
         if collectives.rank() == 0:
             entries = open_folder(root, storage_options).survey()
@@ -406,8 +590,8 @@ def _find_candidates(
                 if info.manifest.id in avoid or info.manifest.metadata.get("step", 0) > newest_step
             ]
             paths, ids = [info.path for info in skipped], [info.manifest.id for info in skipped]
-            found = _Candidates(len(infos) - len(skipped), paths, ids)
-    return collectives.broadcast_object(found)
+            candidates = _Candidates(len(infos) - len(skipped), paths, ids)
+    return collectives.broadcast_object(candidates)
 
 
 def _restore(
@@ -419,13 +603,13 @@ def _restore(
     sections = ["models", "precision"]
     sections += ["optimizers"] if training.optimizers else []
     sections += ["registered"] if training.registered.names else []
-    kept = [{**group} for group in _param_groups(training)]
+    options_before = [{**group} for group in _param_groups(training)]
     options = LoadOptions(Selection(sections), storage_options=storage_options)
     path = restore_newest(training, root, options, skip)
     if path is None:
         return None
     # Loading has replaced the group dicts; give the new ones the learning rates of before.
-    for group, before in zip(_param_groups(training), kept, strict=True):
+    for group, before in zip(_param_groups(training), options_before, strict=True):
         group.update({name: value for name, value in before.items() if name != "params"})
     try:
         _restore_callbacks(training, open_one(path, storage_options))
@@ -435,7 +619,7 @@ def _restore(
 
 
 def _param_groups(training: TrainingState) -> list[dict[str, Any]]:
-    return [group for one in training.optimizers for group in one.param_groups]
+    return [group for optimizer in training.optimizers for group in optimizer.param_groups]
 
 
 def _restore_callbacks(training: TrainingState, reader: CheckpointReader) -> None:

@@ -197,9 +197,9 @@ class SignalCatcher:
             )
             return False
         self._pid = os.getpid()
-        for one in self._signals:
+        for number in self._signals:
             # A handler set outside of Python is reported as None, and cannot be set again.
-            self._original[one] = signal.signal(one, self._handle) or signal.SIG_DFL
+            self._original[number] = signal.signal(number, self._handle) or signal.SIG_DFL
         return True
 
     def restore(self) -> None:
@@ -260,20 +260,20 @@ def parse_signals(names: Iterable[str | int]) -> tuple[signal.Signals, ...]:
         >>> [one.name for one in parse_signals(["SIGTERM"])]
         ['SIGTERM']
     """
-    found = []
+    signals = []
     for name in names:
         if not isinstance(name, str):
-            found.append(signal.Signals(name))
+            signals.append(signal.Signals(name))
             continue
         if name in ("SIGKILL", "SIGSTOP"):
             raise ValueError(f"{name} cannot be caught: ask the cluster for SIGTERM or SIGUSR1.")
-        one = getattr(signal, name, None)
-        if isinstance(one, signal.Signals):
-            found.append(one)
+        number = getattr(signal, name, None)
+        if isinstance(number, signal.Signals):
+            signals.append(number)
         elif name not in ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT"):  # which Windows lacks
             known = [each.name for each in signal.Signals]
             raise ValueError(f"{name!r} is not a signal.{nearest(name, known)}")
-    return tuple(found)
+    return tuple(signals)
 
 
 def requeue_slurm() -> str:

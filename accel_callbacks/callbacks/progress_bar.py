@@ -155,7 +155,8 @@ class ProgressBar(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Count the batch."""
-        self._count_evaluation(batch_idx)
+        if self._evaluation is not None and self._is_due(self._evaluation, batch_idx + 1):
+            self._draw(self._evaluation, MetricText())
 
     def on_validation_end(self, run: TrainingRun, model: Any) -> None:
         """Finish the bar of the evaluation."""
@@ -167,21 +168,7 @@ class ProgressBar(Callback):
         """Start a bar for each loader of the test."""
         self._start_evaluation(run, "test", run.num_test_batches, batch_idx, dataloader_idx)
 
-    def on_test_batch_end(
-        self,
-        run: TrainingRun,
-        model: Any,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Count the batch."""
-        self._count_evaluation(batch_idx)
-
-    def on_test_end(self, run: TrainingRun, model: Any) -> None:
-        """Finish the bar of the evaluation."""
-        self._finish_evaluation()
+    on_test_batch_end, on_test_end = on_validation_batch_end, on_validation_end
 
     def _start_evaluation(
         self, run: TrainingRun, stage: str, totals: Any, batch_idx: int, loader: int
@@ -195,10 +182,6 @@ class ProgressBar(Callback):
         title = stage if self._training is None else f"{_epoch(run)}, {stage}"
         self._evaluation = LoaderPass(title, total, batch_idx)
         self._start(self._evaluation)
-
-    def _count_evaluation(self, batch_idx: int) -> None:
-        if self._evaluation is not None and self._is_due(self._evaluation, batch_idx + 1):
-            self._draw(self._evaluation, MetricText())
 
     def _finish_evaluation(self) -> None:
         evaluation, display = self._evaluation, self._display

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from accel_callbacks.callbacks.base import require_at_least
 from accel_callbacks.callbacks.interval import Interval
 from accel_callbacks.callbacks.resumable_state import ResumableState
 from accel_callbacks.modeling.undisturbed import undisturbed_eval
@@ -72,8 +73,7 @@ class SampleLogger(ResumableState):
     ) -> None:
         if stage not in _STAGES:
             raise ValueError(f"stage={stage!r} is unknown; use one of {', '.join(_STAGES)}.")
-        if n < 1:
-            raise ValueError(f"n={n} must be at least 1.")
+        require_at_least(1, n=n)
         self.interval = None if every is None else Interval.parse(every)
         if self.interval is not None and self.interval.unit not in ("steps", "epochs"):
             raise ValueError(
@@ -139,28 +139,28 @@ class SampleLogger(ResumableState):
         if self.interval is None:
             return True
         steps = self.interval.unit == "steps"
-        here = run.global_step if steps else run.current_epoch
+        position = run.global_step if steps else run.current_epoch
         # Training passes every step, so there steps count from 0; all else logs at once first.
         last = 0 if self._last is None and steps and self.stage == "train" else self._last
-        if last is not None and here - last < self.interval.amount:
+        if last is not None and position - last < self.interval.amount:
             return False
-        self._last = here
+        self._last = position
         return True
 
     def _log(self, run: TrainingRun, model: Any, batch: Any, outputs: Any) -> None:
         accel = run.accelerator
         with undisturbed_eval(run.models, accel.device), accel.autocast():
-            found = self.function(run, model, batch, outputs)
+            samples = self.function(run, model, batch, outputs)
         images: dict[str, Any] = {}
         texts: dict[str, str] = {}
-        for name, value in found.items():
+        for name, value in samples.items():
             name = f"{self.prefix}/{name}"
             if isinstance(value, Mapping):
                 columns, rows = _table(name, value)
                 accel.log_table(name, columns, rows[: self.n])
             elif isinstance(value, str):
                 texts[name] = value
-            elif isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value):
+            elif isinstance(value, (list, tuple)) and all(isinstance(text, str) for text in value):
                 texts[name] = "\n\n".join(value[: self.n])
             else:
                 images[name] = _first(value, self.n)

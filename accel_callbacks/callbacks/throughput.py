@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from accel_callbacks.callbacks.base import require_at_least
 from accel_callbacks.callbacks.flops import FlopCounter, matmul_precision, peak_flops_of
 from accel_callbacks.callbacks.resumable_state import ResumableState
 from accel_callbacks.utils.operations import find_batch_size
@@ -90,9 +91,7 @@ class Throughput(ResumableState):
         peak_flops: float | None = None,
         log_every_n_steps: int = 50,
     ) -> None:
-        for name, value in {"window": window, "log_every_n_steps": log_every_n_steps}.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1.")
+        require_at_least(1, window=window, log_every_n_steps=log_every_n_steps)
         self.window = window
         self._data_world = 1  # ranks that read different data
         self.samples = samples or first_dimension
@@ -152,13 +151,10 @@ class Throughput(ResumableState):
             self._step = self._logged_step = run.global_step
         self._stop_counting()  # of a batch that had no end
         self._counted = 0
-        if self._counts_flops and self._measured is None and self._steps < _WARMUP:
+        measures = self.measure_flops and self.flops_per_step is None
+        if measures and self._measured is None and self._steps < _WARMUP:
             self._counter = FlopCounter()
             self._counter.__enter__()  # type: ignore[no-untyped-call]
-
-    @property
-    def _counts_flops(self) -> bool:
-        return self.measure_flops and self.flops_per_step is None
 
     def on_before_backward(self, run: TrainingRun, model: Any, loss: torch.Tensor) -> None:
         """Start the clock again after an evaluation or a save in the middle of the loop body."""
@@ -171,9 +167,7 @@ class Throughput(ResumableState):
         """Stop the clock."""
         self._stop_clock(run)
 
-    def on_test_start(self, run: TrainingRun, model: Any) -> None:
-        """Stop the clock."""
-        self._stop_clock(run)
+    on_test_start = on_validation_start
 
     def on_save_checkpoint(self, run: TrainingRun, model: Any, checkpoint: dict[str, Any]) -> None:
         """Stop the clock at the time when the save began."""
@@ -192,25 +186,21 @@ class Throughput(ResumableState):
         self, run: TrainingRun, model: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the batch; mark the end of a step, and log every ``log_every_n_steps``."""
-        own = batch is None  # of a loop that iterates no prepared loader
-        samples = None if own else self.samples(batch)
+        without_loader = batch is None  # of a loop that iterates no prepared loader
+        samples = None if without_loader else self.samples(batch)
         self._has_samples = samples is not None
-        self._read_flops(samples)
+        self._stop_counting()
+        if self._counted:  # in this batch: convert to those of a sample
+            self._measured = self._counted / (1 if samples is None else samples)
         self._batches += 1
         self._flops = self._flops + (self._measured or 0.0) * (1 if samples is None else samples)
         self._samples = self._samples + (samples or 0)
-        if self.tokens is not None and not own:
+        if self.tokens is not None and not without_loader:
             self._tokens = self._tokens + self.tokens(batch)  # not in place: marks share the tensor
         if run.global_step != self._step:
             self._mark(run)
         if run.global_step // self.log_every_n_steps != self._logged_step // self.log_every_n_steps:
             self._log(run)
-
-    def _read_flops(self, samples: Any) -> None:
-        """Convert the FLOPs counted in this batch to those of a sample."""
-        self._stop_counting()
-        if self._counted:
-            self._measured = self._counted / (1 if samples is None else samples)
 
     def _stop_counting(self) -> None:
         counter, self._counter = self._counter, None

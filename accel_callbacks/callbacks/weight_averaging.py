@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from accel_callbacks.callbacks.averaged_weights import Averages, Rule
+from accel_callbacks.callbacks.base import require_at_least
 from accel_callbacks.callbacks.resumable_state import ResumableState
 from accel_callbacks.logging import notice
 from accel_callbacks.modeling.compile import original
@@ -82,7 +83,9 @@ class Averaging(ResumableState, ABC):
         self._swap_out()
         known = [] if self._averages is None else self._averages.models  # may be frozen by now
         models = [
-            one for one in run.models if any(one is other for other in known) or _is_trained(one)
+            candidate
+            for candidate in run.models
+            if _is_trained(candidate) or any(candidate is averaged for averaged in known)
         ]
         super().setup(run, model, stage)
         if self._averages is None or self._averages.models != models:
@@ -122,13 +125,7 @@ class Averaging(ResumableState, ABC):
         """Restore the weights."""
         self._swap_out_after_evaluation(run)
 
-    def on_test_start(self, run: TrainingRun, model: Any) -> None:
-        """Put the average into the models."""
-        self._swap_in(run)
-
-    def on_test_end(self, run: TrainingRun, model: Any) -> None:
-        """Restore the weights."""
-        self._swap_out_after_evaluation(run)
+    on_test_start, on_test_end = on_validation_start, on_validation_end
 
     def _swap_in(self, run: TrainingRun) -> None:
         averages = self._averages
@@ -138,8 +135,8 @@ class Averaging(ResumableState, ABC):
             return
         # Only one of several: they would be restored in the order in which they were swapped in,
         # and the second would keep the first one's average as the weights.
-        others = (one for one in getattr(run, "callbacks", ()) if one is not self)
-        if not any(isinstance(one, Averaging) and one._swapped_in for one in others):
+        others = (callback for callback in getattr(run, "callbacks", ()) if callback is not self)
+        if not any(isinstance(callback, Averaging) and callback._swapped_in for callback in others):
             self._swapped_in = self._swapped_in or not averages.applied
             averages.apply()
 
@@ -236,7 +233,8 @@ class Averaging(ResumableState, ABC):
             return {}
         averages = self._averages_of(models)
         places = [
-            next((i for i, m in enumerate(models) if m is one), None) for one in averages.models
+            next((i for i, m in enumerate(models) if m is averaged), None)
+            for averaged in averages.models
         ]
         return {
             place: averages.of_model(number, state["average"])
@@ -264,7 +262,7 @@ class Averaging(ResumableState, ABC):
     def _averages_of(self, models: Sequence[torch.nn.Module]) -> Averages:
         """Return the averages of this callback, or those that ``setup`` will make."""
         return self._averages or Averages(
-            [one for one in models if _is_trained(one)],
+            [loaded for loaded in models if _is_trained(loaded)],
             use_buffers=self.use_buffers is True,
             device=self.device,
         )
@@ -331,18 +329,23 @@ def _updated_by(
 
     The first optimizer of a step also gets those that no optimizer has, such as buffers.
     """
-    others = [one for one in run.optimizers if one is not optimizer]
+    others = [other for other in run.optimizers if other is not optimizer]
     if optimizer is None or not others:
         return None
-    own = _parameter_ids([optimizer])
+    stepped = _parameter_ids([optimizer])
     if not first:
-        return lambda weight: id(weight) in own
-    of_others = _parameter_ids(others) - own
+        return lambda weight: id(weight) in stepped
+    of_others = _parameter_ids(others) - stepped
     return lambda weight: id(weight) not in of_others
 
 
 def _parameter_ids(optimizers: list[torch.optim.Optimizer]) -> set[int]:
-    return {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    return {
+        id(p)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
 
 
 def _insert_displaced(
@@ -350,7 +353,9 @@ def _insert_displaced(
 ) -> None:
     """Replace the averages in the state dicts of models by the weights that they displaced."""
     for number, model in enumerate(averages.models):
-        weights = saved.get(str(next(i for i, one in enumerate(models) if one is model)))
+        weights = saved.get(
+            str(next(i for i, candidate in enumerate(models) if candidate is model))
+        )
         if weights is not None:
             displaced = averages.displaced_weights(str(number)).items()
             weights.update({name: tensor for name, tensor in displaced if name in weights})
@@ -433,7 +438,8 @@ class EMA(Averaging):
         )
         if not 0 <= decay <= 1:
             raise ValueError(f"decay={decay} must be between 0 and 1.")
-        _check_numbers(every_n_steps=every_n_steps, start_step=start_step)
+        require_at_least(1, every_n_steps=every_n_steps)
+        require_at_least(0, start_step=start_step)
         self._lag_checked = False
         self.decay = decay
         self.every_n_steps = every_n_steps
@@ -541,8 +547,8 @@ class WeightAveraging(Averaging):
             raise ValueError("every_n_steps and every_n_epochs: give one of the two.")
         if every_n_steps is None and every_n_epochs is None:
             every_n_epochs = 1
-        _check_numbers(every_n_steps=every_n_steps, start_step=start_step)
-        _check_numbers(every_n_epochs=every_n_epochs, start_epoch=start_epoch)
+        require_at_least(1, every_n_steps=every_n_steps, every_n_epochs=every_n_epochs)
+        require_at_least(0, start_step=start_step, start_epoch=start_epoch)
         self.every_n_steps = every_n_steps
         self.every_n_epochs = every_n_epochs
         self.start_step = start_step
@@ -598,11 +604,3 @@ class WeightAveraging(Averaging):
 
 def _is_due(step: int, start: int, every: int) -> bool:
     return step >= start and (step - start) % every == 0
-
-
-def _check_numbers(**numbers: int | None) -> None:
-    """Raise unless intervals are at least 1 and starts at least 0."""
-    for name, value in numbers.items():
-        least = 0 if name.startswith("start") else 1
-        if value is not None and value < least:
-            raise ValueError(f"{name}={value} must be at least {least}.")

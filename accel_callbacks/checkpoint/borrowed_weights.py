@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_callbacks.callbacks.averaged_weights import local_part
 from accel_callbacks.checkpoint.compatibility import compare_frozen, fitting_weights
 from accel_callbacks.checkpoint.open import LoadFailed, open_one, together
 from accel_callbacks.checkpoint.restore import InPlaceReads
@@ -18,6 +17,7 @@ from accel_callbacks.checkpoint.selection import Selection
 from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.errors import ResumeError
+from accel_callbacks.gradients import local_part
 from accel_callbacks.offload.placeholder import AbsentWeight
 from accel_callbacks.offload.residence import held_weights
 

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from accel_callbacks import Accelerator, Callback, DistributedDataParallelKwargs
 from accel_callbacks.callbacks import EMA, Checkpoint, Freeze, GradientNorm, NonFinite
 from accel_callbacks.callbacks.averaged_weights import Averages
-from accel_callbacks.callbacks.finite import FiniteCheck, measure_gradients
 from accel_callbacks.callbacks.gradient_norm import total_norm
+from accel_callbacks.callbacks.non_finite import FiniteCheck, measure_gradients
 
 pytestmark = pytest.mark.distributed
 
@@ -164,7 +164,7 @@ def spread_norms():
     found = [total_norm([weight, plain], p).item() for p in (1.0, 2.0, float("inf"))]
     whole[2, 1] = BAD  # which is on the second process
     weight.grad = distribute_tensor(whole, mesh, [Shard(0)])
-    finding = FiniteCheck(1, None, measure_gradients([weight, plain]))
+    finding = FiniteCheck(1, None, measure_gradients(torch.optim.SGD([weight, plain])))
     return found, finding.is_bad(), finding.describe({id(weight): "weight"})
 
 

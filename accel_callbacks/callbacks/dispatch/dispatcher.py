@@ -111,19 +111,19 @@ class Dispatcher:
 
     def _give_keys(self, new: Sequence[Entry]) -> None:
         """Number the keys of new entries that have one already, in the order of registration."""
-        taken = {entry.key: entry for entry in self.entries}
+        by_key = {entry.key: entry for entry in self.entries}
         for entry in new:
-            first = taken.get(entry.key)
-            if any(entry.given is other.given for other in taken.values()):
+            first = by_key.get(entry.key)
+            if any(entry.given is other.given for other in by_key.values()):
                 raise ValueError(f"{entry.name} is given twice: give each callback once.")
             if first is not None and entry.saves:
                 raise ValueError(
                     f"two {type(entry.given).__qualname__} save into the same place, where each "
                     f"removes what the other keeps: {remedy(entry.given)}, or one is enough."
                 )
-            used = taken.keys() | self._retired
+            used = by_key.keys() | self._retired
             entry.use_key(next(key for key in numbered(entry.key) if key not in used))
-            taken[entry.key] = entry
+            by_key[entry.key] = entry
 
     def remove(self, callback: Any) -> Entry:
         """Remove a callback and its state.
@@ -194,8 +194,8 @@ class Dispatcher:
 
     def free_key(self, name: str) -> str:
         """Return a state key that no callback has: the name, or the name with a number."""
-        taken = {entry.key for entry in self.entries} | self._retired
-        return next(key for key in numbered(name) if key not in taken)
+        used = {entry.key for entry in self.entries} | self._retired
+        return next(key for key in numbered(name) if key not in used)
 
     def require_same_on_all_ranks(self) -> None:
         """Check that all ranks have the same callbacks that vote, save or are collective.
@@ -211,11 +211,11 @@ class Dispatcher:
             if entry.votes or entry.collective
         ]
         first, *others = collectives.all_objects(names)
-        for rank, here in enumerate(others, start=1):
-            if here != first:
+        for rank, keys in enumerate(others, start=1):
+            if keys != first:
                 raise ValueError(
                     "callbacks that vote, save or are collective must be given on all ranks, in "
-                    f"the same order: rank 0 has {first}, rank {rank} has {here}."
+                    f"the same order: rank 0 has {first}, rank {rank} has {keys}."
                 )
 
     # --- state --------------------------------------------------------------------------------
@@ -231,11 +231,11 @@ class Dispatcher:
 
     def options(self) -> dict[str, dict[str, str]]:
         """Return by key the options of callbacks that share a class, absent ones included."""
-        found = {key: dict(self._absent[key]) for key in self._absent if key in self._unclaimed}
+        recorded = {key: dict(self._absent[key]) for key in self._absent if key in self._unclaimed}
         for base, entries in self._families().items():
-            if len(entries) > 1 or family(found, base):
-                found.update({entry.key: entry.options for entry in entries})
-        return found
+            if len(entries) > 1 or family(recorded, base):
+                recorded.update({entry.key: entry.options for entry in entries})
+        return recorded
 
     def _families(self) -> dict[str, list[Entry]]:
         """Return the entries with a state by the key that they would have alone."""
@@ -254,7 +254,7 @@ class Dispatcher:
             states: saved states by key.
             options: what :meth:`options` returned then.
         """
-        self._absent = {key: given for key, given in options.items() if key in states}
+        self._absent = {key: recorded for key, recorded in options.items() if key in states}
         for base, entries in self._families().items():
             saved = {key: self._absent[key] for key in family(self._absent, base)}
             if saved:
@@ -301,9 +301,9 @@ def _claim(entries: Sequence[Entry], saved: Mapping[str, Mapping[str, str]]) -> 
         entry.use_key(key)
     for key in saved.keys() - set(pairs.values()):
         options = shown(saved[key], everyone)
-        told = f" ({options})" if options else ""
+        differences = f" ({options})" if options else ""
         news.append(
-            f"there is no callback for {key!r}{told}, whose state is kept for the next save"
+            f"there is no callback for {key!r}{differences}, whose state is kept for the next save"
         )
     if news:
         notice(f"{'; '.join(news)}. To tell them apart, {remedy(entries[0].given)}.")
@@ -402,14 +402,14 @@ class Entry:
 
     def matches(self, target: Any) -> bool:
         """Return whether a constraint refers to it: as an object, by its class or by its name."""
-        own = (self.callback, self.given)
+        objects = (self.callback, self.given)
         if isinstance(target, Configured):
             target = target.callback
         if isinstance(target, type):
             return isinstance(self.callback, target) or isinstance(self.given, target)
         if isinstance(target, str):
-            return target in (self.name, self.key, *(type(one).__qualname__ for one in own))
-        return any(target is one for one in own)
+            return target in (self.name, self.key, *(type(known).__qualname__ for known in objects))
+        return any(target is known for known in objects)
 
     def state(self) -> dict[str, Any]:
         """Return the callback's state; if ``state_dict`` fails and may, its last one."""
@@ -427,8 +427,8 @@ class Entry:
     def failed(self, hook: str, error: Exception) -> None:
         """Warn about an error in a hook that does not end the run, and apply ``on_error``."""
         self.disabled = self.disabled or self.on_error == "disable"
-        what = "is disabled" if self.disabled else "stays enabled"
-        text = f"{self.name}.{hook} failed; the callback {what}: {type(error).__name__}: {error}"
+        outcome = "is disabled" if self.disabled else "stays enabled"
+        text = f"{self.name}.{hook} failed; the callback {outcome}: {type(error).__name__}: {error}"
         _log.warning(text, exc_info=error)
         warn(text)
 
@@ -548,7 +548,7 @@ def check_targets(new: Sequence[Entry], known: Sequence[Entry]) -> None:
     names = [entry.name for entry in known]
     for entry in new:
         for target in (*entry.before, *entry.after):
-            if isinstance(target, type) or any(one.matches(target) for one in known):
+            if isinstance(target, type) or any(entry.matches(target) for entry in known):
                 continue
             shown = repr(target) if isinstance(target, str) else type(target).__qualname__
             hint = nearest(target, names) if isinstance(target, str) else ""
@@ -569,7 +569,9 @@ def in_order(entries: Sequence[Entry]) -> list[Entry]:
     placed: list[Entry] = []
     while left:
         remaining = {id(entry) for entry in left}
-        ready = next((one for one in left if not predecessors[id(one)].keys() & remaining), None)
+        ready = next(
+            (entry for entry in left if not predecessors[id(entry)].keys() & remaining), None
+        )
         if ready is None:
             names = " before ".join(_cycle(left, predecessors))
             raise ValueError(f"callbacks wait for each other: {names}.")
@@ -597,7 +599,9 @@ def _cycle(left: Sequence[Entry], predecessors: dict[int, dict[int, Entry]]) -> 
     remaining = {id(entry) for entry in left}
     path = [left[0]]
     while True:
-        before = next(one for key, one in predecessors[id(path[-1])].items() if key in remaining)
+        before = next(
+            other for key, other in predecessors[id(path[-1])].items() if key in remaining
+        )
         if before in path:
             names = [entry.name for entry in (*path[path.index(before) :], before)]
             return names[::-1]

@@ -273,7 +273,7 @@ def _requested_arguments(function: Callable[..., Any], hook: str) -> list[tuple[
 def _available_arguments(hook: str) -> Mapping[str, _Getter]:
     """Return the arguments of the hook, and some that are read from these."""
     names = list(inspect.signature(getattr(Callback, hook)).parameters.values())[1:]
-    known = {one.name: _at(index, one.default) for index, one in enumerate(names)}
+    known = {argument.name: _at(index, argument.default) for index, argument in enumerate(names)}
     more: dict[str, _Getter] = {
         "step": lambda args: args[0].global_step,
         "epoch": lambda args: args[0].current_epoch,

@@ -40,8 +40,8 @@ def family(keys: Iterable[str], base: str) -> list[str]:
         >>> family(["EMA#10", "EMA:slow", "EMA#2", "EMA"], "EMA")
         ['EMA', 'EMA#2', 'EMA#10']
     """
-    found = [key for key in keys if re.fullmatch(re.escape(base) + r"(#[0-9]{1,9})?", key)]
-    return sorted(found, key=lambda key: (len(key), key))
+    members = [key for key in keys if re.fullmatch(re.escape(base) + r"(#[0-9]{1,9})?", key)]
+    return sorted(members, key=lambda key: (len(key), key))
 
 
 def options_of(callback: Any) -> dict[str, str]:
@@ -57,8 +57,8 @@ def options_of(callback: Any) -> dict[str, str]:
     held = getattr(callback, "__dict__", {})
     public = {name: value for name, value in held.items() if not name.startswith("_")}
     # Of the attributes those that the constructor takes; others may be counters.
-    taken = public.keys() & _parameters(kind) or public.keys()
-    plain = {name: repr(public[name]) for name in taken if isinstance(public[name], _SIMPLE)}
+    names = public.keys() & _parameters(kind) or public.keys()
+    plain = {name: repr(public[name]) for name in names if isinstance(public[name], _SIMPLE)}
     return {**plain, _CLASS: f"{kind.__module__}.{kind.__qualname__}"}
 
 
@@ -91,11 +91,11 @@ def paired(present: Sequence[Options], saved: Mapping[str, Options]) -> dict[int
     return pairs
 
 
-def _likeness(one: Options, other: Options) -> int:
+def _likeness(options: Options, other: Options) -> int:
     """Return how many options are equal; one of another class is like none."""
-    equal = one.items() & other.items()
-    same_class = one.get(_CLASS) == other.get(_CLASS)
-    return len(equal) if same_class else len(equal) - len(one) - len(other)
+    equal = options.items() & other.items()
+    same_class = options.get(_CLASS) == other.get(_CLASS)
+    return len(equal) if same_class else len(equal) - len(options) - len(other)
 
 
 def shown(options: Options, among: Iterable[Options]) -> str:

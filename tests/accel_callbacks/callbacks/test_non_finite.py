@@ -8,7 +8,7 @@ import torch
 import checkpoint_io
 from accel_callbacks import Accelerator, Callback
 from accel_callbacks.callbacks import EMA, Checkpoint, Freeze, NonFinite, freeze
-from accel_callbacks.callbacks.finite import FiniteCheck
+from accel_callbacks.callbacks.non_finite import FiniteCheck
 
 NAN = float("nan")
 BATCHES = 8
