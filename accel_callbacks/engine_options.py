@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks import plugins
-from accel_callbacks.config import (
-    AcceleratorConfig,
-    accumulated,
-    launched_deepspeed,
-    launched_fsdp,
-    launched_handlers,
-    launched_megatron,
-    launched_parallelism,
-    launched_plugin,
-    of_deepspeed,
-    refuse_beside_megatron,
-    unread_variables,
-)
+from accel_callbacks.config import AcceleratorConfig, unread_variables
 from accel_callbacks.plugins.base import Handlers
-from accel_callbacks.plugins.compile import TorchDynamoPlugin
-from accel_callbacks.plugins.parallelism import ParallelismConfig
-from accel_callbacks.plugins.parallelism_handlers import TorchTensorParallelPlugin
+from accel_callbacks.plugins.compile import TorchDynamoPlugin, choose_plugin
+from accel_callbacks.plugins.parallelism import AXES, ParallelismConfig
+from accel_callbacks.plugins.parallelism_handlers import (
+    TorchContextParallelConfig,
+    TorchTensorParallelPlugin,
+)
+from accel_callbacks.plugins.precision import AORecipeKwargs
 from accel_callbacks.strategies import create_strategy
 from accel_callbacks.warning import warn
 
@@ -34,7 +26,22 @@ if TYPE_CHECKING:
     from accel_callbacks.plugins.megatron import MegatronLMPlugin
     from accel_callbacks.strategies.base import Strategy
 
-__all__ = ["EngineOptions", "resolve_engine"]
+__all__ = [
+    "EngineOptions",
+    "accumulated",
+    "launched_deepspeed",
+    "launched_fsdp",
+    "launched_handlers",
+    "launched_megatron",
+    "launched_parallelism",
+    "launched_plugin",
+    "of_deepspeed",
+    "refuse_beside_megatron",
+    "resolve_engine",
+]
+
+# Of these a script that gives one has said what the other one would.
+_SAME = ("sharding_strategy", "reshard_after_forward")
 
 
 @dataclass(frozen=True)
@@ -161,3 +168,292 @@ def _check_plugin(name: str, value: Any, kind: str) -> None:
     raise TypeError(
         f"{name}={value}{origin} must be a {kind}: `from accel_callbacks import {kind}`."
     )
+
+
+def launched_plugin(
+    backend: Any, plugin: TorchDynamoPlugin | None, config: AcceleratorConfig
+) -> TorchDynamoPlugin:
+    """Return the plugin of torch.compile; arguments of the script override the launcher.
+
+    Raises:
+        ValueError: the backend or the mode does not exist; the message has its origin.
+
+    Example:
+        >>> from accel_callbacks import AcceleratorConfig
+        >>> from accel_callbacks.engine_options import launched_plugin
+        >>> config = AcceleratorConfig(dynamo_backend="eager", dynamo_use_fullgraph=True)
+        >>> launched_plugin(None, None, config).fullgraph
+        True
+        >>> launched_plugin("no", None, config).compiles
+        False
+    """
+    given = backend is not None or plugin is not None
+    launched = config.dynamo_backend
+    if given or launched is None or launched.lower() == "no":
+        return choose_plugin(backend, plugin)
+    options = {
+        "mode": config.dynamo_mode,
+        "fullgraph": config.dynamo_use_fullgraph,
+        "dynamic": config.dynamo_use_dynamic,
+        "use_regional_compilation": config.dynamo_use_regional_compilation,
+    }
+    kept: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    try:
+        return TorchDynamoPlugin(backend=launched, **kept)
+    except ValueError as error:
+        origin = config.origins.get("dynamo_backend", "config")
+        raise ValueError(f"torch.compile as the launch asks for it ({origin}): {error}") from None
+
+
+def launched_handlers(handlers: Handlers, config: AcceleratorConfig) -> Handlers:
+    """Return the script's handlers, with the launcher's options of fp8 that the script leaves out.
+
+    A recipe with a config leaves out none.
+
+    Example:
+        >>> from accel_callbacks import AcceleratorConfig, AORecipeKwargs
+        >>> from accel_callbacks.engine_options import launched_handlers
+        >>> from accel_callbacks.plugins import sort_handlers
+        >>> config = AcceleratorConfig(mixed_precision="fp8", fp8_pad_inner_dim=False)
+        >>> launched_handlers(sort_handlers(()), config).get(AORecipeKwargs).pad_inner_dim
+        False
+    """
+    launched = {
+        "pad_inner_dim": config.fp8_pad_inner_dim,
+        "enable_fsdp_float8_all_gather": config.fp8_enable_fsdp_float8_all_gather,
+    }
+    own = handlers.get(AORecipeKwargs, AORecipeKwargs())
+    left: dict[str, Any] = {
+        name: value
+        for name, value in launched.items()
+        if value is not None and getattr(own, name) is None
+    }
+    if not left or own.config is not None or config.mixed_precision != "fp8":
+        return handlers
+    return Handlers({**handlers.by_class, type(own): replace(own, **left)})
+
+
+def launched_parallelism(
+    given: ParallelismConfig | None, config: AcceleratorConfig
+) -> ParallelismConfig | None:
+    """Return the script's arrangement of ranks, or else the launcher's; None without one.
+
+    Raises:
+        ValueError: a size of the launcher is not positive, or axes do not go together.
+
+    Example:
+        >>> from accel_callbacks import AcceleratorConfig
+        >>> from accel_callbacks.engine_options import launched_parallelism
+        >>> config = AcceleratorConfig(parallelism={"dp_replicate_size": 1, "dp_shard_size": 2})
+        >>> launched_parallelism(None, config).get_mesh()
+        (('dp_shard',), (2,))
+        >>> launched_parallelism(None, AcceleratorConfig()) is None
+        True
+    """
+    # The sizes that the launch leaves out are 1.
+    names = [f"{axis}_size" for axis in AXES]
+    sizes: dict[str, Any] = {name: config.parallelism.get(name, 1) for name in names}
+    if given is not None or all(size == 1 for size in sizes.values()):
+        return given
+    travels = config.parallelism.get("cp_comm_strategy")
+    if travels is not None and sizes["cp_size"] > 1:
+        sizes["cp_handler"] = TorchContextParallelConfig(travels)
+    return ParallelismConfig(**sizes)
+
+
+def launched_megatron(
+    plugin: MegatronLMPlugin | None, config: AcceleratorConfig
+) -> MegatronLMPlugin | None:
+    """Return the options of Megatron-LM; those that the script leaves None are the launcher's.
+
+    Returns:
+        ``None`` if neither the script nor the launch has any.
+
+    Raises:
+        ValueError: an option of the launcher is invalid.
+
+    Example:
+        >>> from accel_callbacks import AcceleratorConfig, MegatronLMPlugin
+        >>> from accel_callbacks.engine_options import launched_megatron
+        >>> config = AcceleratorConfig(distributed_type="MEGATRON_LM", megatron={"tp_degree": 2})
+        >>> launched_megatron(None, config).tp_degree
+        2
+        >>> launched_megatron(MegatronLMPlugin(tp_degree=1), config).tp_degree
+        1
+        >>> launched_megatron(None, AcceleratorConfig()) is None
+        True
+    """
+    if config.distributed_type != "MEGATRON_LM":
+        return plugin
+    given = plugin or plugins.MegatronLMPlugin()
+    left = {name: v for name, v in config.megatron.items() if getattr(given, name) is None}
+    try:
+        return replace(given, **left) if left else given
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"Megatron-LM as the launch asks for it (ACCEL_MEGATRON_LM_*): {error}"
+        ) from None
+
+
+def refuse_beside_megatron(
+    parallelism: ParallelismConfig | None,
+    fsdp: FullyShardedDataParallelPlugin | None,
+    deepspeed: DeepSpeedPlugins | None = None,
+) -> None:
+    """Raise for options that arrange the ranks too, beside those of Megatron-LM.
+
+    Raises:
+        ValueError: there is one; the message names it.
+
+    Example:
+        >>> from accel_callbacks.engine_options import refuse_beside_megatron
+        >>> refuse_beside_megatron(None, None)
+    """
+    for name, given, instead in (
+        ("parallelism_config", parallelism, "tp_degree and context_parallel_size"),
+        ("fsdp_plugin", fsdp, "use_distributed_optimizer or use_custom_fsdp"),
+        ("deepspeed_plugin", deepspeed, "use_distributed_optimizer or use_custom_fsdp"),
+    ):
+        if given is not None:
+            raise ValueError(
+                f"{name} (an argument, or from the launch) and the options of Megatron-LM both "
+                f"arrange the ranks: leave it out, and give {instead}; or leave those of "
+                "Megatron-LM out."
+            )
+
+
+def accumulated(config: AcceleratorConfig, plugin: MegatronLMPlugin | None) -> AcceleratorConfig:
+    """Return the options with ``num_micro_batches`` as the micro-batches of one optimizer step.
+
+    Raises:
+        ValueError: ``gradient_accumulation_steps`` is given too, as another number above 1.
+
+    Example:
+        >>> from accel_callbacks import AcceleratorConfig, MegatronLMPlugin
+        >>> from accel_callbacks.engine_options import accumulated
+        >>> config = accumulated(AcceleratorConfig(), MegatronLMPlugin(num_micro_batches=4))
+        >>> config.gradient_accumulation_steps
+        4
+    """
+    steps = None if plugin is None else plugin.num_micro_batches
+    given = config.gradient_accumulation_steps
+    if steps is None or steps in (1, given):
+        return config
+    name = "gradient_accumulation_steps"
+    if given > 1:
+        raise ValueError(
+            f"{name}={given} ({config.origins.get(name, 'default')}) and num_micro_batches={steps} "
+            "of Megatron-LM both say how many batches make one optimizer step: give one of them."
+        )
+    origins = {**config.origins, name: "num_micro_batches of Megatron-LM"}
+    return replace(config, gradient_accumulation_steps=steps, origins=origins)
+
+
+def launched_fsdp(
+    plugin: FullyShardedDataParallelPlugin | None, config: AcceleratorConfig
+) -> FullyShardedDataParallelPlugin | None:
+    """Return the options of FSDP; those that the script leaves None are the launcher's.
+
+    Returns:
+        ``None`` if neither the script nor the launch asks for FSDP.
+
+    Raises:
+        ValueError: an option of the launcher is invalid.
+
+    Example:
+        >>> from accel_callbacks import AcceleratorConfig, FullyShardedDataParallelPlugin
+        >>> from accel_callbacks.engine_options import launched_fsdp
+        >>> config = AcceleratorConfig(distributed_type="FSDP", fsdp={"cpu_offload": True})
+        >>> launched_fsdp(None, config).cpu_offload
+        True
+        >>> launched_fsdp(FullyShardedDataParallelPlugin(cpu_offload=False), config).cpu_offload
+        False
+        >>> launched_fsdp(None, AcceleratorConfig()) is None
+        True
+    """
+    shards = config.parallelism.get("dp_shard_size", 1) > 1
+    if config.distributed_type != "FSDP" and not shards:
+        return plugin
+    options = dict(config.fsdp)
+    try:
+        if plugin is None:
+            return plugins.FullyShardedDataParallelPlugin(**options)
+        # A script that gives one of these has said what the other one would.
+        if any(getattr(plugin, name) is not None for name in _SAME):
+            options = {name: value for name, value in options.items() if name not in _SAME}
+        left = {name: v for name, v in options.items() if getattr(plugin, name) is None}
+        return replace(plugin, **left) if left else plugin
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"FSDP as the launch asks for it (ACCEL_FSDP_*): {error}") from None
+
+
+def launched_deepspeed(
+    plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None, config: AcceleratorConfig
+) -> DeepSpeedPlugins | None:
+    """Return the options of DeepSpeed; those that the script leaves out are the launcher's.
+
+    Returns:
+        ``None`` if neither the script nor the launch asks for DeepSpeed.
+
+    Raises:
+        ValueError: an option of the launcher is invalid, or contradicts the script's configuration.
+
+    Example:
+        >>> from accel_callbacks import AcceleratorConfig
+        >>> from accel_callbacks.engine_options import launched_deepspeed
+        >>> config = AcceleratorConfig(distributed_type="DEEPSPEED", deepspeed={"zero_stage": 3})
+        >>> launched_deepspeed(None, config).active.zero_stage
+        3
+        >>> launched_deepspeed(None, AcceleratorConfig()) is None
+        True
+    """
+    launched = config.distributed_type == "DEEPSPEED"
+    if plugin is None and not launched:
+        return None
+    # Imported here, because a run has one engine.
+    from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin, DeepSpeedPlugins
+
+    options = dict(config.deepspeed) if launched else {}
+    if plugin is None:
+        try:
+            return DeepSpeedPlugins(DeepSpeedPlugin(**options))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"DeepSpeed as the launch asks for it (ACCEL_DEEPSPEED_*): {error}"
+            ) from None
+    if isinstance(plugin, DeepSpeedPlugin) and options:
+        # In place: the script may keep and ask the plugin that it gave.
+        plugin.take_launched(options)
+    return DeepSpeedPlugins(plugin)
+
+
+def of_deepspeed(config: AcceleratorConfig, plugin: DeepSpeedPlugin) -> AcceleratorConfig:
+    """Return options of the run with those that only DeepSpeed's configuration says.
+
+    Raises:
+        ValueError: an option contradicts the configuration.
+
+    Example:
+        >>> from accel_callbacks import AcceleratorConfig, DeepSpeedPlugin
+        >>> from accel_callbacks.engine_options import of_deepspeed
+        >>> plugin = DeepSpeedPlugin(gradient_accumulation_steps=4)
+        >>> of_deepspeed(AcceleratorConfig(), plugin).gradient_accumulation_steps
+        4
+    """
+    found: dict[str, Any] = {}
+    steps = plugin.get_value("gradient_accumulation_steps")
+    if isinstance(steps, int):
+        found["gradient_accumulation_steps"] = steps
+    for name in ("bf16", "fp16"):
+        if plugin.get_value(f"{name}.enabled") is True:
+            found["mixed_precision"] = name
+    for option, value in found.items():
+        mine, origin = getattr(config, option), config.origins.get(option)
+        if origin is not None and mine != value:
+            key = option if option != "mixed_precision" else f"{value}.enabled"
+            raise ValueError(
+                f"{option}={mine!r} ({origin}) contradicts {key}={plugin.get_value(key)} of "
+                "DeepSpeed's configuration: leave one of them out, or make it 'auto' there."
+            )
+    origins = {**config.origins, **dict.fromkeys(found, "DeepSpeed's configuration")}
+    return replace(config, **found, origins=origins) if found else config

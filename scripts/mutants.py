@@ -276,7 +276,7 @@ config
     accel_callbacks/config.py
     accel_callbacks/data/config.py
     accel_callbacks/launch/config_file.py
-    accel_callbacks/launch/option.py
+    accel_callbacks/plugins/option.py
     accel_callbacks/launch/resolve.py
     accel_callbacks/plugins/base.py
     tests/accel_callbacks/test_state_and_config.py

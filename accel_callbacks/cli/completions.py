@@ -14,7 +14,7 @@ from shlex import quote
 
 from accel_callbacks.cli.parser import CommandParser
 from accel_callbacks.cli.registry import COMMANDS, Command
-from accel_callbacks.launch.option import Option as Setting
+from accel_callbacks.plugins.option import Option as Setting
 
 _REST = (argparse.PARSER, argparse.REMAINDER)
 # For bash and zsh: walk over the words before the cursor, to find the place they lead to ("-" after

@@ -23,11 +23,11 @@ from accel_callbacks.launch.config_file import (
     values_of,
     write_config,
 )
-from accel_callbacks.launch.fsdp2 import to_fsdp2
+from accel_callbacks.launch.foreign import to_fsdp2
 from accel_callbacks.launch.machine import Machine, detect_machine
-from accel_callbacks.launch.option import Option, SettingsError
 from accel_callbacks.launch.resolve import Resolved, refuse_unbuilt, resolve_settings
 from accel_callbacks.launch.settings import all_options, find
+from accel_callbacks.plugins.option import Option, SettingsError
 from accel_callbacks.utils.secrets import redacted
 from accel_callbacks.utils.text import printable, table
 
@@ -207,7 +207,7 @@ def answers(machine: Machine, mixed_precision: str | None, everything: bool = Fa
     elif _has_own_gpu(chosen, machine) and machine.deepspeed:
         chosen |= _deepspeed()
     training: _Values = {"mixed_precision": mixed_precision or _precision(chosen, machine)}
-    if yes_or_no("Compile models with torch.compile?"):
+    if _agreed("dynamo_config.dynamo_backend"):
         training["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
     return _complete(chosen, training)
 
@@ -302,7 +302,7 @@ def _left_to_slurm(chosen: _Values) -> _Values:
 
 def _machines(chosen: _Values) -> _Values:
     """Ask for the number of machines, and for their rendezvous."""
-    count = _ask_number("num_machines", "How many machines take part?", 1)
+    count = _ask_number("num_machines", find("num_machines").question, 1)
     if count == 1:
         return {}
     rank = _until(
@@ -310,8 +310,8 @@ def _machines(chosen: _Values) -> _Values:
         lambda text: _at_most(find("machine_rank").parse(text or "0"), count - 1),
         f"type a number from 0 to {count - 1}",
     )
-    address = _until("Address of machine 0, seen from the others? ", _word, "type an address")
-    port = _ask_number("main_process_port", "A free port on it?", 29500)
+    address = _ask_word("main_process_ip", "type an address")
+    port = _ask_number("main_process_port", find("main_process_port").question, 29500)
     several = {"NO": "MULTI_CPU" if chosen.get("use_cpu") else "MULTI_GPU"}
     kind = chosen["distributed_type"]
     return {
@@ -341,7 +341,7 @@ def _precision(chosen: Mapping[str, Any], machine: Machine) -> str:
     words = ("no", "bf16") if chosen.get("use_cpu") else find("mixed_precision").choices
     words = tuple(word for word in words if word != "fp8" or machine.fp8)
     texts = {"no": "no: float32 throughout", "fp8": "fp8: on GPUs that have it, with torchao"}
-    return _pick("Mixed precision?", {texts.get(word, word): word for word in words})
+    return _pick(find("mixed_precision").question, {texts.get(word, word): word for word in words})
 
 
 # --- FSDP ------------------------------------------------------------------------------------
@@ -358,12 +358,12 @@ def _sharding(chosen: Mapping[str, Any], machine: Machine) -> _Values:
     if not yes_or_no("Shard models over the processes (FSDP), to save memory?"):
         return (_deepspeed() if machine.deepspeed else {}) or _cut_layers(chosen)
     block: _Values = {"fsdp_version": 2}
-    block["fsdp_reshard_after_forward"] = yes_or_no(
-        "Free weights after forward, and gather them again in backward?", default=True
+    block["fsdp_reshard_after_forward"] = _agreed(
+        "fsdp_config.fsdp_reshard_after_forward", default=True
     )
-    block["fsdp_offload_params"] = yes_or_no("Keep weights in host memory, which is slow?")
-    block |= _pick("Which modules are gathered as a unit?", _UNITS)()
-    block["fsdp_activation_checkpointing"] = yes_or_no("Compute activations twice, to save memory?")
+    block["fsdp_offload_params"] = _agreed("fsdp_config.fsdp_offload_params")
+    block |= _pick(find("fsdp_config.fsdp_auto_wrap_policy").question, _UNITS)()
+    block["fsdp_activation_checkpointing"] = _agreed("fsdp_config.fsdp_activation_checkpointing")
     return {"distributed_type": "FSDP", "fsdp_config": block, **_arranged(chosen)}
 
 
@@ -381,34 +381,35 @@ def _deepspeed() -> _Values:
 
 
 def _zero() -> _Values:
-    if yes_or_no("Have you a configuration file of DeepSpeed?"):
+    if _agreed("deepspeed_config.deepspeed_config_file"):
         return {"deepspeed_config_file": _until("Its path? ", _existing, "type a file's path")}
-    stage = _ask_number("deepspeed_config.zero_stage", _STAGE, 2)
+    stages = find("deepspeed_config.zero_stage")
+    stage = _ask_number(stages.path, stages.question, stages.default)
     block: _Values = {"zero_stage": stage}
     if stage:
-        block |= _offloaded("optimizer", "the optimizer's states", stage)
+        block |= _offloaded("optimizer", stage)
     if stage == 3:
-        block |= _offloaded("param", "the weights", stage)
-        block["zero3_init_flag"] = yes_or_no(
-            "Shard models while they are built, so that no process holds a whole one?", default=True
-        )
+        block |= _offloaded("param", stage)
+        block["zero3_init_flag"] = _agreed("deepspeed_config.zero3_init_flag", default=True)
     norm = _until(
-        "Clip gradients to which norm? [as the script does] ",
+        f"{find('deepspeed_config.gradient_clipping').question} [as the script does] ",
         lambda text: _positive(text) if text else None,
         "type a number, or nothing",
     )
     return block if norm is None else {**block, "gradient_clipping": norm}
 
 
-def _offloaded(part: str, what: str, stage: int) -> _Values:
+def _offloaded(part: str, stage: int) -> _Values:
     """Ask where a part of the training state is kept between steps; empty for the device."""
     places = {"on the device": "none", "in host memory": "cpu"}
     if stage == 3:
         places["on an NVMe disk"] = "nvme"
-    place = _pick(f"Where are {what} between steps?", places)
+    place = _pick(find(f"deepspeed_config.offload_{part}_device").question, places)
     block: _Values = {} if place == "none" else {f"offload_{part}_device": place}
     if place == "nvme":
-        block[f"offload_{part}_nvme_path"] = _until("A folder on it? ", _word, "type a path")
+        block[f"offload_{part}_nvme_path"] = _ask_word(
+            f"deepspeed_config.offload_{part}_nvme_path", "type a path"
+        )
     return block
 
 
@@ -426,7 +427,7 @@ def _positive(text: str) -> float:
 
 
 def _classes() -> _Values:
-    names = _until("Their class names, such as BertLayer,T5Block? ", _word, "type A or A,B")
+    names = _ask_word("fsdp_config.fsdp_transformer_layer_cls_to_wrap", "type A or A,B")
     return {
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "fsdp_transformer_layer_cls_to_wrap": names,
@@ -435,13 +436,10 @@ def _classes() -> _Values:
 
 def _sizes() -> _Values:
     least = find("fsdp_config.fsdp_min_num_params")
-    count = _ask_number(least.path, "Fewest weights of a unit?", least.default)
+    count = _ask_number(least.path, least.question, least.default)
     return {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": count}
 
 
-_STAGE = (
-    "Stage of ZeRO: 1 shards the optimizer's states, 2 gradients too, 3 weights too, 0 nothing?"
-)
 _UNITS: Mapping[str, Callable[[], _Values]] = {
     "the blocks that a model repeats": dict,
     "modules of some classes": _classes,
@@ -464,41 +462,40 @@ def _megatron(count: int) -> _Values:
     if not yes_or_no("Take options of Megatron-LM, for engines of this library?"):
         return {}
 
+    tp_degree = find("megatron_lm_config.megatron_lm_tp_degree")
+
     def degree(text: str) -> int:
-        number = int(find("megatron_lm_config.megatron_lm_tp_degree").parse(text or "1"))
+        number = int(tp_degree.parse(text or "1"))
         if count % number:
             raise ValueError
         return number
 
     hint = f"type a number that divides {count}"
-    block: _Values = {
-        "tp_degree": _until("How many processes share each layer? [1] ", degree, hint)
+    degrees = _until(f"{tp_degree.question} [1] ", degree, hint)
+    keys = {
+        "megatron_lm_sequence_parallelism": degrees > 1,
+        "megatron_lm_use_distributed_optimizer": count > degrees,
+        "megatron_lm_recompute_activations": True,
     }
-    if block["tp_degree"] > 1:
-        block["sequence_parallelism"] = yes_or_no(
-            "Share sequences between the blocks too?", default=True
-        )
-    if count > block["tp_degree"]:
-        block["use_distributed_optimizer"] = yes_or_no(
-            "Shard the optimizer's states over the others (FSDP2)?", default=True
-        )
-    block["recompute_activations"] = yes_or_no(
-        "Compute activations twice, but for products and attention?", default=True
-    )
+    block: _Values = {"megatron_lm_tp_degree": degrees}
+    block |= {
+        key: _agreed(f"megatron_lm_config.{key}", default=True)
+        for key, matters in keys.items()
+        if matters
+    }
     print("Gradients are clipped by the loop: accel.clip_grad_norm_(model.parameters(), 1.0).")
-    named = {f"megatron_lm_{key}": value for key, value in block.items()}
-    return {"distributed_type": "MEGATRON_LM", "megatron_lm_config": named}
+    return {"distributed_type": "MEGATRON_LM", "megatron_lm_config": block}
 
 
 def _arranged(chosen: Mapping[str, Any]) -> _Values:
     """Ask for the mesh of a sharded model, where the number of all processes is known."""
     count, sizes = chosen.get("num_processes", 1), {}
-    for axis, question in _AXES.items():
+    for axis in ("dp_replicate_size", "tp_size", "cp_size"):
         if count < 4:
             break  # shards beside another axis need at least 2 x 2
         if axis == "cp_size" and chosen.get("use_cpu"):
             continue  # torch's ring attention has no kernel for CPUs
-        sizes[axis] = _axis(axis, question, count)
+        sizes[axis] = _axis(axis, count)
         count //= sizes[axis]
     if all(size == 1 for size in sizes.values()):
         return {}
@@ -507,24 +504,18 @@ def _arranged(chosen: Mapping[str, Any]) -> _Values:
     )
 
 
-_AXES: Mapping[str, str] = {
-    "dp_replicate_size": "How many replicas of the sharded model (HSDP)?",
-    "tp_size": "How many processes share each layer (tensor parallelism, by a plan)?",
-    "cp_size": "How many processes share each sequence (context parallelism)?",
-}
-
-
-def _axis(axis: str, question: str, count: int) -> int:
+def _axis(axis: str, count: int) -> int:
     """Ask for the size of an axis that leaves at least two shards of ``count`` processes."""
+    option = find(f"parallelism_config.parallelism_config_{axis}")
 
     def read(text: str) -> int:
-        number = int(find(f"parallelism_config.parallelism_config_{axis}").parse(text or "1"))
+        number = int(option.parse(text or "1"))
         if count % number or number == count:
             raise ValueError
         return number
 
     hint = f"type a number that divides {count}, and is smaller"
-    return _until(f"{question} [1] ", read, hint)
+    return _until(f"{option.question} [1] ", read, hint)
 
 
 def _mesh(sizes: Mapping[str, int]) -> _Values:
@@ -532,6 +523,16 @@ def _mesh(sizes: Mapping[str, int]) -> _Values:
 
 
 # --- asking ----------------------------------------------------------------------------------
+
+
+def _agreed(path: str, default: bool = False) -> bool:
+    """Ask the question of a setting that is yes or no."""
+    return yes_or_no(find(path).question, default)
+
+
+def _ask_word(path: str, hint: str) -> str:
+    """Ask for the value of a setting that is one word."""
+    return _until(f"{find(path).question} ", _word, hint)
 
 
 def _ask_number(name: str, question: str, default: int) -> int:
@@ -595,11 +596,11 @@ def _rows(resolved: Resolved, idle: Mapping[str, str]) -> Iterator[tuple[str, st
     """Yield a row per setting; a block without given options has a single row."""
     shown = {one.block for one in all_options() if one.block and resolved.given(one.path)}
     for one in all_options():
-        if one.model is not None and one.name in shown:
+        if one.kind == "block" and one.name in shown:
             continue
         if one.block and one.block not in shown:
             continue
-        origin = "default" if one.model is not None else resolved.origins[one.path]
+        origin = "default" if one.kind == "block" else resolved.origins[one.path]
         unused = f"; no effect: {idle[one.path]}; {_purpose(one)}" if one.path in idle else ""
         yield one.path, _shown(redacted(resolved.value(one.path), one.path)), f"{origin}{unused}"
     for key, reason in resolved.gone.items():
@@ -637,7 +638,7 @@ def _json(resolved: Resolved) -> str:
             "purpose": _purpose(one) if one.path in idle else None,
         }
         for one in all_options()
-        if one.model is None
+        if one.kind != "block"
     }
     file = None if resolved.file is None else str(resolved.file)
     facts = {"file": file, "refused": _refusal(resolved) or None, "settings": settings}

@@ -18,10 +18,8 @@ from typing import Any, NoReturn
 
 from accel_callbacks.cli.parser import CommandError, CommandParser, natural_int
 from accel_callbacks.launch.environment import changed_environment
-from accel_callbacks.launch.fsdp2 import fsdp1_notes
+from accel_callbacks.launch.foreign import fsdp1_notes, megatron_note
 from accel_callbacks.launch.machine import DRIVERS, gpu_drivers, has_driver, usable_cores
-from accel_callbacks.launch.megatron import megatron_note
-from accel_callbacks.launch.option import SettingsError
 from accel_callbacks.launch.peer_access import nccl_workarounds
 from accel_callbacks.launch.plan import AgentPlan, DirectPlan, Plan, Program, TpuPlan, build_plan
 from accel_callbacks.launch.rendezvous import Host
@@ -29,6 +27,7 @@ from accel_callbacks.launch.report import exit_code
 from accel_callbacks.launch.resolve import refuse_absent_gpus, refuse_unbuilt, resolve_settings
 from accel_callbacks.launch.settings import all_options, find
 from accel_callbacks.launch.watchdog import guarded
+from accel_callbacks.plugins.option import SettingsError
 
 __all__ = ["configure", "run"]
 

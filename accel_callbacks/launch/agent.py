@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from accel_callbacks.launch import worker
-from accel_callbacks.launch.option import SettingsError
 from accel_callbacks.launch.plan import AgentPlan, escaped
 from accel_callbacks.launch.report import code_of, exit_code, failure_report, root_cause
+from accel_callbacks.plugins.option import SettingsError
 
 _REPORTED_HERE = ("multiprocessing.api", "agent.server.api", "agent.server.local_elastic_agent")
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from accel_callbacks.errors import nearest
-from accel_callbacks.launch.option import Option, SettingsError, shown
 from accel_callbacks.launch.settings import all_options
 from accel_callbacks.local_files import remove, replace, sync_file, sync_folder
+from accel_callbacks.plugins.option import Option, SettingsError, shown
 
 __all__ = [
     "GONE",
@@ -60,7 +60,7 @@ def values_of(data: Mapping[str, Any], source: str) -> tuple[dict[str, Any], dic
         ({'mixed_precision': 'fp16'}, {})
         >>> values_of({"num_proceses": 2}, "accel.yaml")
         Traceback (most recent call last):
-        accel_callbacks.launch.option.SettingsError: accel.yaml: has no key 'num_proceses'. ...
+        accel_callbacks.plugins.option.SettingsError: accel.yaml: has no key 'num_proceses'. ...
     """
     _refuse_sagemaker(data, source)
     gone = {key: GONE[key] for key in data if key in GONE}
@@ -70,7 +70,7 @@ def values_of(data: Mapping[str, Any], source: str) -> tuple[dict[str, Any], dic
         one = known.get(key)
         if one is None or one.block:
             raise _unknown(key, [name for name in known if "." not in name], source)
-        if one.model is None:
+        if one.kind != "block":
             found.update(_given(one, value, source))
             continue
         for inner, part in _block(one, value, source).items():

@@ -19,7 +19,6 @@ from accel_callbacks.launch.environment import (
     recorder_variables,
 )
 from accel_callbacks.launch.interface import gloo_variables
-from accel_callbacks.launch.option import SettingsError
 from accel_callbacks.launch.rendezvous import (
     Host,
     Rendezvous,
@@ -30,6 +29,7 @@ from accel_callbacks.launch.rendezvous import (
 from accel_callbacks.launch.resolve import Resolved
 from accel_callbacks.launch.settings import LaunchSettings, all_options
 from accel_callbacks.launch.slurm import SlurmPlace, slurm_place
+from accel_callbacks.plugins.option import SettingsError
 from accel_callbacks.utils.text import printable
 
 # Already among the options of the rendezvous.
@@ -184,7 +184,7 @@ def build_plan(
 def _check_mesh(settings: LaunchSettings, processes: int) -> None:
     """Raise SettingsError unless the mesh arranges all processes, before any of them starts."""
     _check_degrees(settings, processes)
-    mesh = {} if settings.parallelism_config is None else vars(settings.parallelism_config)
+    mesh = settings.parallelism_config or {}
     sizes = {key: size for key, size in mesh.items() if key.endswith("_size") and size > 1}
     arranged = math.prod(sizes.values())
     if not sizes or arranged == processes:
@@ -201,8 +201,8 @@ def _check_degrees(settings: LaunchSettings, processes: int) -> None:
     block = settings.megatron_lm_config
     if settings.distributed_type != "MEGATRON_LM" or block is None:
         return
-    tp, pp = block.megatron_lm_tp_degree, block.megatron_lm_pp_degree
-    cp = block.megatron_lm_context_parallel_size or 1
+    tp, pp = block["megatron_lm_tp_degree"], block["megatron_lm_pp_degree"]
+    cp = block["megatron_lm_context_parallel_size"] or 1
     group = tp * pp * cp
     if processes % group:
         raise SettingsError(

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from accel_callbacks.launch.option import SettingsError, shown
 from accel_callbacks.launch.resolve import Resolved
 from accel_callbacks.launch.settings import LaunchSettings
 from accel_callbacks.launch.slurm import SlurmPlace
+from accel_callbacks.plugins.option import SettingsError, shown
 
 DEFAULT_PORT = 29500
 _PLACES = ("num_machines", "nnodes", "machine_rank", "main_process_ip", "rdzv_endpoint")

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from accel_callbacks.launch.config_file import find_config, read_config, values_of
-from accel_callbacks.launch.option import Option, SettingsError
-from accel_callbacks.launch.settings import LaunchSettings, all_options
+from accel_callbacks.launch.settings import LaunchSettings, all_options, find
 from accel_callbacks.launch.unsupported import IDLE, UNBUILT
+from accel_callbacks.plugins.option import SettingsError
 
 __all__ = [
     "Resolved",
@@ -56,10 +56,10 @@ class Resolved:
     def value(self, path: str) -> Any:
         """Return the value of a setting; its default if its block is not given."""
         block, _, name = path.rpartition(".")
-        owner = getattr(self.settings, block) if block else self.settings
-        if owner is None:
-            return next(one.default for one in all_options() if one.path == path)
-        return getattr(owner, name)
+        if not block:
+            return getattr(self.settings, name)
+        values = getattr(self.settings, block)
+        return find(path).default if values is None else values[name]
 
     def given(self, path: str) -> bool:
         """Return whether a setting was given anywhere."""
@@ -67,18 +67,24 @@ class Resolved:
 
     def idle(self) -> dict[str, str]:
         """Return the given settings that have no effect in this launch, and why."""
-        found = dict(self.gone)
-        for one in all_options():
-            rule = IDLE.get(one.path) or IDLE.get(one.block)
-            if one.model is None and rule is not None and self.given(one.path):
-                idle, reason = rule
-                found.update({one.path: reason} if idle(self.settings) else {})
-        return found
+        reasons = dict(self.gone)
+        for option in all_options():
+            if option.kind == "block" or not self.given(option.path):
+                continue
+            rule = IDLE.get(option.path) or IDLE.get(option.block)
+            if option.idle:
+                reasons[option.path] = option.idle
+            elif rule is not None and rule[0](self.settings):
+                reasons[option.path] = rule[1]
+        return reasons
 
     def variables(self) -> dict[str, str]:
         """Return given settings of the Accelerator as ``ACCEL_*`` variables for the processes."""
-        options = (one for one in all_options() if one.child and self.given(one.path))
-        return {one.variable: _text(self.value(one.path)) for one in options}
+        return {
+            option.variable: _text(self.value(option.path))
+            for option in all_options()
+            if option.variable and self.given(option.path)
+        }
 
 
 def _text(value: Any) -> str:
@@ -155,17 +161,14 @@ def _from_command_line(cli: Mapping[str, Any]) -> dict[str, Any]:
 
 def _built(values: Mapping[str, Any]) -> LaunchSettings:
     """Build the settings; a block without given options is None."""
-    top = {path: value for path, value in values.items() if "." not in path}
-    for one in all_options():
-        inner = _inner(one, values) if one.model is not None else {}
-        if one.model is not None and inner:
-            top[one.name] = one.model(**inner)
-    return LaunchSettings(**top)
-
-
-def _inner(block: Option, values: Mapping[str, Any]) -> dict[str, Any]:
-    start = f"{block.name}."
-    return {path[len(start) :]: v for path, v in values.items() if path.startswith(start)}
+    settings: dict[str, Any] = {path: values[path] for path in values if "." not in path}
+    for block in {path.partition(".")[0] for path in values if "." in path}:
+        settings[block] = {
+            option.name: values.get(option.path, option.default)
+            for option in all_options()
+            if option.block == block
+        }
+    return LaunchSettings(**settings)
 
 
 def resolve_conflicts(values: dict[str, Any], origins: dict[str, str]) -> None:
@@ -249,7 +252,7 @@ def refuse_unbuilt(resolved: Resolved) -> None:
         >>> asked = {"tpu_use_cluster": True}
         >>> refuse_unbuilt(resolve_settings(asked, None, "/x/a.py", {"HOME": "/x"}))
         Traceback (most recent call last):
-        accel_callbacks.launch.option.SettingsError: tpu_use_cluster: 1 (command line): ...
+        accel_callbacks.plugins.option.SettingsError: tpu_use_cluster: 1 (command line): ...
     """
     for one in UNBUILT:
         if one.asked(resolved.settings):

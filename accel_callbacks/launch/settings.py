@@ -1,43 +1,41 @@
-"""Declare every setting of a launch once: the source of flags, file keys, questions and docs."""
+"""The settings of a launch: those of its own, of the Accelerator, and blocks of plugins'."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, get_args
+from typing import Any, ClassVar
 
-from accel_callbacks.config import PRECISIONS, OnConflict
+from accel_callbacks.config import AcceleratorConfig
 from accel_callbacks.errors import nearest
-from accel_callbacks.launch.option import (
-    Option,
-    SettingsError,
-    described,
-    option,
-    options_of,
+from accel_callbacks.plugins.compile import TorchDynamoPlugin
+from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin
+from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
+from accel_callbacks.plugins.megatron import MegatronLMPlugin
+from accel_callbacks.plugins.option import Block, Option, SettingsError, option, options_of
+from accel_callbacks.plugins.parallelism import ParallelismConfig
+from accel_callbacks.plugins.parallelism_handlers import (
+    DeepSpeedSequenceParallelConfig,
+    TorchContextParallelConfig,
 )
-from accel_callbacks.launch.parallelism_settings import (
-    DeepSpeedConfig,
-    DynamoConfig,
-    Fp8Config,
-    FsdpConfig,
-    MegatronConfig,
-    MpirunConfig,
-    ParallelismConfig,
-)
+from accel_callbacks.plugins.precision import AORecipeKwargs
 
 __all__ = ["LaunchSettings", "all_options", "find"]
 
-_KINDS = (
-    *("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA"),
-    *("MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON", "XLA", "FSDP", "DEEPSPEED", "MEGATRON_LM"),
-)
-_SHORT_KINDS = {
-    "--multi_gpu": "MULTI_GPU",
-    "--tpu": "XLA",
-    "--use_fsdp": "FSDP",
-    "--use_deepspeed": "DEEPSPEED",
-    "--use_megatron_lm": "MEGATRON_LM",
-}
+_ONLY_ON_A_POD = "only for a pod of TPUs"
+_OTHER_BACKENDS = "only for backends that are not in this version"
+
+
+def _of_accelerator(name: str) -> Any:
+    """Declare a setting as the Accelerator's option is declared."""
+    declared = AcceleratorConfig.__dataclass_fields__[name]
+    return field(default=declared.default, metadata=declared.metadata)
+
+
+def _block(help: str, *owners: type[Any]) -> Any:
+    """Declare a nested block, of the options that these classes declare."""
+    return option(None, help, kind="block", owners=owners)
 
 
 # The groups are never instantiated; generating their methods would only cost import time.
@@ -51,16 +49,9 @@ class Processes:
         "LOCAL_MACHINE",
         "where a run takes place; only LOCAL_MACHINE",
         choices=("LOCAL_MACHINE", "AMAZON_SAGEMAKER"),
+        idle="a launch runs on this machine and those it connects to",
     )
-    distributed_type: str | None = option(
-        None,
-        "kind of run; follows from the rest where it is not given",
-        choices=_KINDS,
-        renamed={"TPU": "XLA"},
-        shorthands=_SHORT_KINDS,
-        variable="ACCEL_DISTRIBUTED_TYPE",
-        child=True,
-    )
+    distributed_type: str | None = _of_accelerator("distributed_type")
     num_processes: int | None = option(
         None,
         "processes on all machines together; default: one a GPU, or 1 without a GPU",
@@ -71,9 +62,7 @@ class Processes:
     nproc_per_node: int | None = option(
         None, "processes on each machine, in place of num_processes", least=1, most=100_000
     )
-    use_cpu: bool = option(
-        False, "do not use GPUs", flags=("--cpu",), variable="ACCEL_CPU", child=True
-    )
+    use_cpu: bool = _of_accelerator("cpu")
     gpu_ids: str | None = option(
         None, "which GPUs of this machine, such as 0,2; default: all", unset=("all",)
     )
@@ -83,20 +72,33 @@ class Processes:
         least=1,
         most=100_000,
     )
-    enable_cpu_affinity: bool = option(False, "bind each process to the cores near its GPU")
+    enable_cpu_affinity: bool = option(
+        False,
+        "bind each process to the cores near its GPU",
+        idle="numa_binding binds processes to cores",
+    )
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Machines:
     """Several machines, and the rendezvous of their processes."""
 
-    num_machines: int = option(1, "machines that take part", least=1, most=1_000_000)
+    num_machines: int = option(
+        1,
+        "machines that take part",
+        least=1,
+        most=1_000_000,
+        question="How many machines take part?",
+    )
     nnodes: str | None = option(None, "the same, or least:most for a run that can shrink and grow")
     machine_rank: int = option(
         0, "which machine this is; 0 is the first", least=0, most=1_000_000, flags=("--node_rank",)
     )
     main_process_ip: str | None = option(
-        None, "address of the first machine", flags=("--master_addr",)
+        None,
+        "address of the first machine",
+        flags=("--master_addr",),
+        question="Address of machine 0, seen from the others?",
     )
     main_process_port: int | None = option(
         None,
@@ -104,6 +106,7 @@ class Machines:
         least=0,
         most=65535,
         flags=("--master_port",),
+        question="A free port on it?",
     )
     rdzv_backend: str | None = option(
         None,
@@ -115,41 +118,21 @@ class Machines:
     )
     rdzv_id: str | None = option(None, "name of the run among others", torchrun=True)
     rdzv_conf: str | None = option(None, "further key=value,... of the backend", torchrun=True)
-    same_network: bool = option(False, "expect the machines in one network, for Accelerate's files")
+    same_network: bool = option(
+        False,
+        "expect the machines in one network, for Accelerate's files",
+        idle="machines connect to main_process_ip in either case",
+    )
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Training:
     """Defaults of the Accelerator in the script."""
 
-    mixed_precision: str = option(
-        "no",
-        "type to compute in",
-        choices=PRECISIONS,
-        variable="ACCEL_MIXED_PRECISION",
-        child=True,
-    )
-    gradient_accumulation_steps: int = option(
-        1,
-        "micro-batches of one optimizer step",
-        least=1,
-        most=1_000_000,
-        variable="ACCEL_GRADIENT_ACCUMULATION_STEPS",
-        child=True,
-    )
-    debug: bool = option(
-        False,
-        "compare the operands on all ranks before each collective, and show which differ",
-        variable="ACCEL_DEBUG",
-        child=True,
-    )
-    on_conflict: str = option(
-        "refuse",
-        "what to do if a run that lives has the project's folder",
-        choices=get_args(OnConflict),
-        variable="ACCEL_ON_CONFLICT",
-        child=True,
-    )
+    mixed_precision: str = _of_accelerator("mixed_precision")
+    gradient_accumulation_steps: int = _of_accelerator("gradient_accumulation_steps")
+    debug: bool = _of_accelerator("debug")
+    on_conflict: str = _of_accelerator("on_conflict")
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -186,13 +169,11 @@ class Running:
         False,
         "show all frames of an error, and the tracebacks of all processes",
         variable="ACCEL_FULL_TRACEBACK",
-        child=True,
     )
     as_accelerate: bool = option(
         False,
         "let `import accelerate` in the script get this library",
         variable="ACCEL_AS_ACCELERATE",
-        child=True,
     )
     numa_binding: str | None = option(
         None,
@@ -208,8 +189,8 @@ class Tpu:
 
     main_training_function: str = option("main", "function that a launch on a TPU calls")
     downcast_bf16: bool = option(False, "treat float as bfloat16 on a TPU", lenient=True)
-    tpu_name: str | None = option(None, "name of the TPU")
-    tpu_zone: str | None = option(None, "zone of the TPU")
+    tpu_name: str | None = option(None, "name of the TPU", idle=_ONLY_ON_A_POD)
+    tpu_zone: str | None = option(None, "zone of the TPU", idle=_ONLY_ON_A_POD)
     tpu_use_cluster: bool = option(
         False,
         "start a pod of TPUs",
@@ -217,36 +198,118 @@ class Tpu:
         flags=("--tpu_cluster",),
         shorthands={"--no_tpu_cluster": False},
     )
-    tpu_use_sudo: bool = option(False, "run commands with sudo on the pod", lenient=True)
-    tpu_vm: tuple[str, ...] = option((), "machines of the pod", flags=("--vm",))
-    tpu_env: tuple[str, ...] = option((), "variables for the pod", flags=("--env",))
-    commands: tuple[str, ...] = option((), "commands to run first on the pod")
-    command_file: str | None = option(None, "file of commands to run first on the pod")
+    tpu_use_sudo: bool = option(
+        False, "run commands with sudo on the pod", lenient=True, idle=_ONLY_ON_A_POD
+    )
+    tpu_vm: tuple[str, ...] = option(
+        (), "machines of the pod", flags=("--vm",), idle=_ONLY_ON_A_POD
+    )
+    tpu_env: tuple[str, ...] = option(
+        (), "variables for the pod", flags=("--env",), idle=_ONLY_ON_A_POD
+    )
+    commands: tuple[str, ...] = option((), "commands to run first on the pod", idle=_ONLY_ON_A_POD)
+    command_file: str | None = option(
+        None, "file of commands to run first on the pod", idle=_ONLY_ON_A_POD
+    )
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class OtherFp8:
+    """Options of fp8 of backends that are not in this version."""
+
+    block: ClassVar = AORecipeKwargs.block
+
+    backend: str = option(
+        "AO",
+        "library that computes in fp8",
+        choices=("AO", "TE", "MSAMP"),
+        renamed={"MS-AMP": "MSAMP"},
+    )
+    use_autocast_during_eval: bool = option(
+        False, "compute in fp8 in evaluation too (TE)", idle=_OTHER_BACKENDS
+    )
+    margin: int = option(0, "margin of the scale (TE)", idle=_OTHER_BACKENDS)
+    interval: int = option(1, "steps between two scales (TE)", least=1, idle=_OTHER_BACKENDS)
+    fp8_format: str = option(
+        "HYBRID",
+        "number format (TE)",
+        choices=("HYBRID", "E4M3", "E5M2"),
+        flag="--fp8_format",
+        idle=_OTHER_BACKENDS,
+    )
+    amax_history_length: int = option(
+        1024,
+        "length of the history (TE)",
+        least=1,
+        flags=("--fp8_amax_history_len",),
+        idle=_OTHER_BACKENDS,
+    )
+    amax_compute_algorithm: str = option(
+        "most_recent",
+        "what is taken of the history (TE)",
+        choices=("max", "most_recent"),
+        flags=("--fp8_amax_compute_algo",),
+        idle=_OTHER_BACKENDS,
+    )
+    override_linear_precision: tuple[str, ...] = option(
+        (), "which of fprop, dgrad, wgrad have higher precision (TE)", idle=_OTHER_BACKENDS
+    )
+    optimization_level: str = option(
+        "O2",
+        "level of optimization (MSAMP)",
+        choices=("O1", "O2"),
+        flags=("--fp8_opt_level",),
+        idle=_OTHER_BACKENDS,
+    )
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class DeepSpeedHosts:
+    """Hosts that DeepSpeed's own launcher would start."""
+
+    block: ClassVar = DeepSpeedPlugin.block
+
+    deepspeed_hostfile: str | None = option(None, "file that lists the hosts")
+    deepspeed_exclusion_filter: str | None = option(None, "hosts and devices left out")
+    deepspeed_inclusion_filter: str | None = option(None, "hosts and devices taken")
+    deepspeed_multinode_launcher: str | None = option(
+        None,
+        "launcher for several machines",
+        choices=("pdsh", "standard", "openmpi", "mvapich", "mpich", "slurm", "nossh"),
+        idle="`accel launch` is started on each machine",
+    )
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class Mpirun:
+    """Start with ``mpirun``."""
+
+    block: ClassVar = Block("mpirun_config")
+
+    mpirun_hostfile: str | None = option(
+        None, "file that lists the hosts, for mpirun", lenient=False
+    )
+    mpirun_ccl: str | None = option(None, "workers of oneCCL", flag="")
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Blocks:
     """Nested blocks: the options of one feature each."""
 
-    dynamo_config: DynamoConfig | None = field(
-        default=None, metadata=described(DynamoConfig, "torch.compile")
+    dynamo_config: Mapping[str, Any] | None = _block("torch.compile", TorchDynamoPlugin)
+    fp8_config: Mapping[str, Any] | None = _block("fp8 training", AORecipeKwargs, OtherFp8)
+    fsdp_config: Mapping[str, Any] | None = _block("FSDP", FullyShardedDataParallelPlugin)
+    parallelism_config: Mapping[str, Any] | None = _block(
+        "sizes of the axes of parallelism",
+        ParallelismConfig,
+        TorchContextParallelConfig,
+        DeepSpeedSequenceParallelConfig,
     )
-    fp8_config: Fp8Config | None = field(
-        default=None, metadata=described(Fp8Config, "fp8 training")
+    deepspeed_config: Mapping[str, Any] | None = _block(
+        "DeepSpeed", DeepSpeedPlugin, DeepSpeedHosts
     )
-    fsdp_config: FsdpConfig | None = field(default=None, metadata=described(FsdpConfig, "FSDP"))
-    parallelism_config: ParallelismConfig | None = field(
-        default=None, metadata=described(ParallelismConfig, "sizes of the axes of parallelism")
-    )
-    deepspeed_config: DeepSpeedConfig | None = field(
-        default=None, metadata=described(DeepSpeedConfig, "DeepSpeed")
-    )
-    megatron_lm_config: MegatronConfig | None = field(
-        default=None, metadata=described(MegatronConfig, "Megatron-LM")
-    )
-    mpirun_config: MpirunConfig | None = field(
-        default=None, metadata=described(MpirunConfig, "mpirun")
-    )
+    megatron_lm_config: Mapping[str, Any] | None = _block("Megatron-LM", MegatronLMPlugin)
+    mpirun_config: Mapping[str, Any] | None = _block("mpirun", Mpirun)
 
 
 @dataclass(frozen=True)
@@ -268,14 +331,15 @@ def all_options() -> tuple[Option, ...]:
 
     Example:
         >>> from accel_callbacks.launch.settings import all_options
-        >>> [one.flag for one in all_options() if one.group == "Training"]
+        >>> [option.flag for option in all_options() if option.group == "Training"]
         ['--mixed_precision', '--gradient_accumulation_steps', '--debug', '--on_conflict']
     """
-    found: list[Option] = []
-    for one in options_of(LaunchSettings):
-        found.append(one)
-        found += options_of(one.model) if one.model is not None else ()
-    return tuple(found)
+    options: list[Option] = []
+    for setting in options_of(LaunchSettings):
+        options.append(setting)
+        for owner in setting.owners:
+            options += options_of(owner)
+    return tuple(options)
 
 
 def find(path: str) -> Option:
@@ -289,8 +353,7 @@ def find(path: str) -> Option:
         >>> find("max_restarts").default
         0
     """
-    known: dict[str, Any] = {one.path: one for one in all_options()}
+    known = {option.path: option for option in all_options()}
     if path not in known:
         raise SettingsError(f"there is no setting {path!r}.{nearest(path, known)}")
-    one: Option = known[path]
-    return one
+    return known[path]

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from accel_callbacks.launch.option import SettingsError
+from accel_callbacks.plugins.option import SettingsError
 
 __all__ = ["SlurmPlace", "expand_hosts", "expand_tasks", "slurm_place"]
 

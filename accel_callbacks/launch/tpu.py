@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from accel_callbacks.launch.option import SettingsError
+from accel_callbacks.plugins.option import SettingsError
 
 __all__ = ["call_main", "launch_on_tpu"]
 
@@ -29,7 +29,7 @@ def launch_on_tpu(script: str, arguments: Sequence[str], function: str) -> None:
         >>> launch_on_tpu("train.py", [], "main")
         Traceback (most recent call last):
         ...
-        accel_callbacks.launch.option.SettingsError: a launch on a TPU needs torch_xla...
+        accel_callbacks.plugins.option.SettingsError: a launch on a TPU needs torch_xla...
     """
     from importlib import import_module
 
@@ -57,7 +57,7 @@ def call_main(script: str, arguments: Sequence[str], function: str) -> None:
         >>> call_main("timeit", [], "default_timer_of_no_module")
         Traceback (most recent call last):
         ...
-        accel_callbacks.launch.option.SettingsError: timeit has no function ...
+        accel_callbacks.plugins.option.SettingsError: timeit has no function ...
     """
     import inspect
 

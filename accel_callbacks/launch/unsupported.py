@@ -6,21 +6,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accel_callbacks.launch.parallelism_settings import MegatronConfig
-from accel_callbacks.plugins.megatron import MEGATRON
+from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
+from accel_callbacks.plugins.megatron import MEGATRON, MegatronLMPlugin
+from accel_callbacks.plugins.option import options_of
 
 __all__ = ["IDLE", "OF_FSDP1", "OF_MEGATRON", "UNBUILT", "Unbuilt"]
 
 #: Keys of ``fsdp_config`` that have no meaning in FSDP2, and what takes their place.
 OF_FSDP1: Mapping[str, str] = {
-    "fsdp_backward_prefetch": "FSDP2 always gathers the next unit early in backward",
-    "fsdp_use_orig_params": "FSDP2 always keeps the weights' own names, types and groups",
+    option.name: option.idle
+    for option in options_of(FullyShardedDataParallelPlugin)
+    if option.attribute in ("backward_prefetch", "use_orig_params")
 }
 #: Keys of ``megatron_lm_config`` that have no meaning here, and why.
 OF_MEGATRON: Mapping[str, str] = {
-    f"megatron_lm_{name}": rule.text
-    for name, rule in MEGATRON.items()
-    if rule.kind == "idle" and f"megatron_lm_{name}" in MegatronConfig.__dataclass_fields__
+    option.name: MEGATRON[option.attribute].text
+    for option in options_of(MegatronLMPlugin)
+    if MEGATRON[option.attribute].kind == "idle"
 }
 _Test = Callable[[Any], bool]
 
@@ -37,7 +39,7 @@ class Unbuilt:
 
     Example:
         >>> from accel_callbacks.launch.unsupported import UNBUILT
-        >>> {one.path for one in UNBUILT} >= {"tpu_use_cluster"}
+        >>> {feature.path for feature in UNBUILT} >= {"tpu_use_cluster"}
         True
     """
 
@@ -54,7 +56,7 @@ def _of_hosts(key: str) -> Unbuilt:
         lambda settings: (
             settings.distributed_type == "DEEPSPEED"
             and settings.deepspeed_config is not None
-            and bool(getattr(settings.deepspeed_config, key))
+            and bool(settings.deepspeed_config[key])
         ),
         "hosts are not started from here",
         "remove it, and start `accel launch` on each machine, with --num_machines, or under SLURM",
@@ -67,9 +69,9 @@ def _replicas_of_layers(settings: Any) -> bool:
     return (
         not _sharded(settings)
         and mesh is not None
-        and mesh.parallelism_config_tp_size > 1
-        and mesh.parallelism_config_cp_size == 1  # over whose ranks FSDP shards
-        and mesh.parallelism_config_dp_replicate_size > 1
+        and mesh["parallelism_config_tp_size"] > 1
+        and mesh["parallelism_config_cp_size"] == 1  # over whose ranks FSDP shards
+        and mesh["parallelism_config_dp_replicate_size"] > 1
     )
 
 
@@ -79,7 +81,7 @@ def _fp8(backend: str, name: str) -> Unbuilt:
         lambda settings: (
             settings.mixed_precision == "fp8"
             and settings.fp8_config is not None
-            and settings.fp8_config.backend == backend
+            and settings.fp8_config["backend"] == backend
         ),
         f"fp8 with {name} is not in this version",
         "--fp8_backend AO computes with torchao",
@@ -89,7 +91,7 @@ def _fp8(backend: str, name: str) -> Unbuilt:
 def _sharded(settings: Any) -> bool:
     mesh = settings.parallelism_config
     return settings.distributed_type == "FSDP" or (
-        mesh is not None and mesh.parallelism_config_dp_shard_size > 1
+        mesh is not None and mesh["parallelism_config_dp_shard_size"] > 1
     )
 
 
@@ -99,7 +101,7 @@ def _fsdp(key: str, value: Any, reason: str, instead: str) -> Unbuilt:
         lambda settings: (
             _sharded(settings)
             and settings.fsdp_config is not None
-            and getattr(settings.fsdp_config, key) == value
+            and settings.fsdp_config[key] == value
         ),
         reason,
         instead,
@@ -115,7 +117,7 @@ def _megatron(name: str) -> Unbuilt:
         lambda settings: (
             settings.distributed_type == "MEGATRON_LM"
             and settings.megatron_lm_config is not None
-            and (getattr(settings.megatron_lm_config, key) or 1) > 1
+            and (settings.megatron_lm_config[key] or 1) > 1
         ),
         reason,
         instead,
@@ -143,7 +145,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
     _fp8("MSAMP", "MS-AMP"),
     Unbuilt(
         "mpirun_config.mpirun_hostfile",
-        lambda settings: bool(settings.mpirun_config and settings.mpirun_config.mpirun_hostfile),
+        lambda settings: bool(settings.mpirun_config and settings.mpirun_config["mpirun_hostfile"]),
         "mpirun is not started from here",
         "remove mpirun_config and start `accel launch` on each machine, or under SLURM",
     ),
@@ -183,7 +185,7 @@ def _every_axis_is_one(settings: Any) -> bool:
 
 
 def _mesh(settings: Any) -> Mapping[str, Any]:
-    return {} if settings.parallelism_config is None else vars(settings.parallelism_config)
+    return settings.parallelism_config or {}
 
 
 def _of_axis(axis: str, *keys: str) -> dict[str, tuple[_Test, str]]:
@@ -194,20 +196,14 @@ def _of_axis(axis: str, *keys: str) -> dict[str, tuple[_Test, str]]:
 
 
 def _no_backend(settings: Any) -> bool:
-    return settings.dynamo_config is None or settings.dynamo_config.dynamo_backend.lower() == "no"
+    return (
+        settings.dynamo_config is None or settings.dynamo_config["dynamo_backend"].lower() == "no"
+    )
 
 
-_FP8_ELSEWHERE = (
-    *("use_autocast_during_eval", "margin", "interval", "fp8_format", "amax_history_length"),
-    *("amax_compute_algorithm", "override_linear_precision", "optimization_level"),
-)
-_POD = ("tpu_name", "tpu_zone", "tpu_use_sudo", "tpu_vm", "tpu_env", "commands", "command_file")
-
-#: For a setting or block: the predicate under which it has no effect, and the reason.
+#: For a setting or block: the predicate under which it has no effect, and the reason. One that
+#: never has an effect says so where it is declared.
 IDLE: Mapping[str, tuple[_Test, str]] = {
-    "compute_environment": (_always, "a launch runs on this machine and those it connects to"),
-    "same_network": (_always, "machines connect to main_process_ip in either case"),
-    "enable_cpu_affinity": (_always, "numa_binding binds processes to cores"),
     "num_processes": (
         lambda settings: settings.distributed_type == "XLA",
         "one process computes on all devices of a TPU",
@@ -215,40 +211,19 @@ IDLE: Mapping[str, tuple[_Test, str]] = {
     "machine_rank": (lambda s: s.num_machines == 1 and s.nnodes is None, "there is one machine"),
     "main_training_function": (_without("XLA"), "only on a TPU"),
     "downcast_bf16": (_without("XLA"), "only on a TPU"),
-    **dict.fromkeys(_POD, (_always, "only for a pod of TPUs")),
     "tpu_use_cluster": (lambda s: not s.tpu_use_cluster, "only for a pod of TPUs"),
     "fsdp_config": (_unsharded, "distributed_type is not FSDP"),
-    **{f"fsdp_config.{key}": (_always, reason) for key, reason in OF_FSDP1.items()},
-    "fsdp_config.fsdp_state_dict_type": (
-        _always,
-        "checkpoints have one format, which any number of processes loads",
-    ),
     "deepspeed_config": (_without("DEEPSPEED"), "distributed_type is not DEEPSPEED"),
-    "deepspeed_config.deepspeed_multinode_launcher": (
-        _always,
-        "`accel launch` is started on each machine",
-    ),
     "megatron_lm_config": (_without("MEGATRON_LM"), "distributed_type is not MEGATRON_LM"),
     **{f"megatron_lm_config.{key}": (_always, reason) for key, reason in OF_MEGATRON.items()},
     "parallelism_config": (_every_axis_is_one, "every axis has size 1"),
     **_of_axis("cp", "backend", "comm_strategy"),
     **_of_axis("sp", "backend"),
-    **{
-        f"parallelism_config.parallelism_config_sp_{key}": (
-            _always,
-            "a script gives it, as ParallelismConfig(sp_handler=...)",
-        )
-        for key in ("seq_length", "seq_length_is_variable", "attn_implementation")
-    },
-    "mpirun_config": (lambda s: not s.mpirun_config.mpirun_hostfile, "there is no hostfile"),
+    "mpirun_config": (lambda s: not s.mpirun_config["mpirun_hostfile"], "there is no hostfile"),
     "fp8_config": (_not_fp8, "mixed_precision is not fp8"),
     "fp8_config.enable_fsdp_float8_all_gather": (
         lambda settings: _not_fp8(settings) or _unsharded(settings),
         "only with mixed_precision fp8, where FSDP shards the weights",
     ),
-    **{
-        f"fp8_config.{name}": (_always, "only for backends that are not in this version")
-        for name in _FP8_ELSEWHERE
-    },
     "dynamo_config": (_no_backend, "dynamo_backend is no"),
 }

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from accel_callbacks.errors import nearest
 from accel_callbacks.plugins.base import KwargsHandler, OptionEnum
+from accel_callbacks.plugins.option import Block, option
 
 __all__ = ["DynamoBackend", "TorchDynamoPlugin", "choose_plugin"]
 
@@ -65,13 +66,27 @@ class TorchDynamoPlugin(KwargsHandler):
         ['bias', 'weight']
     """
 
-    backend: DynamoBackend | str | Callable[..., Any] | None = DynamoBackend.NO
-    mode: str | None = "default"
-    fullgraph: bool | None = False
-    dynamic: bool | None = None
+    block: ClassVar = Block("dynamo_config", prefix="dynamo_", variables="ACCEL_DYNAMO_")
+
+    backend: DynamoBackend | str | Callable[..., Any] | None = option(
+        DynamoBackend.NO,
+        "backend of torch.compile",
+        kind="str",
+        default="no",
+        passed=True,
+        foreign="ACCELERATE_DYNAMO_BACKEND",
+        question="Compile models with torch.compile?",
+    )
+    mode: str | None = option("default", "mode of torch.compile", choices=_MODES, passed=True)
+    fullgraph: bool | None = option(
+        False, "compile one graph or raise an error", key="use_fullgraph", passed=True
+    )
+    dynamic: bool | None = option(None, "compile for all shapes", key="use_dynamic", passed=True)
     options: Mapping[str, Any] | None = None
     disable: bool = False
-    use_regional_compilation: bool = False
+    use_regional_compilation: bool = option(
+        False, "compile the repeated blocks of a model separately", passed=True
+    )
 
     def __post_init__(self) -> None:
         for field in fields(self):  # None is not given: scripts pass on what may not be set

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from accel_callbacks.errors import nearest
 from accel_callbacks.plugins.base import KwargsHandler
@@ -16,6 +16,7 @@ from accel_callbacks.plugins.deepspeed_config import (
     Known,
     fill,
 )
+from accel_callbacks.plugins.option import Block, launched
 from accel_callbacks.warning import warn
 
 __all__ = [
@@ -38,6 +39,14 @@ KEYS = {
 _DEVICES = ("none", "cpu", "nvme")
 _STAGES = (0, 1, 2, 3)
 _DEFAULT_STAGE = 2
+
+
+def _count_or_auto(text: str) -> int | str:
+    return text if text == AUTO else int(text)
+
+
+def _number_or_auto(text: str) -> float | str:
+    return text if text == AUTO else float(text)
 
 
 @dataclass(frozen=True)
@@ -83,18 +92,70 @@ class DeepSpeedPlugin(KwargsHandler):
         ValueError: zero_stage=3 of the DeepSpeedPlugin contradicts zero_optimization.stage=2 of ...
     """
 
-    hf_ds_config: Any = None
-    gradient_accumulation_steps: int | str | None = None
-    gradient_clipping: float | str | None = None
-    zero_stage: int | None = None
+    block: ClassVar = Block("deepspeed_config", variables="ACCEL_DEEPSPEED_", valued=True)
+
+    hf_ds_config: Any = launched(
+        None,
+        "DeepSpeed's own JSON file",
+        key="deepspeed_config_file",
+        kind="str",
+        variable="ACCEL_DEEPSPEED_CONFIG_FILE",
+        question="Have you a configuration file of DeepSpeed?",
+    )
+    gradient_accumulation_steps: int | str | None = launched(
+        None,
+        "micro-batches of a step, or auto",
+        kind="str",
+        flag="",
+        convert=_count_or_auto,
+    )
+    gradient_clipping: float | str | None = launched(
+        None,
+        "largest norm of the gradients, or auto",
+        kind="str",
+        convert=_number_or_auto,
+        question="Clip gradients to which norm?",
+    )
+    zero_stage: int | None = launched(
+        _DEFAULT_STAGE,
+        "stage of ZeRO",
+        least=0,
+        most=3,
+        question="Stage of ZeRO: 1 shards the optimizer's states, 2 gradients too, 3 weights too, "
+        "0 nothing?",
+    )
     is_train_batch_min: bool = True
-    offload_optimizer_device: str | None = None
-    offload_param_device: str | None = None
-    offload_optimizer_nvme_path: str | None = None
-    offload_param_nvme_path: str | None = None
-    zero3_init_flag: bool | None = None
-    zero3_save_16bit_model: bool | None = None
-    transformer_moe_cls_names: str | None = None
+    offload_optimizer_device: str | None = launched(
+        "none",
+        "where the optimizer's states are",
+        choices=_DEVICES,
+        question="Where are the optimizer's states between steps?",
+    )
+    offload_param_device: str | None = launched(
+        "none",
+        "where the weights are",
+        choices=_DEVICES,
+        question="Where are the weights between steps?",
+    )
+    offload_optimizer_nvme_path: str | None = launched(
+        None, "folder for the optimizer's states", question="A folder on it?"
+    )
+    offload_param_nvme_path: str | None = launched(
+        None, "folder for the weights", question="A folder on it?"
+    )
+    zero3_init_flag: bool | None = launched(
+        False,
+        "shard weights while a model is built",
+        variable="ACCEL_DEEPSPEED_ZERO3_INIT",
+        question="Shard models while they are built, so that no process holds a whole one?",
+    )
+    zero3_save_16bit_model: bool | None = launched(False, "gather weights to save them")
+    transformer_moe_cls_names: str | None = launched(
+        None,
+        "classes of expert layers",
+        key="deepspeed_moe_layer_cls_names",
+        variable="ACCEL_DEEPSPEED_MOE_LAYER_CLS_NAMES",
+    )
     enable_msamp: bool | None = None
     msamp_opt_level: str | None = None
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from accel_callbacks.errors import nearest
 from accel_callbacks.plugins.base import KwargsHandler
+from accel_callbacks.plugins.option import Block, launched, switch_or_count
 
 __all__ = ["FullyShardedDataParallelPlugin"]
 
@@ -103,28 +104,119 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         False
     """
 
-    fsdp_version: int | str | None = None
-    sharding_strategy: str | int | Any = None
-    reshard_after_forward: bool | int | str | None = None
-    backward_prefetch: str | Any = None
+    block: ClassVar = Block("fsdp_config", prefix="fsdp_", variables="ACCEL_FSDP_", valued=True)
+
+    fsdp_version: int | str | None = launched(
+        2,
+        "version of FSDP; 1 is trained as 2",
+        key="version",
+        kind="int",
+        least=1,
+        most=2,
+        passed=False,
+    )
+    sharding_strategy: str | int | Any = launched(
+        "FULL_SHARD",
+        "what is sharded, in the words of version 1",
+        kind="str",
+        choices=tuple(_STRATEGIES),
+        renamed=dict(zip("12345", _STRATEGIES, strict=True)),
+        foreign="FSDP_SHARDING_STRATEGY",
+    )
+    reshard_after_forward: bool | int | str | None = launched(
+        "true",
+        "whether weights are freed after forward, or the number of processes that then share them",
+        kind="str",
+        choices=("true", "false", *_STRATEGIES),
+        numbers=True,
+        convert=switch_or_count,
+        foreign="FSDP_RESHARD_AFTER_FORWARD",
+        question="Free weights after forward, and gather them again in backward?",
+    )
+    backward_prefetch: str | Any = launched(
+        None,
+        "what is gathered early in backward (version 1)",
+        kind="str",
+        choices=_PREFETCH,
+        passed=False,
+        idle="FSDP2 always gathers the next unit early in backward",
+    )
     mixed_precision_policy: Any = None
-    auto_wrap_policy: str | Callable[..., Any] | None = None
-    cpu_offload: bool | Any = None
-    ignored_modules: str | Iterable[Any] | None = None
-    state_dict_type: str | Any = None
+    auto_wrap_policy: str | Callable[..., Any] | None = launched(
+        None,
+        "which modules are gathered as a unit; default: the blocks that a model repeats",
+        kind="str",
+        choices=_WRAP_POLICIES,
+        foreign="FSDP_AUTO_WRAP_POLICY",
+        question="Which modules are gathered as a unit?",
+    )
+    cpu_offload: bool | Any = launched(
+        False,
+        "keep weights in host memory",
+        key="offload_params",
+        kind="bool",
+        foreign="FSDP_OFFLOAD_PARAMS",
+        question="Keep weights in host memory, which is slow?",
+    )
+    ignored_modules: str | Iterable[Any] | None = launched(
+        None, "names of modules that stay whole, as a regular expression", kind="str"
+    )
+    state_dict_type: str | Any = launched(
+        None,
+        "layout of checkpoints, which has one format here",
+        kind="str",
+        choices=_STATE_DICT_TYPES,
+        passed=False,
+        idle="checkpoints have one format, which any number of processes loads",
+    )
     state_dict_config: Any = None
     optim_state_dict_config: Any = None
     limit_all_gathers: bool | None = None
-    use_orig_params: bool | None = None
+    use_orig_params: bool | None = launched(
+        True,
+        "keep the weights' own names (version 1)",
+        passed=False,
+        idle="FSDP2 always keeps the weights' own names, types and groups",
+    )
     param_init_fn: Callable[[Any], None] | None = None
-    sync_module_states: bool | None = None
-    forward_prefetch: bool | None = None
-    activation_checkpointing: bool | int | str | Any = None
-    activation_checkpointing_offload: bool | None = None
-    cpu_ram_efficient_loading: bool | None = None
-    transformer_cls_names_to_wrap: str | Iterable[str] | None = None
-    min_num_params: int | None = None
-    no_sync: bool | None = None
+    sync_module_states: bool | None = launched(True, "take the weights of the first process on all")
+    forward_prefetch: bool | None = launched(False, "gather the next unit early in forward")
+    activation_checkpointing: bool | int | str | Any = launched(
+        "false",
+        "compute activations twice, to save memory; N: of every N-th block",
+        kind="str",
+        choices=("true", "false", "selective"),
+        numbers=True,
+        convert=switch_or_count,
+        foreign="FSDP_ACTIVATION_CHECKPOINTING",
+        question="Compute activations twice, to save memory?",
+    )
+    activation_checkpointing_offload: bool | None = launched(
+        False,
+        "keep in host memory what these blocks are computed from",
+        foreign="FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
+    )
+    cpu_ram_efficient_loading: bool | None = launched(
+        True, "load weights of transformers on one process only"
+    )
+    transformer_cls_names_to_wrap: str | Iterable[str] | None = launched(
+        None,
+        "classes that are units, such as BertLayer,T5Block (TRANSFORMER_BASED_WRAP)",
+        key="transformer_layer_cls_to_wrap",
+        kind="str",
+        foreign="FSDP_TRANSFORMER_CLS_TO_WRAP",
+        question="Their class names, such as BertLayer,T5Block?",
+    )
+    min_num_params: int | None = launched(
+        100_000_000,
+        "fewest weights of a unit (SIZE_BASED_WRAP)",
+        least=0,
+        foreign="FSDP_MIN_NUM_PARAMS",
+        question="Fewest weights of a unit?",
+    )
+    no_sync: bool | None = launched(
+        False, "reduce gradients at the end of a gradient window only, which takes more memory"
+    )
 
     def __post_init__(self) -> None:
         if self.fsdp_version is not None and str(self.fsdp_version) not in ("1", "2"):

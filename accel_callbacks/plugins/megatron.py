@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from accel_callbacks.plugins.base import KwargsHandler
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
+from accel_callbacks.plugins.option import Block, launched, scripted
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.parallelism_handlers import TorchTensorParallelConfig
 
@@ -33,8 +34,8 @@ def _mapped(text: str) -> MegatronRule:
     return MegatronRule("mapped", text)
 
 
-def _idle(text: str, *unasked: Any) -> MegatronRule:
-    return MegatronRule("idle", text, unasked)
+def _idle(text: str) -> MegatronRule:
+    return MegatronRule("idle", text)
 
 
 def _refused(text: str, *unasked: Any) -> MegatronRule:
@@ -52,96 +53,6 @@ _LOOP = (
 )
 _EXPERTS = "experts are not shared out: leave it out, and each rank has all experts"
 
-#: Every option of Accelerate's ``MegatronLMPlugin``; those of ``megatron_lm_config`` have the
-#: prefix ``megatron_lm_``.
-MEGATRON: Mapping[str, MegatronRule] = {
-    "tp_degree": _mapped("ParallelismConfig(tp_size=), by the plan of the model or a proposed one"),
-    "pp_degree": _mapped(
-        "ParallelismConfig(pp_size=); prepare() cuts a model at its blocks, and trains it by the "
-        "loss of its outputs"
-    ),
-    "context_parallel_size": _mapped(
-        "ParallelismConfig(cp_size=); the loop wraps forward and backward in "
-        "accel.maybe_context_parallel()"
-    ),
-    "sequence_parallelism": _mapped(
-        "the proposed plan cuts sequences between the blocks too; without tp_degree, no effect"
-    ),
-    "num_micro_batches": _mapped(
-        "gradient_accumulation_steps: batches of one optimizer step, in accel.accumulate()"
-    ),
-    "use_distributed_optimizer": _mapped(
-        "FSDP2 with reshard_after_forward=False, over the ranks with different data"
-    ),
-    "use_custom_fsdp": _mapped("FSDP2 with reshard_after_forward=True, over the same ranks"),
-    "optimizer_cpu_offload": _mapped("cpu_offload of FSDP2; without it, no effect"),
-    "recompute_activations": _mapped('activation checkpointing, "selective"'),
-    "recompute_granularity": _mapped('activation checkpointing: of all blocks, or "selective"'),
-    "recompute_method": _mapped("read with recompute_granularity full, where both are all blocks"),
-    "recompute_num_layers": _mapped(
-        "read with recompute_granularity full, where each block is computed again by itself"
-    ),
-    "gradient_clipping": MegatronRule(
-        "passed on",
-        "the loop clips: accel.clip_grad_norm_(model.parameters(), "
-        "accel.state.megatron_lm_plugin.gradient_clipping)",
-        (0,),
-    ),
-    "expert_model_parallel_size": _refused(_EXPERTS, 1),
-    "expert_tensor_parallel_size": _refused(_EXPERTS, 1),
-    "attention_backend": _idle("choose it where the model is built: attn_implementation"),
-    "attention_dropout": _idle(_MODEL),
-    "hidden_dropout": _idle(_MODEL),
-    "attention_softmax_in_fp32": _idle(_MODEL),
-    "use_rotary_position_embeddings": _idle(_MODEL),
-    "calculate_per_token_loss": _idle(
-        "the loss is the script's: accel.backward(loss_sum, normalizer=tokens) averages over tokens"
-    ),
-    "eod_mask_loss": _idle("the loss is the script's: give such tokens the label -100"),
-    "no_load_optim": _idle("accel.load_state(only='models') loads no optimizer"),
-    "no_save_optim": _idle("accel.save_model() saves no optimizer, and save_state() does"),
-    "overlap_cpu_optimizer_d2h_h2d": _idle("FSDP2 copies as it offloads"),
-    "use_precision_aware_optimizer": _idle("the optimizer is the script's, with its types"),
-    "decoder_last_pipeline_num_layers": _idle(_STAGES),
-    "pipeline_model_parallel_split_rank": _idle(_STAGES),
-    "num_layers_per_virtual_pipeline_stage": _idle(_STAGES),
-    "is_train_batch_min": _idle("each loader has its own batch size"),
-    "train_iters": _idle("the loop is the script's, and ends where it does"),
-    "train_samples": _idle("the loop is the script's, and ends where it does"),
-    "weight_decay_incr_style": _idle(_GROUPS),
-    "start_weight_decay": _idle(_GROUPS),
-    "end_weight_decay": _idle(_GROUPS),
-    "lr_decay_style": _idle(_SCHEDULE),
-    "lr_decay_iters": _idle(_SCHEDULE),
-    "lr_decay_samples": _idle(_SCHEDULE),
-    "lr_warmup_iters": _idle(_SCHEDULE),
-    "lr_warmup_samples": _idle(_SCHEDULE),
-    "lr_warmup_fraction": _idle(_SCHEDULE),
-    "min_lr": _idle(_SCHEDULE),
-    "consumed_samples": _idle("loaders go on at the exact sample after accel.load_state()"),
-    "no_wd_decay_cond": _idle(_GROUPS),
-    "scale_lr_cond": _idle(_GROUPS),
-    "lr_mult": _idle(_GROUPS),
-    "megatron_dataset_flag": _refused(
-        "its data sets come from its own loaders: make a Dataset, and prepare its DataLoader", False
-    ),
-    "seq_length": _idle("sequences are as long as the loader makes them"),
-    "encoder_seq_length": _idle("sequences are as long as the loader makes them"),
-    "decoder_seq_length": _idle("sequences are as long as the loader makes them"),
-    "tensorboard_dir": _idle('Accelerator(log_with="tensorboard", project_dir=...) logs there'),
-    "set_all_logging_options": _idle("callbacks log what is measured"),
-    "eval_iters": _idle(_EVALUATION),
-    "eval_interval": _idle(_EVALUATION),
-    "return_logits": _idle("a model returns what its forward does"),
-    "custom_train_step_class": _refused(_LOOP),
-    "custom_train_step_kwargs": _refused(_LOOP),
-    "custom_model_provider_function": _refused(_LOOP),
-    "custom_prepare_model_function": _refused(_LOOP),
-    "custom_megatron_datasets_provider_function": _refused(_LOOP),
-    "custom_get_batch_function": _refused(_LOOP),
-    "custom_loss_function": _refused(_LOOP),
-    "other_megatron_args": _idle("there is no Megatron-LM that would read them"),
-}
 _SIZES = (
     *("tp_degree", "pp_degree", "context_parallel_size"),
     *("num_micro_batches", "recompute_num_layers"),
@@ -251,69 +162,235 @@ class MegatronLMPlugin(KwargsHandler):
         (('dp_shard', 'tp'), (4, 2))
     """
 
-    tp_degree: int | None = None
-    pp_degree: int | None = None
-    use_custom_fsdp: bool | None = None
-    overlap_cpu_optimizer_d2h_h2d: bool | None = None
-    no_load_optim: bool | None = None
-    eod_mask_loss: bool | None = None
-    no_save_optim: bool | None = None
-    optimizer_cpu_offload: bool | None = None
-    use_precision_aware_optimizer: bool | None = None
-    decoder_last_pipeline_num_layers: int | None = None
-    recompute_granularity: str | None = None
-    recompute_method: str | None = None
-    recompute_num_layers: int | None = None
-    attention_backend: Any = None
-    expert_model_parallel_size: int | None = None
-    context_parallel_size: int | None = None
-    attention_dropout: float | None = None
-    hidden_dropout: float | None = None
-    attention_softmax_in_fp32: bool | None = None
-    expert_tensor_parallel_size: int | None = None
-    calculate_per_token_loss: bool | None = None
-    use_rotary_position_embeddings: bool | None = None
-    num_micro_batches: int | None = None
-    gradient_clipping: float | None = None
-    sequence_parallelism: bool | None = None
-    recompute_activations: bool | None = None
-    use_distributed_optimizer: bool | None = None
-    pipeline_model_parallel_split_rank: int | None = None
-    num_layers_per_virtual_pipeline_stage: int | None = None
-    is_train_batch_min: bool = True
-    train_iters: int | None = None
-    train_samples: int | None = None
-    weight_decay_incr_style: str = "constant"
-    start_weight_decay: float | None = None
-    end_weight_decay: float | None = None
-    lr_decay_style: str = "linear"
-    lr_decay_iters: int | None = None
-    lr_decay_samples: int | None = None
-    lr_warmup_iters: int | None = None
-    lr_warmup_samples: int | None = None
-    lr_warmup_fraction: float | None = None
-    min_lr: float = 0
-    consumed_samples: Any = None
-    no_wd_decay_cond: Callable[..., Any] | None = None
-    scale_lr_cond: Callable[..., Any] | None = None
-    lr_mult: float = 1.0
-    megatron_dataset_flag: bool = False
-    seq_length: int | None = None
-    encoder_seq_length: int | None = None
-    decoder_seq_length: int | None = None
-    tensorboard_dir: Any = None
-    set_all_logging_options: bool = False
-    eval_iters: int = 100
-    eval_interval: int = 1000
-    return_logits: bool = False
-    custom_train_step_class: Any = None
-    custom_train_step_kwargs: Mapping[str, Any] | None = None
-    custom_model_provider_function: Callable[..., Any] | None = None
-    custom_prepare_model_function: Callable[..., Any] | None = None
-    custom_megatron_datasets_provider_function: Callable[..., Any] | None = None
-    custom_get_batch_function: Callable[..., Any] | None = None
-    custom_loss_function: Callable[..., Any] | None = None
-    other_megatron_args: Mapping[str, Any] | None = None
+    block: ClassVar = Block(
+        "megatron_lm_config", prefix="megatron_lm_", variables="ACCEL_MEGATRON_LM_", valued=True
+    )
+
+    tp_degree: int | None = launched(
+        1,
+        "processes of tensor parallelism",
+        least=1,
+        foreign="MEGATRON_LM_TP_DEGREE",
+        question="How many processes share each layer?",
+        rule=_mapped("ParallelismConfig(tp_size=), by the plan of the model or a proposed one"),
+    )
+    pp_degree: int | None = launched(
+        1,
+        "processes of a pipeline",
+        least=1,
+        foreign="MEGATRON_LM_PP_DEGREE",
+        rule=_mapped(
+            "ParallelismConfig(pp_size=); prepare() cuts a model at its blocks, and trains it by "
+            "the loss of its outputs"
+        ),
+    )
+    use_custom_fsdp: bool | None = launched(
+        False,
+        "shard with Megatron-LM's own FSDP",
+        rule=_mapped("FSDP2 with reshard_after_forward=True, over the same ranks"),
+    )
+    overlap_cpu_optimizer_d2h_h2d: bool | None = launched(
+        False,
+        "overlap the copies of an optimizer on the host",
+        passed=False,
+        rule=_idle("FSDP2 copies as it offloads"),
+    )
+    no_load_optim: bool | None = launched(
+        False,
+        "load no states of the optimizer",
+        passed=False,
+        rule=_idle("accel.load_state(only='models') loads no optimizer"),
+    )
+    eod_mask_loss: bool | None = launched(
+        False,
+        "mask the loss at the end of a document",
+        passed=False,
+        rule=_idle("the loss is the script's: give such tokens the label -100"),
+    )
+    no_save_optim: bool | None = launched(
+        False,
+        "save no states of the optimizer",
+        passed=False,
+        rule=_idle("accel.save_model() saves no optimizer, and save_state() does"),
+    )
+    optimizer_cpu_offload: bool | None = launched(
+        False,
+        "keep the optimizer's states on the host",
+        rule=_mapped("cpu_offload of FSDP2; without it, no effect"),
+    )
+    use_precision_aware_optimizer: bool | None = launched(
+        False,
+        "choose the types of the optimizer's states",
+        passed=False,
+        rule=_idle("the optimizer is the script's, with its types"),
+    )
+    decoder_last_pipeline_num_layers: int | None = launched(
+        None, "layers of the last stage of the pipeline", least=1, passed=False, rule=_idle(_STAGES)
+    )
+    recompute_granularity: str | None = launched(
+        None,
+        "what is computed twice",
+        choices=_GRANULARITIES,
+        rule=_mapped('activation checkpointing: of all blocks, or "selective"'),
+    )
+    recompute_method: str | None = launched(
+        None,
+        "which layers are computed twice",
+        choices=_METHODS,
+        rule=_mapped("read with recompute_granularity full, where both are all blocks"),
+    )
+    recompute_num_layers: int | None = launched(
+        None,
+        "layers of a unit that is computed twice",
+        least=1,
+        rule=_mapped(
+            "read with recompute_granularity full, where each block is computed again by itself"
+        ),
+    )
+    attention_backend: Any = launched(
+        None,
+        "backend of attention, such as flash",
+        kind="str",
+        passed=False,
+        rule=_idle("choose it where the model is built: attn_implementation"),
+    )
+    expert_model_parallel_size: int | None = launched(
+        None, "processes that share the experts", least=1, passed=False, rule=_refused(_EXPERTS, 1)
+    )
+    context_parallel_size: int | None = launched(
+        None,
+        "processes of context parallelism",
+        least=1,
+        rule=_mapped(
+            "ParallelismConfig(cp_size=); the loop wraps forward and backward in "
+            "accel.maybe_context_parallel()"
+        ),
+    )
+    attention_dropout: float | None = launched(
+        None, "dropout in attention", least=0, most=1, passed=False, rule=_idle(_MODEL)
+    )
+    hidden_dropout: float | None = launched(
+        None, "dropout in layers", least=0, most=1, passed=False, rule=_idle(_MODEL)
+    )
+    attention_softmax_in_fp32: bool | None = launched(
+        False, "compute the softmax of attention in fp32", passed=False, rule=_idle(_MODEL)
+    )
+    expert_tensor_parallel_size: int | None = launched(
+        None, "tensor parallelism in experts", least=1, passed=False, rule=_refused(_EXPERTS, 1)
+    )
+    calculate_per_token_loss: bool | None = launched(
+        False,
+        "take the mean loss over tokens",
+        passed=False,
+        rule=_idle(
+            "the loss is the script's: accel.backward(loss_sum, normalizer=tokens) averages over "
+            "tokens"
+        ),
+    )
+    use_rotary_position_embeddings: bool | None = launched(
+        False, "use rotary position embeddings", passed=False, rule=_idle(_MODEL)
+    )
+    num_micro_batches: int | None = launched(
+        None,
+        "micro-batches of a batch",
+        least=1,
+        foreign="MEGATRON_LM_NUM_MICRO_BATCHES",
+        rule=_mapped(
+            "gradient_accumulation_steps: batches of one optimizer step, in accel.accumulate()"
+        ),
+    )
+    gradient_clipping: float | None = launched(
+        1.0,
+        "largest norm of the gradients; 0 for none",
+        least=0,
+        rule=MegatronRule(
+            "passed on",
+            "the loop clips: accel.clip_grad_norm_(model.parameters(), "
+            "accel.state.megatron_lm_plugin.gradient_clipping)",
+            (0,),
+        ),
+    )
+    sequence_parallelism: bool | None = launched(
+        False,
+        "shard sequences",
+        question="Share sequences between the blocks too?",
+        rule=_mapped(
+            "the proposed plan cuts sequences between the blocks too; without tp_degree, no effect"
+        ),
+    )
+    recompute_activations: bool | None = launched(
+        False,
+        "compute selected activations twice",
+        question="Compute activations twice, but for products and attention?",
+        rule=_mapped('activation checkpointing, "selective"'),
+    )
+    use_distributed_optimizer: bool | None = launched(
+        False,
+        "shard the optimizer's states",
+        foreign="MEGATRON_LM_USE_DISTRIBUTED_OPTIMIZER",
+        question="Shard the optimizer's states over the others (FSDP2)?",
+        rule=_mapped("FSDP2 with reshard_after_forward=False, over the ranks with different data"),
+    )
+    pipeline_model_parallel_split_rank: int | None = scripted(None, rule=_idle(_STAGES))
+    num_layers_per_virtual_pipeline_stage: int | None = scripted(None, rule=_idle(_STAGES))
+    is_train_batch_min: bool = scripted(True, rule=_idle("each loader has its own batch size"))
+    train_iters: int | None = scripted(
+        None, rule=_idle("the loop is the script's, and ends where it does")
+    )
+    train_samples: int | None = scripted(
+        None, rule=_idle("the loop is the script's, and ends where it does")
+    )
+    weight_decay_incr_style: str = scripted("constant", rule=_idle(_GROUPS))
+    start_weight_decay: float | None = scripted(None, rule=_idle(_GROUPS))
+    end_weight_decay: float | None = scripted(None, rule=_idle(_GROUPS))
+    lr_decay_style: str = scripted("linear", rule=_idle(_SCHEDULE))
+    lr_decay_iters: int | None = scripted(None, rule=_idle(_SCHEDULE))
+    lr_decay_samples: int | None = scripted(None, rule=_idle(_SCHEDULE))
+    lr_warmup_iters: int | None = scripted(None, rule=_idle(_SCHEDULE))
+    lr_warmup_samples: int | None = scripted(None, rule=_idle(_SCHEDULE))
+    lr_warmup_fraction: float | None = scripted(None, rule=_idle(_SCHEDULE))
+    min_lr: float = scripted(0, rule=_idle(_SCHEDULE))
+    consumed_samples: Any = scripted(
+        None, rule=_idle("loaders go on at the exact sample after accel.load_state()")
+    )
+    no_wd_decay_cond: Callable[..., Any] | None = scripted(None, rule=_idle(_GROUPS))
+    scale_lr_cond: Callable[..., Any] | None = scripted(None, rule=_idle(_GROUPS))
+    lr_mult: float = scripted(1.0, rule=_idle(_GROUPS))
+    megatron_dataset_flag: bool = scripted(
+        False,
+        rule=_refused(
+            "its data sets come from its own loaders: make a Dataset, and prepare its DataLoader",
+            False,
+        ),
+    )
+    seq_length: int | None = scripted(
+        None, rule=_idle("sequences are as long as the loader makes them")
+    )
+    encoder_seq_length: int | None = scripted(
+        None, rule=_idle("sequences are as long as the loader makes them")
+    )
+    decoder_seq_length: int | None = scripted(
+        None, rule=_idle("sequences are as long as the loader makes them")
+    )
+    tensorboard_dir: Any = scripted(
+        None, rule=_idle('Accelerator(log_with="tensorboard", project_dir=...) logs there')
+    )
+    set_all_logging_options: bool = scripted(False, rule=_idle("callbacks log what is measured"))
+    eval_iters: int = scripted(100, rule=_idle(_EVALUATION))
+    eval_interval: int = scripted(1000, rule=_idle(_EVALUATION))
+    return_logits: bool = scripted(False, rule=_idle("a model returns what its forward does"))
+    custom_train_step_class: Any = scripted(None, rule=_refused(_LOOP))
+    custom_train_step_kwargs: Mapping[str, Any] | None = scripted(None, rule=_refused(_LOOP))
+    custom_model_provider_function: Callable[..., Any] | None = scripted(None, rule=_refused(_LOOP))
+    custom_prepare_model_function: Callable[..., Any] | None = scripted(None, rule=_refused(_LOOP))
+    custom_megatron_datasets_provider_function: Callable[..., Any] | None = scripted(
+        None, rule=_refused(_LOOP)
+    )
+    custom_get_batch_function: Callable[..., Any] | None = scripted(None, rule=_refused(_LOOP))
+    custom_loss_function: Callable[..., Any] | None = scripted(None, rule=_refused(_LOOP))
+    other_megatron_args: Mapping[str, Any] | None = scripted(
+        None, rule=_idle("there is no Megatron-LM that would read them")
+    )
 
     def __post_init__(self) -> None:
         for name, value in self._asked("refused").items():
@@ -441,6 +518,12 @@ class MegatronLMPlugin(KwargsHandler):
         }
         left = {name: value for name, value in usual.items() if getattr(self, name) is None}
         return replace(self, **left)
+
+
+#: What is done with each option.
+MEGATRON: Mapping[str, MegatronRule] = {
+    option.name: option.metadata["rule"] for option in fields(MegatronLMPlugin)
+}
 
 
 def _check_size(name: str, value: Any) -> None:

@@ -7,11 +7,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from weakref import ReferenceType, ref
 
 from accel_callbacks.plugins.base import KwargsHandler
+from accel_callbacks.plugins.option import launched
 from accel_callbacks.plugins.parallelism_handlers import (
+    MESH_BLOCK,
     DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
@@ -22,7 +24,7 @@ __all__ = ["AXES", "ParallelismConfig"]
 
 #: The axes of a mesh from the outermost, whose ranks are farthest apart, to the innermost.
 AXES = ("dp_replicate", "dp_shard", "pp", "cp", "sp", "tp")
-_VARIABLE = "ACCEL_PARALLELISM_{}_SIZE"
+_VARIABLE = MESH_BLOCK.variables + "{}_SIZE"
 _BACKENDS = {"cp_backend": ("torch",), "sp_backend": ("deepspeed",)}
 _HANDLERS: Mapping[str, type[KwargsHandler]] = {
     "tp": TorchTensorParallelConfig,
@@ -87,17 +89,62 @@ class ParallelismConfig(KwargsHandler):
         (('dp_replicate', 'dp_shard'), (2, 4))
     """
 
-    dp_replicate_size: int | None = None
-    dp_shard_size: int | None = None
-    tp_size: int | None = None
-    cp_size: int | None = None
-    cp_backend: str | None = None
-    sp_size: int | None = None
-    sp_backend: str | None = None
+    block: ClassVar = MESH_BLOCK
+
+    dp_replicate_size: int | None = launched(
+        1,
+        "replicas of the model, or of its shards",
+        least=1,
+        foreign="PARALLELISM_CONFIG_DP_REPLICATE_SIZE",
+        question="How many replicas of the sharded model (HSDP)?",
+    )
+    dp_shard_size: int | None = launched(
+        1,
+        "shards of each replica (FSDP)",
+        least=1,
+        foreign="PARALLELISM_CONFIG_DP_SHARD_SIZE",
+    )
+    tp_size: int | None = launched(
+        1,
+        "processes that share each layer (tensor parallelism), by a plan",
+        least=1,
+        foreign="PARALLELISM_CONFIG_TP_SIZE",
+        question="How many processes share each layer (tensor parallelism, by a plan)?",
+    )
+    cp_size: int | None = launched(
+        1,
+        "processes that share each sequence (context parallelism)",
+        least=1,
+        foreign="PARALLELISM_CONFIG_CP_SIZE",
+        question="How many processes share each sequence (context parallelism)?",
+    )
+    cp_backend: str | None = launched(
+        "torch",
+        "backend of context parallelism",
+        choices=_BACKENDS["cp_backend"],
+        passed=False,
+    )
+    sp_size: int | None = launched(
+        1,
+        "processes of sequence parallelism",
+        least=1,
+        foreign="PARALLELISM_CONFIG_SP_SIZE",
+    )
+    sp_backend: str | None = launched(
+        "deepspeed",
+        "backend of sequence parallelism",
+        choices=_BACKENDS["sp_backend"],
+        passed=False,
+    )
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: TorchContextParallelConfig | None = None
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
-    pp_size: int | None = None
+    pp_size: int | None = launched(
+        1,
+        "processes that each have some layers (a pipeline), for prepare_pipeline",
+        least=1,
+        foreign="PARALLELISM_CONFIG_PP_SIZE",
+    )
 
     def __post_init__(self) -> None:
         launched = {axis for axis in AXES if getattr(self, f"{axis}_size") is None}

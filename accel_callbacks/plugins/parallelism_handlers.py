@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from accel_callbacks.plugins.base import KwargsHandler
+from accel_callbacks.plugins.option import Block, launched
 
 __all__ = [
     "DeepSpeedSequenceParallelConfig",
@@ -16,6 +17,14 @@ __all__ = [
     "TorchTensorParallelPlugin",
 ]
 
+#: The block of the sizes of a mesh, and of the options of its axes.
+MESH_BLOCK = Block(
+    "parallelism_config",
+    prefix="parallelism_config_",
+    variables="ACCEL_PARALLELISM_",
+    valued=True,
+)
+_SCRIPT_GIVES = "a script gives it, as ParallelismConfig(sp_handler=...)"
 _ROTATIONS = ("allgather", "alltoall")
 _PLANS = ("proposed", "proposed_sequence")
 _ATTENTION = ("flash_attention_2", "flash_attention_3", "sdpa")
@@ -101,7 +110,13 @@ class TorchContextParallelConfig(KwargsHandler):
         'allgather'
     """
 
-    cp_comm_strategy: str | None = None
+    block: ClassVar = MESH_BLOCK
+
+    cp_comm_strategy: str | None = launched(
+        _ROTATIONS[0],
+        "how keys and values travel between the processes that share a sequence",
+        choices=_ROTATIONS,
+    )
     load_balance: bool = True
 
     def __post_init__(self) -> None:
@@ -138,9 +153,17 @@ class DeepSpeedSequenceParallelConfig(KwargsHandler):
         True
     """
 
-    sp_seq_length: int | None = None
-    sp_seq_length_is_variable: bool | None = None
-    sp_attn_implementation: str | None = None
+    block: ClassVar = MESH_BLOCK
+
+    sp_seq_length: int | None = launched(
+        None, "length of a sequence", least=1, passed=False, idle=_SCRIPT_GIVES
+    )
+    sp_seq_length_is_variable: bool | None = launched(
+        True, "expect sequences of differing length", passed=False, idle=_SCRIPT_GIVES
+    )
+    sp_attn_implementation: str | None = launched(
+        "sdpa", "attention of sequence parallelism", passed=False, idle=_SCRIPT_GIVES
+    )
 
     def __post_init__(self) -> None:
         if self.sp_seq_length_is_variable is None:

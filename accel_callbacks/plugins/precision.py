@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel_callbacks.plugins.base import KwargsHandler
+from accel_callbacks.plugins.option import Block, launched
 
 if TYPE_CHECKING:
     import torch
@@ -69,11 +70,14 @@ class AORecipeKwargs(KwargsHandler):
     """
 
     role: ClassVar[str] = "fp8 training"
+    block: ClassVar = Block("fp8_config", flags="fp8_", variables="ACCEL_FP8_")
 
     config: Any = None
     module_filter_func: Callable[[torch.nn.Module, str], bool] | None = None
-    pad_inner_dim: bool | None = None
-    enable_fsdp_float8_all_gather: bool | None = None
+    pad_inner_dim: bool | None = launched(None, "pad inputs to the sizes of fp8 (AO)", valued=True)
+    enable_fsdp_float8_all_gather: bool | None = launched(
+        None, "gather weights in fp8 (AO, FSDP)", valued=True
+    )
 
     def __post_init__(self) -> None:
         if self.module_filter_func is not None and not callable(self.module_filter_func):

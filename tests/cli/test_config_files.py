@@ -19,8 +19,8 @@ from accel_callbacks.launch.config_file import (
     values_of,
     write_config,
 )
-from accel_callbacks.launch.option import SettingsError
 from accel_callbacks.launch.resolve import resolve_settings
+from accel_callbacks.plugins.option import SettingsError
 
 SAMPLE = Path(__file__).resolve().parents[2] / "examples" / "configs" / "accel.yaml"
 # What `accelerate config` of 1.15 writes for two GPUs, before each block is added to it.

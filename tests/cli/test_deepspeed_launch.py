@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from accel_callbacks.cli.main import main
-from accel_callbacks.config import launched_deepspeed, resolve_config
+from accel_callbacks.config import resolve_config
+from accel_callbacks.engine_options import launched_deepspeed
 
 # As `accelerate config` writes it, but for use_cpu.
 FILE: dict[str, Any] = {

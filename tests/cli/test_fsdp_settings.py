@@ -10,13 +10,13 @@ import yaml
 
 from accel_callbacks import FullyShardedDataParallelPlugin, ParallelismConfig
 from accel_callbacks.cli.main import main
-from accel_callbacks.config import launched_fsdp, launched_parallelism, resolve_config
+from accel_callbacks.config import resolve_config
+from accel_callbacks.engine_options import launched_fsdp, launched_parallelism
 from accel_callbacks.launch.config_file import read_config, values_of
-from accel_callbacks.launch.fsdp2 import fsdp1_notes, to_fsdp2
-from accel_callbacks.launch.option import SettingsError, options_of
-from accel_callbacks.launch.parallelism_settings import FsdpConfig
+from accel_callbacks.launch.foreign import fsdp1_notes, to_fsdp2
 from accel_callbacks.launch.resolve import Resolved, refuse_unbuilt, resolve_settings
 from accel_callbacks.launch.unsupported import OF_FSDP1
+from accel_callbacks.plugins.option import SettingsError, options_of
 
 FREED = {"fsdp_reshard_after_forward": "true"}
 KEPT = {"fsdp_reshard_after_forward": "false"}
@@ -75,7 +75,7 @@ def resolve(folder: Path, data: dict[str, Any], **cli: Any) -> Resolved:
 
 
 def test_every_key_is_in_the_table() -> None:
-    known = {one.name for one in options_of(FsdpConfig)}
+    known = {one.name for one in options_of(FullyShardedDataParallelPlugin)}
     assert {key for before, _, _ in CONVERTED for key in before} - known == {
         "fsdp_backward_prefetch_policy"
     }

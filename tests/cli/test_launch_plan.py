@@ -15,11 +15,11 @@ from accel_callbacks.cli import launch
 from accel_callbacks.cli.launch import configure, given_extras, read_program
 from accel_callbacks.cli.parser import CommandError, CommandParser
 from accel_callbacks.launch.environment import changed_environment, loopback_variables
-from accel_callbacks.launch.option import SettingsError
 from accel_callbacks.launch.plan import AgentPlan, DirectPlan, Plan, TpuPlan, build_plan
 from accel_callbacks.launch.rendezvous import Host
 from accel_callbacks.launch.resolve import resolve_settings
 from accel_callbacks.launch.settings import all_options
+from accel_callbacks.plugins.option import SettingsError
 
 NOWHERE = {"ACCEL_HOME": "/nowhere"}
 
@@ -216,7 +216,7 @@ def test_every_setting_has_a_flag_that_is_read() -> None:
     parser = CommandParser("accel launch", "")
     configure(parser)
     known = set(parser._option_string_actions)
-    flags = [one.flag for one in all_options() if one.model is None]
+    flags = [one.flag for one in all_options() if one.kind != "block"]
     assert [flag for flag in flags if flag and flag not in known] == []
     assert len(flags) > 100
 

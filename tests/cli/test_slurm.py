@@ -14,11 +14,11 @@ import torch
 from accel_callbacks.cli.launch import configure, given_extras, read_program
 from accel_callbacks.cli.parser import CommandParser
 from accel_callbacks.distributed import topology
-from accel_callbacks.launch.option import SettingsError
 from accel_callbacks.launch.plan import AgentPlan, DirectPlan, Plan, Program, TpuPlan, build_plan
 from accel_callbacks.launch.rendezvous import Host
 from accel_callbacks.launch.resolve import resolve_settings
 from accel_callbacks.launch.slurm import expand_hosts, expand_tasks, slurm_place
+from accel_callbacks.plugins.option import SettingsError
 from tests.cli.fake_slurm import put_tools
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]

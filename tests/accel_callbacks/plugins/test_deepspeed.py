@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from accel_callbacks import Accelerator, AcceleratorConfig, DeepSpeedPlugin
-from accel_callbacks.config import launched_deepspeed, of_deepspeed
+from accel_callbacks.engine_options import launched_deepspeed, of_deepspeed
 from accel_callbacks.plugins.deepspeed import KEYS
 from accel_callbacks.plugins.deepspeed_config import Known, fill
 from accel_callbacks.strategies.deepspeed_build import building, stale_locks

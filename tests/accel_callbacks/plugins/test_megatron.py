@@ -18,9 +18,10 @@ from accel_callbacks import (
     ParallelismConfig,
     apply_activation_checkpointing,
 )
-from accel_callbacks.config import launched_megatron, resolve_config
-from accel_callbacks.launch.parallelism_settings import MegatronConfig
+from accel_callbacks.config import resolve_config
+from accel_callbacks.engine_options import launched_megatron
 from accel_callbacks.plugins.megatron import MEGATRON
+from accel_callbacks.plugins.option import options_of
 
 # The fields of MegatronLMPlugin in Accelerate 1.15, and the flags `--megatron_lm_*` of its launch.
 PLUGIN_OF_ACCELERATE = """
@@ -80,7 +81,7 @@ def test_every_option_of_accelerate_is_there_in_its_order_and_has_a_rule() -> No
 
 
 def test_every_key_of_the_config_of_accelerate_is_there_and_is_an_option() -> None:
-    keys = [one.name.removeprefix("megatron_lm_") for one in fields(MegatronConfig)]
+    keys = [option.attribute for option in options_of(MegatronLMPlugin)]
     assert sorted(keys) == sorted(CONFIG_OF_ACCELERATE.split())
     assert set(keys) <= set(MEGATRON)
 

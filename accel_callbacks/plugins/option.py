@@ -1,18 +1,32 @@
-"""Declare settings, and validate their values from files, flags and environment variables."""
+"""Declare options as fields of dataclasses, with all that a launch and its files know of them.
+
+An option is declared once: as a field of the plugin, of the Accelerator's options, or of the
+launch's settings. Its flag, key, variable, help and question are metadata of that field.
+"""
 
 from __future__ import annotations
 
 import math
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
-from accel_callbacks.config import BOOLEANS
 from accel_callbacks.errors import nearest
 from accel_callbacks.utils.secrets import redacted
 
-__all__ = ["Option", "SettingsError", "described", "option", "options_of", "shown"]
+__all__ = [
+    "Block",
+    "Option",
+    "SettingsError",
+    "launched",
+    "option",
+    "options_of",
+    "scripted",
+    "shown",
+]
+
+BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 _LARGEST = 2**63 - 1
 
@@ -21,7 +35,7 @@ class SettingsError(ValueError):
     """Raised for a setting that is invalid or does not fit others; one line with a remedy.
 
     Example:
-        >>> from accel_callbacks.launch.option import SettingsError
+        >>> from accel_callbacks.plugins.option import SettingsError
         >>> issubclass(SettingsError, ValueError)
         True
     """
@@ -31,7 +45,7 @@ def shown(value: Any) -> str:
     """Format a value for an error message: short, on one line, and without secrets.
 
     Example:
-        >>> from accel_callbacks.launch.option import shown
+        >>> from accel_callbacks.plugins.option import shown
         >>> shown("x" * 100)
         "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx..."
     """
@@ -45,15 +59,36 @@ def shown(value: Any) -> str:
 
 
 @dataclass(frozen=True)
+class Block:
+    """The block of a config file whose keys are the options of a class.
+
+    Args:
+        name: key of the block.
+        prefix: what its keys have in front of the names of the fields.
+        flags: what flags have in front of the keys.
+        variables: what variables have in front of the names of the fields.
+        valued: the flags of booleans take ``true`` or ``false``.
+    """
+
+    name: str
+    prefix: str = ""
+    flags: str = ""
+    variables: str = ""
+    valued: bool = False
+
+
+@dataclass(frozen=True)
 class Option:
-    """One setting.
+    """One option.
 
     Args:
         name: key in the file.
         kind: ``"bool"``, ``"int"``, ``"float"``, ``"str"``, ``"list"`` or ``"block"``.
         default: value where nothing else is given.
         help: one line.
+        attribute: name of the field.
         group: name of the class that declares the option.
+        question: what ``accel config`` asks.
         least: smallest number.
         most: largest number.
         choices: allowed strings.
@@ -64,12 +99,14 @@ class Option:
         flag: the flag; empty for none.
         valued: the flag of a boolean takes ``true`` or ``false``.
         unset: values in a file that mean "not set".
-        variable: environment variable that sets the option.
-        child: the launched processes get the variable.
+        variable: environment variable that sets the option, and that the launched processes get.
+        convert: reads the variable in these processes, where the plugin checks the value.
+        foreign: variable of Accelerate's that asks for the same, which is not read.
         torchrun: torchrun has an option of the same name.
         lenient: a file may give numbers and booleans as strings.
+        idle: why the option never has an effect; empty if it can have one.
         block: for an option of a block, the name of the block.
-        model: for a block, the class of its options.
+        owners: for a block, the classes of its options.
 
     Example:
         >>> from accel_callbacks.launch.settings import find
@@ -81,7 +118,9 @@ class Option:
     kind: str
     default: Any
     help: str
+    attribute: str = ""
     group: str = ""
+    question: str = ""
     least: float | None = None
     most: float | None = None
     choices: tuple[str, ...] = ()
@@ -93,11 +132,13 @@ class Option:
     valued: bool = False
     unset: tuple[Any, ...] = ()
     variable: str = ""
-    child: bool = False
+    convert: Callable[[str], Any] = str
+    foreign: str = ""
     torchrun: bool = False
     lenient: bool = False
+    idle: str = ""
     block: str = ""
-    model: type[Any] | None = None
+    owners: tuple[type[Any], ...] = ()
 
     @property
     def path(self) -> str:
@@ -187,25 +228,25 @@ def _plain(number: float) -> str:
     return str(int(number)) if number == int(number) else str(number)
 
 
-def _read_bool(one: Option, value: Any) -> bool:
+def _read_bool(option: Option, value: Any) -> bool:
     if not isinstance(value, bool):
         hint = ", without quotes" if isinstance(value, str) and value.lower() in BOOLEANS else ""
         raise ValueError(f"must be true or false{hint}, not {shown(value)}")
     return value
 
 
-def _read_number(one: Option, value: Any) -> Any:
-    valid = isinstance(value, int) or (isinstance(value, float) and one.kind == "float")
+def _read_number(option: Option, value: Any) -> Any:
+    valid = isinstance(value, int) or (isinstance(value, float) and option.kind == "float")
     if not valid or isinstance(value, bool):
-        raise ValueError(one._requirement(value))
-    low = -_LARGEST if one.least is None else one.least
-    high = _LARGEST if one.most is None else one.most
+        raise ValueError(option._requirement(value))
+    low = -_LARGEST if option.least is None else option.least
+    high = _LARGEST if option.most is None else option.most
     if not (low <= value <= high and (isinstance(value, int) or math.isfinite(value))):
-        raise ValueError(one._requirement(value))
-    return float(value) if one.kind == "float" else value
+        raise ValueError(option._requirement(value))
+    return float(value) if option.kind == "float" else value
 
 
-def _read_str(one: Option, value: Any) -> str:
+def _read_str(option: Option, value: Any) -> str:
     # YAML reads `gpu_ids: 0` and `rdzv_id: 7` as numbers.
     number = isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _LARGEST
     text = str(value) if number else value
@@ -216,13 +257,13 @@ def _read_str(one: Option, value: Any) -> str:
     return text
 
 
-def _read_list(one: Option, value: Any) -> tuple[str, ...]:
+def _read_list(option: Option, value: Any) -> tuple[str, ...]:
     values = value.strip("()[] ").split(",") if isinstance(value, str) else value
     if isinstance(values, list):  # Accelerate writes lists of switches, as in `[false, false]`
         values = [str(item).lower() if isinstance(item, bool) else item for item in values]
     if not isinstance(values, list):
         raise ValueError(f"must be a list of texts, not {shown(value)}")
-    return tuple(text for text in (_read_str(one, item).strip() for item in values) if text)
+    return tuple(text for text in (_read_str(option, item).strip() for item in values) if text)
 
 
 _READERS: Mapping[str, Callable[[Option, Any], Any]] = {
@@ -234,68 +275,99 @@ _READERS: Mapping[str, Callable[[Option, Any], Any]] = {
 }
 
 
-def option(default: Any, help: str, **facts: Any) -> Any:
-    """Declare a setting as a dataclass field; ``facts`` are arguments of :class:`Option`.
+def option(default: Any, help: str, /, **facts: Any) -> Any:
+    """Declare an option as a dataclass field; ``facts`` are arguments of :class:`Option`.
+
+    Without ``kind`` it is that of the annotation; ``key`` is a ``name`` other than the field's;
+    other facts are read by the plugin itself.
 
     Example:
         >>> from dataclasses import dataclass
-        >>> from accel_callbacks.launch.option import option, options_of
+        >>> from accel_callbacks.plugins.option import option, options_of
         >>> @dataclass(frozen=True)
         ... class Mine:
         ...     steps: int = option(1, "how many", least=1)
-        >>> [(one.name, one.kind, one.flag) for one in options_of(Mine)]
+        >>> [(option.name, option.kind, option.flag) for option in options_of(Mine)]
         [('steps', 'int', '--steps')]
     """
-    return field(default=default, metadata={"help": help, **facts})
+    return field(default=default, metadata={"default": default, "help": help, **facts})
 
 
-def described(model: type[Any], help: str) -> dict[str, Any]:
-    """Return the field metadata of a block.
+def launched(default: Any, help: str, /, *, passed: bool = True, **facts: Any) -> Any:
+    """Declare an option of a block, which is None in a script that leaves it to the launch.
 
-    Example:
-        >>> from accel_callbacks.launch.parallelism_settings import DynamoConfig
-        >>> from accel_callbacks.launch.option import described
-        >>> described(DynamoConfig, "torch.compile")["help"]
-        'torch.compile'
+    Args:
+        default: of the launch.
+        help: one line.
+        passed: the launched processes get its variable.
+        facts: as for :func:`option`.
     """
-    return {"help": help, "model": model}
+    return option(None, help, default=default, passed=passed, **facts)
+
+
+def scripted(default: Any, /, **facts: Any) -> Any:
+    """Declare an option that only scripts give, with facts for the plugin itself."""
+    return field(default=default, metadata=facts)
 
 
 def options_of(owner: type[Any]) -> tuple[Option, ...]:
-    """Return the options that a class of settings declares, in order.
+    """Return the options that a dataclass declares, in order.
 
     Example:
-        >>> from accel_callbacks.launch.parallelism_settings import DynamoConfig
-        >>> from accel_callbacks.launch.option import options_of
-        >>> options_of(DynamoConfig)[0].path
+        >>> from accel_callbacks import TorchDynamoPlugin
+        >>> from accel_callbacks.plugins.option import options_of
+        >>> options_of(TorchDynamoPlugin)[0].path
         'dynamo_config.dynamo_backend'
     """
-    groups = {name: kind.__name__ for kind in owner.__mro__ for name in _annotated(kind)}
-    return tuple(_option_of(one, owner, groups[one.name]) for one in fields(owner))
-
-
-def _annotated(kind: type[Any]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = vars(kind).get("__annotations__", {})
-    return found
-
-
-def _option_of(one: Field[Any], owner: type[Any], group: str) -> Option:
-    facts = dict(one.metadata)
-    kind = str(one.type).removesuffix(" | None").removeprefix("tuple[")
-    kind = "list" if kind.startswith("str, ...") else kind
-    kind = "block" if "model" in facts else kind
-    block = getattr(owner, "BLOCK", "")
-    made = Option(
-        name=one.name,
-        kind=kind,
-        default=None if one.default is MISSING else one.default,
-        group=group,
-        block=block,
-        lenient=facts.pop("lenient", bool(block)),
-        **facts,
+    groups = {
+        name: kind.__name__
+        for kind in owner.__mro__
+        for name in vars(kind).get("__annotations__", {})
+    }
+    block = getattr(owner, "block", Block(""))
+    return tuple(
+        _option_of(declared, block, groups[declared.name])
+        for declared in fields(owner)
+        if "help" in declared.metadata
     )
-    if kind == "block" or "flag" in facts:
-        return made
-    name = f"{getattr(owner, 'PREFIX', '')}{one.name}"
-    off = {f"--no_{name}": False} if kind == "bool" and not made.valued else {}
-    return replace(made, flag=f"--{name}", shorthands={**made.shorthands, **off})
+
+
+def _option_of(declared: Field[Any], block: Block, group: str) -> Option:
+    facts = dict(declared.metadata)
+    annotated = str(declared.type).removesuffix(" | None")
+    kind = facts.pop("kind", "list" if annotated == "tuple[str, ...]" else annotated)
+    key = facts.pop("key", declared.name)
+    if facts.pop("passed", False):
+        facts.setdefault("variable", f"{block.variables}{key}".upper())
+    name = block.prefix + key
+    facts.setdefault("flag", "" if kind == "block" else f"--{block.flags}{name}")
+    valued = facts.pop("valued", block.valued and kind == "bool")
+    if kind == "bool" and not valued:
+        off = f"--no_{facts['flag'].removeprefix('--')}"
+        facts["shorthands"] = {**facts.get("shorthands", {}), off: False}
+    return Option(
+        name=name,
+        kind=kind,
+        attribute=declared.name,
+        group=group,
+        block=block.name,
+        lenient=facts.pop("lenient", bool(block.name)),
+        convert=facts.pop("convert", _CONVERTERS.get(kind, str)),
+        valued=valued,
+        **{name: fact for name, fact in facts.items() if name in Option.__dataclass_fields__},
+    )
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() not in BOOLEANS:
+        raise ValueError(f"{text!r} is neither true nor false")
+    return BOOLEANS[text.lower()]
+
+
+def switch_or_count(text: str) -> bool | int | str:
+    """Convert to a boolean or a number where it is one."""
+    value = BOOLEANS.get(text.lower(), text)
+    return int(text) if isinstance(value, str) and text.isdecimal() else value
+
+
+_CONVERTERS: Mapping[str, Callable[[str], Any]] = {"bool": _boolean, "int": int, "float": float}

@@ -1,17 +1,19 @@
-"""Translate settings of FSDP1 into those of FSDP2."""
+"""Settings of FSDP1 and Megatron-LM: what each is here, and which have no meaning."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from accel_callbacks.launch.option import SettingsError
 from accel_callbacks.launch.resolve import Resolved
-from accel_callbacks.launch.unsupported import OF_FSDP1
+from accel_callbacks.launch.settings import find
+from accel_callbacks.launch.unsupported import OF_FSDP1, OF_MEGATRON
+from accel_callbacks.plugins.option import SettingsError
 
-__all__ = ["fsdp1_notes", "to_fsdp2"]
+__all__ = ["fsdp1_notes", "megatron_note", "to_fsdp2"]
 
 _BLOCK = "fsdp_config."
+_MEGATRON = "megatron_lm_config."
 _STRATEGY = "fsdp_config.fsdp_sharding_strategy"
 _RESHARD = "fsdp_config.fsdp_reshard_after_forward"
 _VERSION = "fsdp_config.fsdp_version"
@@ -32,7 +34,7 @@ def fsdp1_notes(resolved: Resolved) -> list[str]:
     Options of the command line are left out: those without effect are reported in any case.
 
     Example:
-        >>> from accel_callbacks.launch.fsdp2 import fsdp1_notes
+        >>> from accel_callbacks.launch.foreign import fsdp1_notes
         >>> from accel_callbacks.launch.resolve import resolve_settings
         >>> fsdp1_notes(resolve_settings({"distributed_type": "FSDP"}, None, "/x", {"HOME": "/x"}))
         []
@@ -69,25 +71,25 @@ def to_fsdp2(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         SettingsError: ``NO_SHARD``, or the replicas of ``HYBRID_SHARD`` cannot be counted.
 
     Example:
-        >>> from accel_callbacks.launch.fsdp2 import to_fsdp2
+        >>> from accel_callbacks.launch.foreign import to_fsdp2
         >>> after, lines = to_fsdp2({"fsdp_config.fsdp_sharding_strategy": "SHARD_GRAD_OP"})
         >>> after
         {'fsdp_config.fsdp_version': 2, 'fsdp_config.fsdp_reshard_after_forward': 'false'}
         >>> lines
         ['fsdp_sharding_strategy: SHARD_GRAD_OP is fsdp_reshard_after_forward: false']
     """
-    found = dict(values)
-    if not any(path.startswith(_BLOCK) for path in found):
-        return found, []
+    settings = dict(values)
+    if not any(path.startswith(_BLOCK) for path in settings):
+        return settings, []
     lines: list[str] = []
     for key, instead in OF_FSDP1.items():
-        if found.pop(_BLOCK + key, None) is not None:
+        if settings.pop(_BLOCK + key, None) is not None:
             lines.append(f"removed {key}: {instead}")
-    if found.get(_STATE_DICT) == "LOCAL_STATE_DICT":
-        found[_STATE_DICT] = "SHARDED_STATE_DICT"
+    if settings.get(_STATE_DICT) == "LOCAL_STATE_DICT":
+        settings[_STATE_DICT] = "SHARDED_STATE_DICT"
         lines.append("fsdp_state_dict_type: LOCAL_STATE_DICT is SHARDED_STATE_DICT")
-    frees = found.pop(_RESHARD, None)
-    strategy = found.pop(_STRATEGY, None)
+    frees = settings.pop(_RESHARD, None)
+    strategy = settings.pop(_STRATEGY, None)
     # Both in one file: the words of version 2 say what was meant.
     if frees in (None, *_FREES, "NO_SHARD") and (frees or strategy):
         path, name = (_STRATEGY, strategy) if strategy else (_RESHARD, frees)
@@ -99,13 +101,13 @@ def to_fsdp2(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         frees = _FREES[name]
         lines.append(_renamed(path, name, frees))
         if name.startswith("HYBRID"):
-            lines += _replicate(found, path)
+            lines += _replicate(settings, path)
     elif strategy:
         lines.append("removed fsdp_sharding_strategy: fsdp_reshard_after_forward is given")
-    found[_VERSION] = 2
+    settings[_VERSION] = 2
     if frees is not None:
-        found[_RESHARD] = frees
-    return found, lines
+        settings[_RESHARD] = frees
+    return settings, lines
 
 
 def _replicate(values: dict[str, Any], path: str) -> list[str]:
@@ -123,3 +125,29 @@ def _replicate(values: dict[str, Any], path: str) -> list[str]:
         )
     values |= {_REPLICATE: machines, _SHARD: local}
     return [f"added parallelism_config: dp_replicate_size {machines}, dp_shard_size {local}"]
+
+
+def megatron_note(resolved: Resolved) -> str:
+    """Name the options of Megatron-LM that have no meaning here, each with its origin.
+
+    Options of the command line are left out: those without effect are reported in any case.
+
+    Returns:
+        One line; empty if there are none, or another kind of run is launched.
+
+    Example:
+        >>> from accel_callbacks.launch.foreign import megatron_note
+        >>> from accel_callbacks.launch.resolve import resolve_settings
+        >>> megatron_note(resolve_settings({"num_processes": 2}, None, "/x", {"HOME": "/x"}))
+        ''
+    """
+    if resolved.value("distributed_type") != "MEGATRON_LM":
+        return ""
+    options = [
+        f"{key} ({resolved.origins[_MEGATRON + key]}): {reason}"
+        for key, reason in OF_MEGATRON.items()
+        if resolved.origins[_MEGATRON + key] not in ("default", "command line")
+        and resolved.value(_MEGATRON + key) != find(_MEGATRON + key).default
+    ]
+    start = "Megatron-LM's loop is not run, and these have no effect: "
+    return start + "; ".join(options) if options else ""
