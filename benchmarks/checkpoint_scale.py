@@ -24,7 +24,7 @@ from checkpoint_io.format.manifest import PART_SIZE, seal
 from checkpoint_io.format.names import MANIFEST, new_save_id, objects_name, tensors_name
 from checkpoint_io.format.parse import parse_manifest
 from checkpoint_io.saver import commit, plan
-from checkpoint_io.saver.save import Run
+from checkpoint_io.saver.save import SaveJob
 from checkpoint_io.storage.open import open_store
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -154,9 +154,9 @@ class Told:
 def published(data: bytes) -> Any:
     """End a save as a rank other than 0 does."""
     group: Any = Told(data)
-    url, own = "memory://checkpoint-scale", plan.RankPlan(limit=1 << 30)
-    run = Run(url, "0" * 16, open_store(url, {}), own, group, lambda n: None)
-    return run._publish(lambda previous: 1, [])
+    url, files = "memory://checkpoint-scale", plan.RankPlan(limit=1 << 30)
+    job = SaveJob(url, open_store(url, {}), files, "0" * 16, group, lambda previous: 1)
+    return job._publish([])
 
 
 def put(folder: Path, data: bytes) -> None:

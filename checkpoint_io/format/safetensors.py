@@ -103,6 +103,12 @@ def layout(
     return header, ordered, [(base + begin, base + end) for begin, end in spans]
 
 
+def box_name(key: str, offsets: Sequence[int]) -> str:
+    """Return the name in a header of a part of a tensor, which begins at some offsets."""
+    # "~@" is not an escape, so no key contains it
+    return f"{key}~@{','.join(map(str, offsets))}"
+
+
 def _too_large(shape: Sequence[int]) -> bool:
     """Return whether the sizes of a shape, other than zeros, have a product that may overflow."""
     return math.prod([n or 1 for n in shape]) >= 2**60

@@ -13,7 +13,7 @@ import numpy as np
 from checkpoint_io.errors import CorruptCheckpointError
 from checkpoint_io.format import json as jsonio
 from checkpoint_io.format.manifest import FileEntry, Manifest
-from checkpoint_io.format.safetensors import MAX_HEADER, parse_header
+from checkpoint_io.format.safetensors import MAX_HEADER, box_name, parse_header
 from checkpoint_io.loader.files import check_sizes, in_tensors, retry_if_replaced
 from checkpoint_io.loader.source import Source
 from checkpoint_io.loader.transfer import Bytes, Flat, Want
@@ -86,7 +86,7 @@ def _held(manifest: Manifest, files: Collection[int]) -> dict[int, _Rows]:
         for file, offsets, shape, begin, end, _ in chunks:
             if file not in files:
                 continue
-            name = key if shape == whole else _box_name(key, offsets)
+            name = key if shape == whole else box_name(key, offsets)
             held[file].append((begin, end, name, dtype, shape))
     for rows in held.values():
         rows.sort()
@@ -158,8 +158,3 @@ def _compare(where: str, entry: FileEntry, head: bytes, held: _Rows) -> None:
             f"{where}: its header does not agree with the manifest"
             f"{in_tensors(row[2] for row in sorted(wrong))}; load an older checkpoint"
         )
-
-
-def _box_name(key: str, offsets: tuple[int, ...]) -> str:
-    """Return the name of a box of a tensor in a header; no key contains "~@"."""
-    return f"{key}~@{','.join(map(str, offsets))}"

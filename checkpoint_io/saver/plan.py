@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from checkpoint_io.format import json as jsonio
-from checkpoint_io.format.names import parse_size
 from checkpoint_io.format.tree import TreeEncoder, encode_plain
 from checkpoint_io.group import ProcessGroupLike
 from checkpoint_io.saver.collect import TensorCollector, pack, untied
@@ -40,17 +39,17 @@ class PlanCache:
         self._shares: OrderedDict[str, tuple[str, Share]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, own: str) -> tuple[str, Share] | None:
+    def get(self, digest: str) -> tuple[str, Share] | None:
         """Return the digest of all ranks for this rank's digest, and this rank's share."""
         with self._lock:
-            if own in self._shares:
-                self._shares.move_to_end(own)
-            return self._shares.get(own)
+            if digest in self._shares:
+                self._shares.move_to_end(digest)
+            return self._shares.get(digest)
 
-    def put(self, own: str, everyone: str, share: Share) -> None:
+    def put(self, digest: str, everyone: str, share: Share) -> None:
         """Cache a share; drop the least recently used one if there are too many."""
         with self._lock:
-            self._shares[own] = (everyone, share)
+            self._shares[digest] = (everyone, share)
             while len(self._shares) > _CACHE_SIZE:
                 self._shares.popitem(last=False)
 
@@ -76,10 +75,11 @@ class Proposal:
 
     def settle(self, group: ProcessGroupLike, proposals: Sequence[dict[str, Any]]) -> Share:
         """Return this rank's share; collective, unless every rank has it cached."""
-        everyone = hashlib.sha256("".join(p["digest"] for p in proposals).encode()).hexdigest()
+        digests = "".join(proposal["digest"] for proposal in proposals)
+        everyone = hashlib.sha256(digests.encode()).hexdigest()
         # All ranks decide by the same proposals: either none of them enters the collective below,
         # or all do, even those that have a cached share.
-        if self._cached and all(p["known"] == everyone for p in proposals):
+        if self._cached and all(proposal["known"] == everyone for proposal in proposals):
             return self._cached[1]
         held = group.all_gather_object(self._plain)
         with collector_paused():
@@ -98,10 +98,13 @@ class Proposal:
 
 
 class RankPlan:
-    """The files that one rank writes.
+    """The files that one rank writes, drafted from its states and settled with the other ranks.
 
     What can wait is left to the thread that writes: the JSON of the trees, and their division into
     files.
+
+    Args:
+        limit: largest tensor file in bytes.
 
     Attributes:
         tensors: the tensors that this rank writes, those of its own state last.
@@ -123,33 +126,89 @@ class RankPlan:
         self.problem: BaseException | None = None
         self._limit = limit
         self._keys: list[str] = []
-        self._own = 0  # how many of the last tensors belong to the own state
+        self._local_count = 0  # how many of the last tensors belong to the local state
         self._boxes: list[WriteBox] = []
         self._snapshots: dict[str, Snapshot] = {}
         self._trees: dict[str, Any] = {}
+        self._proposal: Proposal | None = None  # to share out the tensors of the shared state
 
-    def set_snapshots(self, snapshots: dict[str, Snapshot]) -> None:
-        """Write the states that were taken of a single rank: all of every tensor."""
+    def draft(
+        self,
+        state: Mapping[str, Any],
+        local_state: Mapping[str, Any] | None,
+        metadata: Mapping[str, Any],
+        group: ProcessGroupLike,
+        replicated: Replicated,
+    ) -> None:
+        """Take this rank's states, before the ranks have agreed on an assignment."""
+        self.metadata = encode_plain(dict(metadata), "metadata")
+        run_id = metadata.get("run_id")
+        self.run_id = run_id if isinstance(run_id, str) else None
+        several = group.world_size > 1
+        # With several ranks the keys are needed now, to agree on who writes what.
+        snapshots = None if several else _snapshots(state, local_state)
+        if snapshots is None:
+            self._draft_encoded(state, local_state, group, several and replicated)
+            return
         self._snapshots = snapshots
-        self.tensors = [tensor for one in snapshots.values() for tensor in one.take_tensors()]
+        self.tensors = [
+            tensor for snapshot in snapshots.values() for tensor in snapshot.take_tensors()
+        ]
 
-    def set_trees(self, **trees: Any) -> None:
-        """Take what is encoded already: `state` and `local_state`, if this rank writes it."""
-        self._trees = trees
+    def _draft_encoded(
+        self,
+        state: Mapping[str, Any],
+        local_state: Mapping[str, Any] | None,
+        group: ProcessGroupLike,
+        replicated: Replicated,
+    ) -> None:
+        """Encode both states now."""
+        rank = group.rank
+        shared, local = TensorCollector(), TensorCollector(rank)
+        tree = TreeEncoder("state", shared.add, sharded=True).encode(dict(state))
+        self._trees = {"state": tree} if rank == 0 else {}
+        if local_state is not None:
+            local_tree = TreeEncoder("local_state", local.add).encode(dict(local_state))
+            self._trees["local_state"] = local_tree
+        if group.world_size > 1 or shared.sharded:
+            tensors = LocalTensors(shared.tensors, shared.tied, rank, replicated)
+            self._proposal = Proposal(tensors, rank, group.world_size)
+            self.tied = local.tied
+            self._write_whole({}, untied(local))
+        else:
+            self.tied = {**shared.tied, **local.tied}
+            self._write_whole(untied(shared), untied(local))
 
-    def set_tensors(
-        self, shared: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
+    def _write_whole(
+        self, shared: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor]
     ) -> None:
         """Write these tensors, all of each."""
-        self.tensors, self._own = [*shared.values(), *own.values()], len(own)
-        self._keys, self._boxes = [*shared, *own], []
+        self.tensors, self._local_count = [*shared.values(), *local.values()], len(local)
+        self._keys = [*shared, *local]
 
-    def set_boxes(self, shared: Sequence[WriteBox], own: Mapping[str, torch.Tensor]) -> None:
-        """Write these boxes, and all of the tensors of the own state."""
-        self.set_tensors({}, own)
-        self.tensors[:0] = [box.tensor for box in shared]
-        # Without their tensors, which may be replaced, and must not be kept alive then.
-        self._boxes = [box._replace(tensor=_NOTHING) for box in shared]
+    def to_plain(self) -> dict[str, Any]:
+        """Return what the other ranks must know to agree."""
+        proposal = {} if self._proposal is None else self._proposal.to_plain()
+        return {"run_id": self.run_id, **proposal}
+
+    def settle(self, group: ProcessGroupLike, drafts: Sequence[dict[str, Any]]) -> None:
+        """Agree with the other ranks on who writes which boxes; collective."""
+        self.run_id = drafts[0]["run_id"]
+        proposal, self._proposal = self._proposal, None
+        if proposal is None:
+            return
+        share = proposal.settle(group, drafts)
+        try:
+            with collector_paused():
+                boxes = proposal.boxes(share)
+            self.tensors[:0] = [box.tensor for box in boxes]
+            # Without their tensors, which may be replaced, and must not be kept alive then.
+            self._boxes = [box._replace(tensor=_NOTHING) for box in boxes]
+            self.tied = {**(share.tied if group.rank == 0 else {}), **self.tied}
+        except BaseException as error:
+            # Raising here, after the last collective, would leave the other ranks to wait in the
+            # next one.
+            self.problem = error
 
     def encode(self) -> None:
         """Make the JSON of the trees, once; an error becomes the `problem` of the plan."""
@@ -171,10 +230,10 @@ class RankPlan:
         collectors = {"state": TensorCollector(), "local_state": TensorCollector(0)}
         tensors = iter(self.tensors)
         for root, snapshot in snapshots.items():
-            own = list(itertools.islice(tensors, snapshot.count))
-            self._trees[root] = snapshot.encode(root, collectors[root], own)
+            taken = list(itertools.islice(tensors, snapshot.count))
+            self._trees[root] = snapshot.encode(root, collectors[root], taken)
         shared, local = collectors.values()
-        self.set_tensors(untied(shared), untied(local))
+        self._write_whole(untied(shared), untied(local))
         self.tied = {**shared.tied, **local.tied}
 
     def files(self) -> list[list[WriteBox]]:
@@ -185,7 +244,7 @@ class RankPlan:
             boxes = [box._replace(tensor=tensor) for box, tensor in placed]
             whole = zip(self._keys, self.tensors[count:], strict=True)
             boxes += [WriteBox.all_of(key, tensor) for key, tensor in whole]
-            middle = len(boxes) - self._own
+            middle = len(boxes) - self._local_count
             # Separate files, so that a reader of the shared state need not read a rank's own.
             return [*self._pack(boxes[:middle]), *self._pack(boxes[middle:])]
 
@@ -217,88 +276,16 @@ class RankPlan:
         return labels if self.run_id is None else {**labels, "run_id": self.run_id}
 
 
-class Draft:
-    """One rank's encoded states, before the ranks have agreed on an assignment."""
-
-    def __init__(
-        self,
-        state: Mapping[str, Any],
-        local_state: Mapping[str, Any] | None,
-        metadata: Mapping[str, Any],
-        group: ProcessGroupLike,
-        max_shard_size: int | str,
-        replicated: Replicated,
-    ) -> None:
-        self._rank = group.rank
-        self._plan = RankPlan(parse_size(max_shard_size))
-        self._plan.metadata = encode_plain(dict(metadata), "metadata")
-        self._run_id = metadata.get("run_id")
-        self._proposal: Proposal | None = None
-        self._own: dict[str, torch.Tensor] = {}
-        several = group.world_size > 1
-        # With several ranks the keys are needed now, to agree on who writes what.
-        snapshots = None if several else _snapshots(state, local_state)
-        if snapshots is not None:
-            self._plan.set_snapshots(snapshots)
-        else:
-            self._encode(state, local_state, group, several and replicated)
-
-    def _encode(
-        self,
-        state: Mapping[str, Any],
-        local_state: Mapping[str, Any] | None,
-        group: ProcessGroupLike,
-        replicated: Replicated,
-    ) -> None:
-        """Encode both states now."""
-        rank, plan = group.rank, self._plan
-        shared, local = TensorCollector(), TensorCollector(rank)
-        tree = TreeEncoder("state", shared.add, sharded=True).encode(dict(state))
-        trees = {"state": tree} if rank == 0 else {}
-        if local_state is not None:
-            trees["local_state"] = TreeEncoder("local_state", local.add).encode(dict(local_state))
-        plan.set_trees(**trees)
-        self._own, plan.tied = untied(local), {**shared.tied, **local.tied}
-        if group.world_size > 1 or shared.sharded:
-            tensors = LocalTensors(shared.tensors, shared.tied, rank, replicated)
-            self._proposal = Proposal(tensors, rank, group.world_size)
-            plan.tied = local.tied
-        else:
-            plan.set_tensors(untied(shared), self._own)
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return what the other ranks must know to agree."""
-        run_id = self._run_id if isinstance(self._run_id, str) else None
-        proposal = {} if self._proposal is None else self._proposal.to_plain()
-        return {"run_id": run_id, **proposal}
-
-    def settle(self, group: ProcessGroupLike, drafts: Sequence[dict[str, Any]]) -> RankPlan:
-        """Agree with the other ranks on an assignment; return this rank's plan. Collective."""
-        plan = self._plan
-        plan.run_id = drafts[0]["run_id"]
-        if self._proposal is None:
-            return plan
-        share = self._proposal.settle(group, drafts)
-        try:
-            with collector_paused():
-                plan.set_boxes(self._proposal.boxes(share), self._own)
-            plan.tied = {**(share.tied if self._rank == 0 else {}), **plan.tied}
-        except BaseException as error:
-            # Raising here, after the last collective, would leave the other ranks to wait in the
-            # next one.
-            plan.problem = error
-        return plan
-
-
 def _snapshots(
     state: Mapping[str, Any], local_state: Mapping[str, Any] | None
 ) -> dict[str, Snapshot] | None:
     """Take snapshots of the states; return None if one of them must be encoded at once."""
     taken: dict[str, Snapshot] = {}
-    for root, one in (("state", state), ("local_state", local_state)):
-        snapshot = None if one is None else Snapshot.of(one)
-        if snapshot is not None:
-            taken[root] = snapshot
-        elif one is not None:
+    for root, tree in (("state", state), ("local_state", local_state)):
+        if tree is None:
+            continue
+        snapshot = Snapshot.of(tree)
+        if snapshot is None:
             return None
+        taken[root] = snapshot
     return taken

@@ -15,22 +15,30 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from checkpoint_io.format.manifest import LazyManifest, Manifest, digest_of
-from checkpoint_io.format.names import MANIFEST, new_save_id, objects_name, tensors_name
+from checkpoint_io.format.names import (
+    MANIFEST,
+    new_save_id,
+    objects_name,
+    parse_size,
+    tensors_name,
+)
 from checkpoint_io.format.parse import parse_manifest
 from checkpoint_io.group import ProcessGroupLike, SingleProcess
 from checkpoint_io.outcome import Outcome, agree, collective, raise_failure
 from checkpoint_io.progress import TransferProgress
 from checkpoint_io.saver.commit import Commit, NextGeneration, fixed_or_next
-from checkpoint_io.saver.plan import Draft, RankPlan
+from checkpoint_io.saver.plan import RankPlan
 from checkpoint_io.saver.writer import RankReport, RankWriter
 from checkpoint_io.sharding.local_tensors import Replicated
 from checkpoint_io.storage.open import Store, open_store
 from checkpoint_io.threads import collector_paused
+
+T = TypeVar("T")
 
 __all__ = ["SaveJob", "prepare_save", "save"]
 
@@ -159,22 +167,28 @@ def prepare_save(
     group = group or SingleProcess()
     headline = failure_headline(str(url))
 
-    def start() -> tuple[Draft, Store]:
+    def start() -> tuple[RankPlan, Store]:
         store = open_store(url, storage_options)
+        plan = RankPlan(parse_size(max_shard_size))
         with collector_paused():
-            draft = Draft(state, local_state, metadata or {}, group, max_shard_size, replicated)
-        return draft, store
+            plan.draft(state, local_state, metadata or {}, group, replicated)
+        return plan, store
 
-    own = Outcome.of(start)
-    if own.error is None:
-        draft, store = own.value
+    outcome = Outcome.of(start)
+    if outcome.error is None:
+        plan, store = outcome.value
         # Every rank draws an id, so that one collective is enough; rank 0's is used. It is part of
         # all file names: an overwrite never touches a file that the old manifest names.
-        own = replace(own, value={"save_id": new_save_id(), **draft.to_plain()})
-    drafts = agree(group, own, headline, group_headline=headline)
-    plan = collective(lambda: draft.settle(group, drafts), headline)
+        outcome = replace(outcome, value={"save_id": new_save_id(), **plan.to_plain()})
+    drafts = agree(group, outcome, headline, group_headline=headline)
+    collective(lambda: plan.settle(group, drafts), headline)
     save_id = drafts[0]["save_id"]
     return SaveJob(os.fspath(url), store, plan, save_id, group, next_generation, before_write)
+
+
+def failure_headline(url: str) -> str:
+    """Return the start of every error of a save that committed nothing."""
+    return f"saving to {url} failed, nothing was committed"
 
 
 class SaveJob:
@@ -214,8 +228,11 @@ class SaveJob:
         self._plan = plan
         self._group = group
         self._next_generation = next_generation
-        self._before_write = before_write
+        self._headline = failure_headline(url)
         self._ran = False
+        self._commit = Commit(
+            store, save_id, plan.run_id, plan.metadata, before_write or (lambda: None)
+        )
 
     @property
     def nbytes(self) -> int:
@@ -272,47 +289,14 @@ class SaveJob:
         if self._ran:
             raise RuntimeError("a SaveJob runs once: create another one with prepare_save")
         self._ran = True
-        group = group or self._group
-        shown = progress if group.rank == 0 else False
+        self._group = group or self._group
         self._plan.encode()
+        shown = progress if self._group.rank == 0 else False
         with TransferProgress("saving", self.nbytes, shown) as bar:
-            parts = (self._store, self._plan, group, bar.add, self._before_write)
-            run = Run(self.url, self.save_id, *parts)
-            return run.save(self._next_generation)
+            self._writer = RankWriter(self._store, self.save_id, self._group.rank, bar.add)
+            return self._save()
 
-
-def _always() -> None:
-    """Let a save write."""
-
-
-def failure_headline(url: str) -> str:
-    """Return the start of every error of a save that committed nothing."""
-    return f"saving to {url} failed, nothing was committed"
-
-
-class Run:
-    """One rank's part in writing and committing a save."""
-
-    def __init__(
-        self,
-        url: str,
-        save_id: str,
-        store: Store,
-        plan: RankPlan,
-        group: ProcessGroupLike,
-        on_written: Callable[[int], None],
-        before_write: Callable[[], None] | None = None,
-    ) -> None:
-        self._url = url
-        self._save_id = save_id
-        self._plan = plan
-        self._group = group
-        self._store = store
-        self._writer = RankWriter(store, save_id, group.rank, on_written)
-        self._commit = Commit(store, save_id, plan.run_id, plan.metadata, before_write or _always)
-        self._headline = failure_headline(url)
-
-    def save(self, next_generation: NextGeneration) -> Manifest:
+    def _save(self) -> Manifest:
         """Begin, write and publish; return the committed manifest."""
         with self._commit:  # rank 0 holds the lock of the folder until the old files are removed
             # Each step ends in an all-gather, which is also a barrier. The first one: no rank
@@ -321,82 +305,83 @@ class Run:
             # Files become durable together in each step, and a single rank, which has nobody to
             # wait for, takes both in one.
             if self._group.world_size == 1:
-                _, reports = self._step(lambda: self._write(self._begin()), last=True)
+                reports = self._step(lambda: self._write(self._begin()), last=True)
             else:
-                begun, _ = self._step(self._begin)
-                _, reports = self._step(lambda: self._write(begun), last=True)
-            return self._publish(next_generation, reports)
+                shared_files = self._step(self._begin)[self._group.rank]
+                reports = self._step(lambda: self._write(shared_files), last=True)
+            return self._publish(reports)
 
-    def _step(
-        self, step: Callable[[], RankReport], *, last: bool = False
-    ) -> tuple[RankReport, list[Any]]:
-        """Take a step on all ranks; if it fails on any, remove the files and raise on all."""
+    def _step(self, step: Callable[[], T], *, last: bool = False) -> list[T]:
+        """Take a step on all ranks; return what it returned on each.
 
-        def durably() -> RankReport:
+        If it fails on any, remove the files and raise on all.
+        """
+
+        def durably() -> T:
             with self._store.together():
                 return step()
 
-        own = Outcome.of(durably)
+        outcome = Outcome.of(durably)
         # Rank 0 commits after the last step. If the gather fails on another rank then, rank 0 may
         # have received that rank's report nevertheless, and its manifest may name these files.
         # They stay, and the error must not claim that nothing was committed.
-        in_doubt = last and self._group.rank > 0 and own.error is None
+        in_doubt = last and self._group.rank > 0 and outcome.error is None
 
         def cleanup(gathered: bool) -> None:
             if gathered or not in_doubt:
                 self._undo()
 
-        reports = agree(
+        return agree(
             self._group,
-            own if own.error is not None else replace(own, value=own.value.to_plain()),
+            outcome,
             self._headline,
             group_headline=self._unknown_headline if in_doubt else self._headline,
             cleanup=cleanup,
         )
-        return own.value, reports
 
-    def _begin(self) -> RankReport:
+    def _begin(self) -> list[dict[str, Any]]:
         """Lock the folder and write the JSON of the shared state, both on rank 0.
 
         That file names the run, so that whatever a killed save leaves can be attributed to it.
+        Return the manifest's entry of it.
         """
         if self._plan.problem is not None:
             raise self._plan.problem
         _wait_for_devices(self._plan)
         if self._group.rank:
-            return RankReport()
+            return []
         self._commit.begin()
         assert self._plan.shared_tree is not None
-        return self._write_objects(None, self._plan.shared_tree)
+        return [self._write_objects(None, self._plan.shared_tree)]
 
-    def _write_objects(self, rank: int | None, tree: bytes) -> RankReport:
+    def _write_objects(self, rank: int | None, tree: bytes) -> dict[str, Any]:
         """Write the JSON file of the shared state, or of this rank's own state."""
-        data = self._plan.objects(tree, self._save_id, rank)
-        return self._writer.write_objects(objects_name(self._save_id, rank), data)
+        data = self._plan.objects(tree, self.save_id, rank)
+        return self._writer.write_objects(objects_name(self.save_id, rank), data)
 
-    def _write(self, begun: RankReport) -> RankReport:
+    def _write(self, shared_files: list[dict[str, Any]]) -> RankReport:
         """Write the tensor files and the own state of this rank."""
         rank, files = self._group.rank, self._plan.files()
-        named = [(tensors_name(self._save_id, rank, n), f) for n, f in enumerate(files, 1)]
-        report = self._writer.write_tensors(named, self._plan.labels(self._save_id))
-        report.files += begun.files
+        named = [(tensors_name(self.save_id, rank, n), boxes) for n, boxes in enumerate(files, 1)]
+        report = self._writer.write_tensors(named, self._plan.labels(self.save_id))
+        report["files"] += shared_files
         if self._plan.local_tree is not None:
-            report.files += self._write_objects(rank, self._plan.local_tree).files
-        report.tied = self._plan.tied
+            report["files"].append(self._write_objects(rank, self._plan.local_tree))
+        report["tied"] = self._plan.tied
         return report
 
-    def _publish(self, next_generation: NextGeneration, reports: list[Any]) -> Manifest:
+    def _publish(self, reports: Sequence[RankReport]) -> Manifest:
         """Commit on rank 0, and broadcast the verdict."""
         done = cleaned = Outcome(None, None)
         verdict: dict[str, Any] = {}
         if self._group.rank == 0:
-            done = Outcome.of(lambda: self._commit.publish(next_generation, reports))
+            done = Outcome.of(lambda: self._commit.publish(self._next_generation, reports))
             verdict = self._commit.verdict(done)
             # Only now: until the new manifest is there, the old checkpoint needs its files.
             if verdict["state"] == "committed":
                 cleaned = Outcome.of(lambda: self._commit.clean_up(done.error))
         headline = (
-            f"saved to {self._url} (rank 0 committed it), but"
+            f"saved to {self.url} (rank 0 committed it), but"
             if verdict.get("state") == "committed"
             else self._unknown_headline
         )
@@ -411,14 +396,14 @@ class Run:
                 manifest: Manifest = done.value
                 return manifest
             # Of many ranks it takes seconds to parse, and nearly no caller needs more than the id.
-            data, where = verdict["manifest"], f"{self._url}/{MANIFEST}"
-            known = {"id": self._save_id, "digest": digest_of(data)}
-            return LazyManifest(known, lambda: parse_manifest(data, where))
+            data, url = verdict["manifest"], f"{self.url}/{MANIFEST}"
+            known = {"id": self.save_id, "digest": digest_of(data)}
+            return LazyManifest(known, lambda: parse_manifest(data, url))
         if verdict["state"] == "absent":
             self._undo()
             raise_failure(self._headline, [verdict["outcome"]], done)
         raise_failure(
-            f"saving to {self._url} failed and could not be checked, so nothing was removed; "
+            f"saving to {self.url} failed and could not be checked, so nothing was removed; "
             "call checkpoint_io.verify there before saving again",
             [verdict["outcome"]],
             # Without the own error rank 0 raises with this headline too, unless interrupted.
@@ -428,7 +413,7 @@ class Run:
     @property
     def _unknown_headline(self) -> str:
         """The start of an error on a rank that does not know the outcome of the commit."""
-        return f"saving to {self._url} may have failed; check it with checkpoint_io.verify"
+        return f"saving to {self.url} may have failed; check it with checkpoint_io.verify"
 
     def _undo(self) -> None:
         """Remove what this save has written, as far as possible."""
@@ -444,7 +429,8 @@ def _wait_for_devices(plan: RankPlan) -> None:
     them.
     """
     devices = {tensor.device for tensor in plan.tensors} - {torch.device("cpu")}
-    own = torch.accelerator.current_accelerator() if devices else None
+    accelerator = torch.accelerator.current_accelerator() if devices else None
     for device in devices:
-        if own is not None and device.type == own.type:  # others, such as XLA, wait in each copy
+        # others, such as XLA, wait in each copy
+        if accelerator is not None and device.type == accelerator.type:
             torch.accelerator.synchronize(device)

@@ -6,15 +6,14 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import xxhash
 
 from checkpoint_io.errors import CheckpointError
 from checkpoint_io.format.manifest import PART_SIZE, FileEntry
-from checkpoint_io.format.safetensors import NAMES, host_pieces, layout, view_of
+from checkpoint_io.format.safetensors import NAMES, box_name, host_pieces, layout, view_of
 from checkpoint_io.sharding.local_tensors import WriteBox
 from checkpoint_io.storage.open import Store
 from checkpoint_io.threads import collector_paused, for_each
@@ -74,21 +73,16 @@ class HashingWriter:
         return tuple(self._checksums)
 
 
-@dataclass
-class RankReport:
+class RankReport(TypedDict):
     """The files that one rank wrote, in plain values, which any process group can carry.
 
     `chunks` are (key, dtype, full shape, row as in the manifest); rows count files from the first
-    one of this rank.
+    one of this rank. `tied` are keys of tied tensors, to those under which they are stored.
     """
 
-    files: list[dict[str, Any]] = field(default_factory=list)
-    chunks: list[tuple[Any, ...]] = field(default_factory=list)
-    tied: dict[str, str] = field(default_factory=dict)
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return plain values for the other ranks."""
-        return {"files": self.files, "chunks": self.chunks, "tied": self.tied}
+    files: list[dict[str, Any]]
+    chunks: list[tuple[Any, ...]]
+    tied: dict[str, str]
 
 
 class RankWriter:
@@ -104,15 +98,14 @@ class RankWriter:
         self._created: list[str] = []
         self._stopped = threading.Event()
 
-    def write_objects(self, name: str, data: bytes) -> RankReport:
-        """Write one JSON file."""
+    def write_objects(self, name: str, data: bytes) -> dict[str, Any]:
+        """Write one JSON file; return its entry in the manifest."""
         self._created.append(name)
         view = memoryview(data)
         with self._store.create(name, len(data)) as write:
             self._watched(write)(view)
         sums = checksums_of(view, PART_SIZE)
-        entry = FileEntry(name, len(data), "objects", self._rank, len(data), sums)
-        return RankReport([entry.to_json()])
+        return FileEntry(name, len(data), "objects", self._rank, len(data), sums).to_json()
 
     def write_tensors(
         self, files: Sequence[tuple[str, Sequence[WriteBox]]], labels: dict[str, str]
@@ -120,29 +113,33 @@ class RankWriter:
         """Write tensor files, several at a time."""
         # Before the first byte, so that `undo` covers files that failed midway.
         self._created += [name for name, _ in files]
-        done: list[RankReport | None] = [None] * len(files)
+        written: dict[int, tuple[dict[str, Any], list[tuple[Any, ...]]]] = {}
 
-        def one(number: int) -> None:
+        def write(number: int) -> None:
             try:
-                done[number] = self._write_file(number, *files[number], labels)
+                written[number] = self._write_file(number, *files[number], labels)
             except BaseException:
                 self.stop()
                 raise
 
-        for_each(one, range(len(files)), _THREADS, self.stop)
-        report = RankReport()
-        for part in filter(None, done):
-            report.files += part.files
-            report.chunks += part.chunks
+        for_each(write, range(len(files)), _THREADS, self.stop)
+        report = RankReport(files=[], chunks=[], tied={})
+        for number in range(len(files)):
+            entry, chunks = written[number]
+            report["files"].append(entry)
+            report["chunks"] += chunks
         return report
 
     def _write_file(
         self, number: int, name: str, boxes: Sequence[WriteBox], labels: dict[str, str]
-    ) -> RankReport:
-        """Stream one tensor file."""
+    ) -> tuple[dict[str, Any], list[tuple[Any, ...]]]:
+        """Stream one tensor file; return its entry in the manifest, and its chunks."""
         with collector_paused():
             # `layout` keeps the order of the boxes: the plan has sorted them as it does.
-            named = [(_header_key(box), box.tensor) for box in boxes]
+            named = [
+                (box.key if box.whole else box_name(box.key, box.offsets), box.tensor)
+                for box in boxes
+            ]
             header, _, spans = layout(named, {"format": "pt", **labels})
         size = spans[-1][1] if spans else len(header)
         head = memoryview(header)
@@ -166,7 +163,7 @@ class RankWriter:
             )
             for box, span, parts in zip(boxes, spans, sums, strict=True)
         ]
-        return RankReport([entry.to_json()], chunks)
+        return entry.to_json(), chunks
 
     def _watched(self, write: Write) -> Write:
         """Count written bytes, and stop if another file has failed."""
@@ -191,14 +188,6 @@ class RankWriter:
             self._store.remove_many(self._created[::-1])
         with suppress(Exception):
             self._store.abort_uploads(self._save_id)
-
-
-def _header_key(box: WriteBox) -> str:
-    """Return the name of a box in the header: its key, with its offsets if it is a part."""
-    if not box.place:
-        return box.key
-    # "~@" is not an escape, so no key contains it
-    return f"{box.key}~@{','.join(map(str, box.offsets))}"
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
