@@ -1,4 +1,8 @@
-"""Copies of the Trainer's checkpoints in an object store, and back where the disk is a new one."""
+"""Copies of the Trainer's checkpoints in an object store, and back where the disk is a new one.
+
+Scripts and packages write into ``output_dir`` by ``os``, and open what they find there. So one that
+is a URL is a folder of the disk with a mirror at that URL, and its path tells which.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +21,51 @@ from accel_callbacks.logging import notice
 from accel_callbacks.warning import warn
 from checkpoint_io import (
     CheckpointConflictError,
+    CheckpointError,
     CheckpointFolder,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     keep_last,
 )
 from checkpoint_io.folder.sealed import check_seal
+from checkpoint_io.storage.base import is_child_name
 from checkpoint_io.storage.local import folder_lock
+from checkpoint_io.storage.open import Store, open_store
 
-__all__ = ["VARIABLE", "Mirror", "mirror_of"]
+__all__ = ["VARIABLE", "Mirror", "folder_of", "mirror_of"]
 
 #: A folder or fsspec URL; below it each ``output_dir`` has a folder of its name.
 VARIABLE = "ACCEL_MIRROR_CHECKPOINTS"
+#: Where an ``output_dir`` that is a URL is on the disk, in the current folder.
+_REMOTE = "accel_remote"
 _RUN = {"run_id": "trainer"}
 _FETCHING = "_accel_fetching"
+_NOT_FILES = ("checkpoint-", "_accel")  # folders that are copied as checkpoints, or being written
 _PAUSE = 0.1  # seconds between two looks at whether another rank has fetched
 
 
 def mirror_of(output_dir: str | os.PathLike[str]) -> Mirror | None:
     """Return the mirror of a folder, None where nobody has asked for one."""
+    path = os.path.abspath(output_dir)
+    _, remote, place = path.rpartition(f"{os.sep}{_REMOTE}{os.sep}")
+    if remote:
+        protocol, _, rest = place.replace(os.sep, "/").partition("/")
+        return _mirror(f"{protocol}://{rest}")
     url = os.environ.get(VARIABLE)
-    return _mirror(path_in(url, base_name(os.path.abspath(output_dir)))) if url else None
+    return _mirror(path_in(url, base_name(path))) if url else None
+
+
+def folder_of(url: str) -> str:
+    """Return the path below the current folder for an ``output_dir`` that is a URL.
+
+    Raises:
+        ValueError: the URL names no folder, or leads out of it.
+    """
+    protocol, _, rest = url.partition("://")
+    names = rest.strip("/").split("/")
+    if not all(is_child_name(name) for name in names):
+        raise ValueError(f"output_dir={url!r} names no folder: give one such as s3://bucket/run.")
+    return os.path.join(_REMOTE, protocol, *names)
 
 
 class Mirror:
@@ -54,6 +82,7 @@ class Mirror:
         self._folder = CheckpointFolder(url, on_warning=notice)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mirror")
         self._upload: Future[None] | None = None
+        self._copied: dict[str, tuple[int, int]] = {}
 
     def put(self, path: str, step: int, limit: int | None, best: int | None) -> None:
         """Copy a checkpoint on a thread, once the copy of the one before has ended.
@@ -94,6 +123,38 @@ class Mirror:
                 f"{self.url} lacks a checkpoint: {type(error).__name__}: {error}. The next one is "
                 f"copied again; check {VARIABLE} and what it gives access to."
             )
+
+    def put_files(self, output_dir: str | os.PathLike[str]) -> None:
+        """Copy what is new of the files beside the checkpoints, such as the last model, as files.
+
+        Warns about one that cannot be copied; it is copied again by the next call.
+
+        Args:
+            output_dir: of the Trainer.
+        """
+        store = open_store(self.url)
+        for folder, names, files in os.walk(output_dir):
+            names[:] = [n for n in names if not n.startswith(_NOT_FILES) and is_child_name(n)]
+            below = os.path.relpath(folder, output_dir)
+            target = store
+            for name in [] if below == "." else below.split(os.sep):
+                target = target.child(name)
+            for name in files:
+                self._put_file(target, os.path.join(folder, name))
+
+    def _put_file(self, target: Store, path: str) -> None:
+        name = base_name(path)
+        try:
+            status = os.stat(path)
+            version = (status.st_mtime_ns, status.st_size)
+            if self._copied.get(path) == version:
+                return
+            with target.create(name, status.st_size) as write:
+                write(memoryview(_mapped(path).numpy()))
+        except (CheckpointError, OSError) as error:
+            warn(f"{target.url} lacks {name}: {error}. It is still at {path}.")
+        else:
+            self._copied[path] = version
 
     def fetch(self, output_dir: str | os.PathLike[str], newest: int | None) -> None:
         """Copy the newest whole checkpoint to the disk, unless it has one that is as new.

@@ -21,9 +21,9 @@ from types import ModuleType
 from typing import Any
 
 from accel_callbacks import collectives
-from accel_callbacks.compat.mirror import mirror_of
+from accel_callbacks.compat.mirror import folder_of, mirror_of
 from accel_callbacks.distributed.failures import shared_failure
-from accel_callbacks.local_files import base_name, replace, sync_folder
+from accel_callbacks.local_files import base_name, local_path, replace, sync_folder
 from accel_callbacks.logging import notice
 from accel_callbacks.warning import warn
 from checkpoint_io import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
@@ -38,6 +38,7 @@ SAVING = "_accel_saving"
 _PREFIX = "checkpoint-"
 _STATE = "trainer_state.json"
 _WHERE = "the Trainer's checkpoint"
+_WRITES = ("save_model", "save_metrics", "save_state", "create_model_card")
 _SEAMS = ("_save_checkpoint", "_get_output_dir", "_push_from_checkpoint", "train")
 
 
@@ -53,6 +54,9 @@ def amend_training_args(module: ModuleType) -> None:
 
     @functools.wraps(plain)
     def __post_init__(arguments: Any) -> None:
+        place = arguments.output_dir
+        if isinstance(place, str) and "://" in place:
+            arguments.output_dir = local_path(place) or folder_of(place)
         plain(arguments)
         mirror = mirror_of(arguments.output_dir) if arguments.output_dir else None
         if mirror is not None:
@@ -75,6 +79,9 @@ def amend_trainer(module: ModuleType) -> None:
     rotate = getattr(module, "rotate_checkpoints", None)
     trainer_class._save_checkpoint = _saving_beside(trainer_class._save_checkpoint, rotate)
     trainer_class.train = _resuming_whole(trainer_class.train)
+    for name in _WRITES:
+        if hasattr(trainer_class, name):
+            setattr(trainer_class, name, _copying(getattr(trainer_class, name)))
 
 
 # --- find ---------------------------------------------------------------------------------------
@@ -191,6 +198,21 @@ def _saving_beside(plain: Callable[..., None], rotate: Callable[..., None] | Non
             mirror.put(os.path.join(run_dir, name), trainer.state.global_step, limit, _step(best))
 
     return _save_checkpoint
+
+
+def _copying(plain: Callable[..., Any]) -> Any:
+    """Return a method of the Trainer that writes files, which copies them to the mirror too."""
+
+    @functools.wraps(plain)
+    def write(trainer: Any, *args: Any, **options: Any) -> Any:
+        outcome = plain(trainer, *args, **options)
+        if trainer.is_world_process_zero() and "_get_output_dir" not in vars(trainer):
+            mirror = mirror_of(trainer.args.output_dir)
+            if mirror is not None and os.path.isdir(trainer.args.output_dir):
+                mirror.put_files(trainer.args.output_dir)
+        return outcome
+
+    return write
 
 
 @contextmanager

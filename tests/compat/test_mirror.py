@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import fsspec
 import pytest
 
-from accel_callbacks.compat.mirror import VARIABLE, Mirror, mirror_of
+from accel_callbacks.compat.mirror import VARIABLE, Mirror, folder_of, mirror_of
 from accel_callbacks.compat.trainer import newest_whole
 from checkpoint_io import CheckpointFolder
 from checkpoint_io.folder.sealed import check_seal, seal_folder
@@ -77,3 +83,104 @@ def test_each_output_dir_has_a_folder_of_its_name(monkeypatch, tmp_path):
     assert mirror is not None
     assert mirror.url == "memory://mirrors/run"
     assert mirror_of(f"{tmp_path}/run/") is mirror
+
+
+def test_an_output_dir_that_is_a_url_is_a_folder_with_a_mirror(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    place = folder_of("s3://bucket/runs/digits/")
+    assert place == os.path.join("accel_remote", "s3", "bucket", "runs", "digits")
+    mirror = mirror_of(place)
+    assert mirror is not None
+    assert mirror.url == "s3://bucket/runs/digits"
+    for url in ("s3://", "s3://bucket/../other", "s3://bucket//run"):
+        with pytest.raises(ValueError, match="names no folder: give one such as"):
+            folder_of(url)
+
+
+def test_new_files_beside_the_checkpoints_are_copied_as_files(tmp_path):
+    checkpoint(tmp_path, 3)
+    (tmp_path / "_accel_saving").mkdir()
+    (tmp_path / "_accel_saving" / "half").write_text("half")
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "runs" / "first" / "events").write_text("1")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "empty").write_text("")
+    mirror, filesystem = Mirror("memory://mirror-files"), fsspec.filesystem("memory")
+    mirror.put_files(tmp_path)
+    files = ["/mirror-files/config.json", "/mirror-files/empty", "/mirror-files/runs/first/events"]
+    assert filesystem.find("/mirror-files") == files
+    filesystem.rm("/mirror-files/empty")
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    mirror.put_files(tmp_path)
+    assert filesystem.find("/mirror-files") == [files[0], files[2]]
+    assert filesystem.cat(files[0]) == b'{"a": 1}'
+
+
+def test_a_file_that_cannot_be_copied_is_warned_about_and_tried_again(tmp_path):
+    taken = tmp_path / "taken"
+    taken.write_text("no folder")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    mirror = Mirror(f"file://{taken}")
+    with pytest.warns(UserWarning, match=r"taken lacks config.json: .* It is still at"):
+        mirror.put_files(tmp_path / "run")
+    taken.unlink()
+    mirror.put_files(tmp_path / "run")
+    assert (taken / "config.json").read_text() == "{}"
+
+
+REMOTE = """
+import shutil
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import set_seed
+
+class Stop(TrainerCallback):
+    def on_step_end(self, args, state, control, **options):
+        control.should_training_stop = state.global_step == 4
+
+def train(place, resume=None, callbacks=()):
+    set_seed(0)
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 32, (12, 8))]
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, bos_token_id=0, eos_token_id=0, **sizes))
+    arguments = TrainingArguments(
+        place, save_steps=2, num_train_epochs=1, per_device_train_batch_size=2, use_cpu=True,
+        report_to=[], disable_tqdm=True,
+    )
+    trainer = Trainer(model, arguments, train_dataset=rows, callbacks=list(callbacks))
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model()
+    trainer.save_state()
+    return arguments.output_dir
+
+train("plain")
+shutil.rmtree(train("s3://bucket/runs/gpt", callbacks=[Stop()]))
+train("s3://bucket/runs/gpt", resume=True)
+"""
+
+
+@pytest.mark.s3
+@pytest.mark.timeout(240)
+def test_a_trainer_with_a_url_as_output_dir_goes_on_from_it_on_a_new_disk(tmp_path, s3_options):
+    pytest.importorskip("transformers")
+    script = tmp_path / "script.py"
+    script.write_text(REMOTE)
+    environment = {
+        **os.environ,
+        **{"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        **{"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"},
+        "AWS_DEFAULT_REGION": "eu-west-1",
+        "AWS_ENDPOINT_URL": str(s3_options["endpoint_url"]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "accel_callbacks.as_accelerate", str(script)],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "checkpoint-4 is fetched from s3://bucket/runs/gpt" in done.stdout + done.stderr
+    filesystem = fsspec.filesystem("s3", **s3_options)
+    filesystem.invalidate_cache()
+    weights = filesystem.cat("bucket/runs/gpt/model.safetensors")
+    assert weights == (tmp_path / "plain" / "model.safetensors").read_bytes()
+    assert filesystem.exists("bucket/runs/gpt/trainer_state.json")
