@@ -94,6 +94,7 @@ MAY_FOLLOW_THE_DEFAULT_DEVICE = {
 SPLIT_AT_SLASHES = {
     "accel_callbacks/checkpoint/selection.py",
     "accel_callbacks/checkpoint/training_state.py",
+    "accel_callbacks/integrations/trainer_mirror.py",
     "checkpoint_io/loader/load.py",
     "checkpoint_io/loader/selection.py",
     "checkpoint_io/storage/fsspec_store.py",

@@ -9,34 +9,39 @@ amended in place, and not in a subclass, since scripts and packages derive from 
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shutil
 import signal
 import threading
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
 from accel_callbacks import collectives
-from accel_callbacks.compat.mirror import folder_of, mirror_of
 from accel_callbacks.distributed.failures import shared_failure
+from accel_callbacks.integrations.trainer_folder import (
+    PREFIX,
+    SAVING,
+    STATE,
+    candidates,
+    newest_whole,
+    problem_of,
+    step_of,
+)
+from accel_callbacks.integrations.trainer_mirror import folder_of, mirror_of
 from accel_callbacks.local_files import base_name, local_path, replace, sync_folder
 from accel_callbacks.logging import notice
 from accel_callbacks.warning import warn
-from checkpoint_io import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
-from checkpoint_io.folder.sealed import SEAL, check_seal, seal_folder
-from checkpoint_io.storage.local_read import open_regular
-from checkpoint_io.weights.safetensors import header_of
+from checkpoint_io import (
+    CheckpointError,
+    CorruptCheckpointError,
+    keep_last,
+)
+from checkpoint_io.folder.sealed import check_seal, seal_folder
 
-__all__ = ["amend_trainer", "amend_trainer_utils", "amend_training_args", "newest_whole"]
+__all__ = ["amend_trainer", "amend_trainer_utils", "amend_training_args"]
 
-#: The folder in which checkpoints are written; what begins so is not uploaded to the Hub.
-SAVING = "_accel_saving"
-_PREFIX = "checkpoint-"
-_STATE = "trainer_state.json"
 _WHERE = "the Trainer's checkpoint"
 _WRITES = ("save_model", "save_metrics", "save_state", "create_model_card")
 _SEAMS = ("_save_checkpoint", "_get_output_dir", "_push_from_checkpoint", "train")
@@ -62,7 +67,7 @@ def amend_training_args(module: ModuleType) -> None:
         if mirror is not None:
             is_there = os.path.isdir(arguments.output_dir)
             newest = newest_whole(arguments.output_dir) if is_there else None
-            mirror.fetch(arguments.output_dir, _step(newest))
+            mirror.fetch(arguments.output_dir, step_of(newest))
 
     arguments_class.__post_init__ = __post_init__
 
@@ -84,83 +89,6 @@ def amend_trainer(module: ModuleType) -> None:
             setattr(trainer_class, name, _copying(getattr(trainer_class, name)))
 
 
-# --- find ---------------------------------------------------------------------------------------
-
-
-def newest_whole(folder: str | os.PathLike[str]) -> str | None:
-    """Return the newest checkpoint of a folder whose files are all there, None without one.
-
-    Of those that this library has not sealed, the formats of the files tell whether they end.
-
-    Args:
-        folder: the ``output_dir`` of a Trainer.
-    """
-    for _, path in _candidates(os.fspath(folder)):
-        problem = _problem(path)
-        if problem is None:
-            return path
-        notice(f"{path} is passed over: {problem}")
-    return None
-
-
-def _candidates(folder: str) -> list[tuple[int, str]]:
-    """Return steps and paths of checkpoints, the newest first."""
-    found = []
-    # A kill may have come between the end of a save and the folder's name.
-    for place in (folder, os.path.join(folder, SAVING)):
-        if place != folder and not os.path.isdir(place):
-            continue
-        for name in os.listdir(place):
-            step = name.removeprefix(_PREFIX)
-            path = os.path.join(place, name)
-            is_named = place == folder or os.path.exists(os.path.join(path, SEAL))
-            if name.startswith(_PREFIX) and step.isdecimal() and os.path.isdir(path) and is_named:
-                found.append((int(step), path))
-    return sorted(found, key=lambda item: item[0], reverse=True)
-
-
-def _step(path: str | None) -> int | None:
-    """Return the step of a checkpoint."""
-    return None if path is None else int(base_name(path).removeprefix(_PREFIX))
-
-
-def _problem(path: str, *, full: bool = False) -> str | None:
-    """Return what is wrong with a checkpoint, None for a whole one."""
-    try:
-        check_seal(path, full=full)
-    except CheckpointNotFoundError:
-        return _unsealed_problem(path)
-    except CheckpointError as error:
-        return str(error).removeprefix(f"{path}: ").partition(";")[0]
-    return None
-
-
-def _unsealed_problem(path: str) -> str | None:
-    """Return what is wrong with a checkpoint that another program has written."""
-    try:
-        with open(os.path.join(path, _STATE), encoding="utf-8") as file:
-            json.load(file)
-    except (OSError, ValueError):
-        return f"its {_STATE} is missing or cut off, as where a process is killed while it saves"
-    for name in sorted(os.listdir(path)):
-        file_path = os.path.join(path, name)
-        if name.endswith((".pt", ".pth")) and not zipfile.is_zipfile(file_path):
-            return f"its {name} is cut off"
-        if name.endswith(".safetensors") and not _ends(file_path):
-            return f"its {name} is cut off"
-    return None
-
-
-def _ends(path: str) -> bool:
-    """Return whether a safetensors file has all bytes that its header speaks of."""
-    try:
-        with open_regular(os.path.realpath(path)) as reader:
-            header_of(reader, path)
-    except CorruptCheckpointError:
-        return False
-    return True
-
-
 # --- save ---------------------------------------------------------------------------------------
 
 
@@ -171,7 +99,7 @@ def _saving_beside(plain: Callable[..., None], rotate: Callable[..., None] | Non
     def _save_checkpoint(trainer: Any, model: Any, trial: Any) -> None:
         run_dir = trainer._get_output_dir(trial=trial)
         saving = os.path.join(run_dir, SAVING)
-        name = f"{_PREFIX}{trainer.state.global_step}"
+        name = f"{PREFIX}{trainer.state.global_step}"
         first_here = trainer.args.local_process_index == 0
         with shared_failure(_WHERE):
             if first_here:
@@ -195,7 +123,9 @@ def _saving_beside(plain: Callable[..., None], rotate: Callable[..., None] | Non
         mirror = mirror_of(run_dir)
         if mirror is not None and trainer.is_world_process_zero():
             limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
-            mirror.put(os.path.join(run_dir, name), trainer.state.global_step, limit, _step(best))
+            keep = keep_last(limit) if limit else None
+            mirror.wait_and_warn()
+            mirror.put(os.path.join(run_dir, name), trainer.state.global_step, keep, step_of(best))
 
     return _save_checkpoint
 
@@ -241,7 +171,7 @@ def _save_callbacks(trainer: Any, saving: str, folder: str, run_dir: str) -> Non
     if best is not None and os.path.dirname(best) == saving:
         trainer.state.best_model_checkpoint = os.path.join(run_dir, base_name(best))
         if trainer.args.should_save:
-            trainer.state.save_to_json(os.path.join(folder, _STATE))
+            trainer.state.save_to_json(os.path.join(folder, STATE))
 
 
 def _samples_per_step(trainer: Any) -> int:
@@ -274,8 +204,8 @@ def _clear(run_dir: str, saving: str) -> None:
     """Remove what a killed save has left; what it had sealed gets its name."""
     if not os.path.isdir(saving):
         return
-    for _, path in _candidates(saving):
-        if _problem(path) is None:
+    for _, path in candidates(saving):
+        if problem_of(path) is None:
             _publish(run_dir, saving, base_name(path))
             return
     shutil.rmtree(saving, ignore_errors=True)
@@ -314,7 +244,7 @@ def _resuming_whole(plain: Callable[..., Any]) -> Any:
         finally:
             mirror = mirror_of(trainer.args.output_dir)
             if mirror is not None:
-                mirror.wait()
+                mirror.wait_and_warn()
 
     return train
 
@@ -338,8 +268,8 @@ def _meet_signals(trainer: Any) -> None:
 def _agreed_newest(trainer: Any) -> str | None:
     """Collective: return the newest checkpoint that is whole for all ranks, to the last byte."""
     folder = trainer.args.output_dir
-    paths = dict(_candidates(folder)) if os.path.isdir(folder) else {}
-    whole = [step for step, path in paths.items() if _problem(path) is None]
+    paths = dict(candidates(folder)) if os.path.isdir(folder) else {}
+    whole = [step for step, path in paths.items() if problem_of(path) is None]
     steps = set.intersection(*map(set, collectives.all_objects(whole, operation=_WHERE)))
     for step in sorted(paths, reverse=True):
         if step in steps:
@@ -347,14 +277,14 @@ def _agreed_newest(trainer: Any) -> str | None:
             if problem is None:
                 return paths[step]
         else:
-            problem = _problem(paths[step]) or "another rank does not have it"
+            problem = problem_of(paths[step]) or "another rank does not have it"
         notice(f"{paths[step]} is passed over: {problem}")
     return None
 
 
 def _shared_problem(trainer: Any, path: str) -> str | None:
     """Collective: return what is wrong with a checkpoint, which a rank of each machine reads."""
-    problem = _problem(path, full=True) if trainer.args.local_process_index == 0 else None
+    problem = problem_of(path, full=True) if trainer.args.local_process_index == 0 else None
     problems = collectives.all_objects(problem, operation=_WHERE)
     return next((text for text in problems if text is not None), None)
 
@@ -365,9 +295,9 @@ def _check_chosen(trainer: Any, path: str) -> None:
     if problem is None:
         return
     name = base_name(path)
-    others = [other for _, other in _candidates(os.path.dirname(os.path.abspath(path)))]
+    others = [other for _, other in candidates(os.path.dirname(os.path.abspath(path)))]
     older = next(
-        (o for o in others if base_name(o) != name and _problem(o, full=True) is None), None
+        (o for o in others if base_name(o) != name and problem_of(o, full=True) is None), None
     )
     advice = "there is no other" if older is None else f"resume from {older}"
     raise CorruptCheckpointError(f"{path} is not resumed from: {problem}; {advice}.")

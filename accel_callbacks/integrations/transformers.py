@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from accel_callbacks._siblings import require_neighbour
+from accel_callbacks.callbacks.checkpoint import Checkpoint
 from accel_callbacks.integrations.foreign_trainer import HostedCallback
 from accel_callbacks.integrations.host import ForeignHost
 from accel_callbacks.warning import warn
@@ -44,6 +45,11 @@ def to_transformers(callback: Any, *, trainer: Any = None) -> Any:
 
     A tracker gets what the Trainer logs, and the arguments; its files are in ``output_dir``.
 
+    A ``Checkpoint`` lets the Trainer save at its intervals, and copies each of the Trainer's
+    checkpoints into its folder or URL, where its numbers say which are kept. The newest copy is
+    fetched into ``output_dir`` at once, unless that has one as new, so that
+    ``trainer.train(resume_from_checkpoint=True)`` goes on from it.
+
     Args:
         callback: an object with our hooks, or what ``configured`` returned; or a tracker: its name,
             its class, an instance, or what ``configured_tracker`` returned.
@@ -52,7 +58,9 @@ def to_transformers(callback: Any, *, trainer: Any = None) -> Any:
             they go to ``state.log_history`` only.
 
     Raises:
-        TypeError: it is not a callback, or one that saves checkpoints of this library.
+        TypeError: it is not a callback, one that saves checkpoints by itself, or a ``Checkpoint``
+            without the Trainer.
+        ValueError: an option of a ``Checkpoint`` needs ``accel.run``; or it has no ``dirpath``.
         ImportError: transformers is not installed.
 
     Example:
@@ -60,14 +68,19 @@ def to_transformers(callback: Any, *, trainer: Any = None) -> Any:
         >>> from accel_callbacks.callbacks.adapters import to_transformers
         >>> to_transformers(Checkpoint("runs"))
         Traceback (most recent call last):
-        TypeError: Checkpoint cannot run in transformers.Trainer: it saves and restores checkpoints
-        of this library, which hold what the Accelerator prepared.
+        TypeError: Checkpoint fetches the newest copy into the Trainer's folder: call
+        to_transformers(Checkpoint(...), trainer=trainer), before trainer.train.
     """
     if isinstance(callback, str) or _is_tracker(callback):
         require_neighbour("loggers")  # which a file beside the script may hide
         from accel_callbacks.integrations.hosted_tracker import HostedTracker
 
         callback = HostedTracker(callback)
+    elif isinstance(callback, Checkpoint):
+        require_neighbour("checkpoint_io")
+        from accel_callbacks.integrations.hosted_checkpoint import HostedCheckpoint
+
+        callback = HostedCheckpoint(callback, trainer)
     host = TransformersHost(trainer)
     hosted = HostedCallback(callback, host, never=_NEVER)
     try:

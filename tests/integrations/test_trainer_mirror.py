@@ -10,9 +10,11 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from accel_callbacks.compat.mirror import VARIABLE, Mirror, folder_of, mirror_of
-from accel_callbacks.compat.trainer import newest_whole
-from checkpoint_io import CheckpointFolder
+from accel_callbacks.callbacks import Checkpoint
+from accel_callbacks.integrations.hosted_checkpoint import HostedCheckpoint
+from accel_callbacks.integrations.trainer_folder import newest_whole
+from accel_callbacks.integrations.trainer_mirror import VARIABLE, Mirror, folder_of, mirror_of
+from checkpoint_io import CheckpointFolder, keep_last
 from checkpoint_io.folder.sealed import check_seal, seal_folder
 
 
@@ -33,7 +35,7 @@ def test_a_new_disk_gets_the_newest_from_s3(tmp_path, s3_options, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_options["endpoint_url"])
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
     mirror, place = Mirror("s3://bucket/mirror"), tmp_path / "new"
-    mirror.put(str(checkpoint(tmp_path, 7)), 7, limit=2, best=None)
+    mirror.put(str(checkpoint(tmp_path, 7)), 7, keep_last(2), None)
     mirror.wait()
     Mirror("s3://bucket/mirror").fetch(place, None)
     assert newest_whole(place) == str(place / "checkpoint-7")
@@ -44,8 +46,8 @@ def test_a_new_disk_gets_the_newest(tmp_path):
     mirror.fetch(place, None)
     assert not place.exists()
     for step in (2, 4, 6):
-        mirror.put(str(checkpoint(tmp_path, step)), step, limit=2, best=None)
-    mirror.wait()
+        mirror.put(str(checkpoint(tmp_path, step)), step, keep_last(2), None)
+        mirror.wait()
     names = CheckpointFolder("memory://mirror-new").names()
     assert names == ["step-00000004", "step-00000006"]
     mirror.fetch(place, 6)
@@ -59,10 +61,10 @@ def test_a_new_disk_gets_the_newest(tmp_path):
 
 def test_the_best_is_kept_and_without_a_limit_all(tmp_path):
     mirror = Mirror("memory://mirror-best")
-    for step, limit in ((1, None), (2, None), (3, 1)):
-        mirror.put(str(checkpoint(tmp_path, step)), step, limit=limit, best=1)
+    for step, keep in ((1, None), (2, None), (3, keep_last(1))):
+        mirror.put(str(checkpoint(tmp_path, step)), step, keep, 1)
         mirror.wait()
-        if limit is None:
+        if keep is None:
             assert len(CheckpointFolder("memory://mirror-best").names()) == step
     names = CheckpointFolder("memory://mirror-best").names()
     assert names == ["step-00000001", "step-00000003"]
@@ -71,9 +73,9 @@ def test_the_best_is_kept_and_without_a_limit_all(tmp_path):
 def test_a_copy_that_fails_is_warned_about(tmp_path):
     (tmp_path / "file").write_text("no folder")
     mirror = Mirror(f"file://{tmp_path}/file/mirror")
-    mirror.put(str(checkpoint(tmp_path, 1)), 1, limit=None, best=None)
-    with pytest.warns(UserWarning, match=rf"mirror lacks a checkpoint: .* check {VARIABLE}"):
-        mirror.wait()
+    mirror.put(str(checkpoint(tmp_path, 1)), 1, None, None)
+    with pytest.warns(UserWarning, match="mirror lacks a checkpoint: .* check the URL"):
+        mirror.wait_and_warn()
 
 
 def test_each_output_dir_has_a_folder_of_its_name(monkeypatch, tmp_path):
@@ -132,6 +134,8 @@ def test_a_file_that_cannot_be_copied_is_warned_about_and_tried_again(tmp_path):
 REMOTE = """
 import shutil
 import torch
+from accel_callbacks.callbacks import Checkpoint
+from accel_callbacks.callbacks.adapters import to_transformers
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 from transformers import set_seed
 
@@ -139,16 +143,18 @@ class Stop(TrainerCallback):
     def on_step_end(self, args, state, control, **options):
         control.should_training_stop = state.global_step == 4
 
-def train(place, resume=None, callbacks=()):
+def train(place, resume=None, callbacks=(), saver=None):
     set_seed(0)
     rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 32, (12, 8))]
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8}
     model = GPT2LMHeadModel(GPT2Config(vocab_size=32, bos_token_id=0, eos_token_id=0, **sizes))
     arguments = TrainingArguments(
-        place, save_steps=2, num_train_epochs=1, per_device_train_batch_size=2, use_cpu=True,
-        report_to=[], disable_tqdm=True,
+        place, save_steps=2 if saver is None else 100, num_train_epochs=1, use_cpu=True,
+        per_device_train_batch_size=2, report_to=[], disable_tqdm=True,
     )
     trainer = Trainer(model, arguments, train_dataset=rows, callbacks=list(callbacks))
+    if saver is not None:
+        trainer.add_callback(to_transformers(saver, trainer=trainer))
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     trainer.save_state()
@@ -157,12 +163,16 @@ def train(place, resume=None, callbacks=()):
 train("plain")
 shutil.rmtree(train("s3://bucket/runs/gpt", callbacks=[Stop()]))
 train("s3://bucket/runs/gpt", resume=True)
+
+saver = Checkpoint("s3://bucket/copies", every="3 steps", keep_last=1)
+shutil.rmtree(train("other", callbacks=[Stop()], saver=saver))
+train("other", resume=True, saver=saver)
 """
 
 
 @pytest.mark.s3
 @pytest.mark.timeout(240)
-def test_a_trainer_with_a_url_as_output_dir_goes_on_from_it_on_a_new_disk(tmp_path, s3_options):
+def test_a_trainer_goes_on_from_a_url_on_a_new_disk(tmp_path, s3_options):
     pytest.importorskip("transformers")
     script = tmp_path / "script.py"
     script.write_text(REMOTE)
@@ -184,3 +194,21 @@ def test_a_trainer_with_a_url_as_output_dir_goes_on_from_it_on_a_new_disk(tmp_pa
     weights = filesystem.cat("bucket/runs/gpt/model.safetensors")
     assert weights == (tmp_path / "plain" / "model.safetensors").read_bytes()
     assert filesystem.exists("bucket/runs/gpt/trainer_state.json")
+    assert "checkpoint-3 is fetched from s3://bucket/copies" in done.stdout + done.stderr
+    assert (tmp_path / "other" / "model.safetensors").read_bytes() == weights
+    copies = filesystem.ls("bucket/copies")
+    assert [path.rpartition("/")[2] for path in copies] == ["step-00000006"]
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({"monitor": "loss"}, r"\(monitor=...\) needs accel.run: give metric_for_best_model"),
+        ({"on_exception": True}, r"\(on_exception=...\) needs accel.run: .* give an interval"),
+        ({"trainable_only": True}, "the Trainer decides what a checkpoint holds"),
+        ({"dirpath": None}, "beside the Trainer's output_dir: give dirpath"),
+    ],
+)
+def test_what_a_trainer_cannot_do_for_a_checkpoint_is_refused(options, advice, tmp_path):
+    with pytest.raises(ValueError, match=advice):
+        HostedCheckpoint(Checkpoint(**({"dirpath": tmp_path} | options)), object())

@@ -9,13 +9,16 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
 import torch
 
+from accel_callbacks.callbacks.checkpoint import Keep
 from accel_callbacks.checkpoint.project import path_in
+from accel_callbacks.integrations.trainer_folder import PREFIX, problem_of
 from accel_callbacks.local_files import base_name, replace, sync_file, sync_folder
 from accel_callbacks.logging import notice
 from accel_callbacks.warning import warn
@@ -25,9 +28,8 @@ from checkpoint_io import (
     CheckpointFolder,
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    keep_last,
 )
-from checkpoint_io.folder.sealed import check_seal
+from checkpoint_io.folder.sealed import SEAL, check_seal
 from checkpoint_io.storage.base import is_child_name
 from checkpoint_io.storage.local import folder_lock
 from checkpoint_io.storage.open import Store, open_store
@@ -40,7 +42,7 @@ VARIABLE = "ACCEL_MIRROR_CHECKPOINTS"
 _REMOTE = "accel_remote"
 _RUN = {"run_id": "trainer"}
 _FETCHING = "_accel_fetching"
-_NOT_FILES = ("checkpoint-", "_accel")  # folders that are copied as checkpoints, or being written
+_NOT_FILES = (PREFIX, "_accel")  # folders that are copied as checkpoints, or being written
 _PAUSE = 0.1  # seconds between two looks at whether another rank has fetched
 
 
@@ -75,53 +77,55 @@ class Mirror:
 
     Args:
         url: of the folder.
+        storage_options: for the filesystem behind the URL.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
         self.url = url
-        self._folder = CheckpointFolder(url, on_warning=notice)
+        self._options = storage_options
+        self._folder = CheckpointFolder(url, storage_options=storage_options, on_warning=notice)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mirror")
         self._upload: Future[None] | None = None
         self._copied: dict[str, tuple[int, int]] = {}
 
-    def put(self, path: str, step: int, limit: int | None, best: int | None) -> None:
-        """Copy a checkpoint on a thread, once the copy of the one before has ended.
+    def put(self, path: str, step: int, keep: Keep | None, best: int | None) -> None:
+        """Copy a checkpoint on a thread; the copy of the one before has to be waited for.
 
         Args:
             path: its local folder, which may be removed meanwhile.
             step: its step.
-            limit: how many copies to keep, None for all.
+            keep: a policy for the copies, None to keep all.
             best: the step of one to keep in any case.
         """
-        self.wait()
         files = {}
         for below, _, names in os.walk(path):
             for name in names:
                 file = os.path.join(below, name)
                 files[os.path.relpath(file, path).replace(os.sep, "/")] = _mapped(file)
-        self._upload = self._thread.submit(self._save, files, step, limit, best)
+        self._upload = self._thread.submit(self._save, files, step, keep, best)
 
     def _save(
-        self, files: dict[str, torch.Tensor], step: int, limit: int | None, best: int | None
+        self, files: dict[str, torch.Tensor], step: int, keep: Keep | None, best: int | None
     ) -> None:
         self._folder.save(step, {"files": files}, metadata=_RUN, progress=False)
-        if limit:
+        if keep is not None:
             protect = [] if best is None else [self._folder.path(best)]
-            self._folder.prune(
-                keep_last(limit), run_id=_RUN["run_id"], protect=protect, missing_ok=True
-            )
+            self._folder.prune(keep, run_id=_RUN["run_id"], protect=protect, missing_ok=True)
 
     def wait(self) -> None:
-        """Wait until a copy is durable; warn if it has failed, and training goes on."""
+        """Wait until a copy is durable; raise its error if it has failed."""
         upload, self._upload = self._upload, None
-        if upload is None:
-            return
-        try:
+        if upload is not None:
             upload.result()
+
+    def wait_and_warn(self) -> None:
+        """Wait until a copy is durable; warn if it has failed, and training goes on."""
+        try:
+            self.wait()
         except Exception as error:
             warn(
                 f"{self.url} lacks a checkpoint: {type(error).__name__}: {error}. The next one is "
-                f"copied again; check {VARIABLE} and what it gives access to."
+                "copied again; check the URL, and what gives access to it."
             )
 
     def put_files(self, output_dir: str | os.PathLike[str]) -> None:
@@ -132,7 +136,7 @@ class Mirror:
         Args:
             output_dir: of the Trainer.
         """
-        store = open_store(self.url)
+        store = open_store(self.url, self._options)
         for folder, names, files in os.walk(output_dir):
             names[:] = [n for n in names if not n.startswith(_NOT_FILES) and is_child_name(n)]
             below = os.path.relpath(folder, output_dir)
@@ -187,15 +191,16 @@ class Mirror:
             except (CheckpointNotFoundError, CorruptCheckpointError):
                 return
             step = _step(reader.manifest.metadata)
-            target = os.path.join(place, f"checkpoint-{step}")
-            if (newest is not None and step <= newest) or _is_whole(target):
+            target = os.path.join(place, f"{PREFIX}{step}")
+            if (newest is not None and step <= newest) or problem_of(target) is None:
                 return
             staged = os.path.join(fetching, base_name(target))
             shutil.rmtree(staged, ignore_errors=True)
             try:
                 for name, view in reader.state["files"].items():
                     _write(staged, name, view.read())
-                check_seal(staged)
+                if os.path.exists(os.path.join(staged, SEAL)):  # the manifest has vouched for it
+                    check_seal(staged)
             except CorruptCheckpointError as error:
                 notice(f"a copy in {self.url} is passed over: {error}")
                 damaged.append(reader.path)
@@ -212,14 +217,6 @@ _mirror = cache(Mirror)
 
 def _step(metadata: Any) -> int:
     return int(metadata["step"])
-
-
-def _is_whole(path: str) -> bool:
-    try:
-        check_seal(path, full=False)
-    except (CheckpointNotFoundError, CorruptCheckpointError):
-        return False
-    return True
 
 
 def _mapped(path: str) -> torch.Tensor:
