@@ -154,7 +154,7 @@ class Mirror:
             if self._copied.get(path) == version:
                 return
             with target.create(name, status.st_size) as write:
-                write(memoryview(_mapped(path).numpy()))
+                write(_mapped(path).numpy().data)
         except (CheckpointError, OSError) as error:
             warn(f"{target.url} lacks {name}: {error}. It is still at {path}.")
         else:
