@@ -53,8 +53,8 @@ def _mended(part: str) -> str:
     return f"={part}" if not part or _DEVICE.fullmatch(part) else part
 
 
-def _escaped(found: re.Match[str]) -> str:
-    return f"={ord(found[0]):02X}"
+def _escaped(match: re.Match[str]) -> str:
+    return f"={ord(match[0]):02X}"
 
 
 def _digest(name: str, size: int) -> str:

@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from loggers.base import NullTracker, RunInfo, Status, Tracker, check_status
-from loggers.config import NanPolicy, TrackerConfig
+from loggers.config import TrackerConfig
 from loggers.multimedia.convert import (
     Channels,
     as_audio,
@@ -68,8 +68,7 @@ class TrackerHub:
         before_write: called on the trackers' threads before they are given anything, and about
             twice a second. Once it raises, nothing more is written: what is left is lost, the next
             `log` raises the error, and trackers that own files are not finished.
-        strict, nan_policy, flush_every_s, max_buffer, max_failures, start_timeout_s,
-            finish_timeout_s, stall_timeout_s: see `TrackerConfig`.
+        **options: those of `TrackerConfig`.
 
     Raises:
         ValueError: two trackers have the same name, a name is unknown, or an option is invalid.
@@ -92,26 +91,10 @@ class TrackerHub:
         run: RunInfo,
         main_process: bool = True,
         before_write: Callable[[], None] | None = None,
-        strict: bool = False,
-        nan_policy: NanPolicy = "keep",
-        flush_every_s: float = 0.5,
-        max_buffer: int = 10_000,
-        max_failures: int = 5,
-        start_timeout_s: float = 60.0,
-        finish_timeout_s: float = 30.0,
-        stall_timeout_s: float = 30.0,
+        **options: Any,
     ) -> None:
         self.run = run
-        self.config = TrackerConfig(
-            strict=strict,
-            nan_policy=nan_policy,
-            flush_every_s=flush_every_s,
-            max_buffer=max_buffer,
-            max_failures=max_failures,
-            start_timeout_s=start_timeout_s,
-            finish_timeout_s=finish_timeout_s,
-            stall_timeout_s=stall_timeout_s,
-        )
+        self.config = TrackerConfig(**options)
         # Errors of the threads that the training thread is to raise.
         self._errors: deque[BaseException] = deque()
         self._permission = Permission(before_write, self._errors.append)
@@ -461,11 +444,11 @@ class TrackerHub:
         lost = self._pump.lost
         return {
             name: replace(
-                one,
-                dropped=one.dropped + lost.rows + lost.media,
-                lost_rows=one.lost_rows + lost.rows,
+                report,
+                dropped=report.dropped + lost.rows + lost.media,
+                lost_rows=report.lost_rows + lost.rows,
             )
-            for name, one in reports.items()
+            for name, report in reports.items()
         }
 
     def __enter__(self) -> TrackerHub:
@@ -562,14 +545,12 @@ class TrackerHub:
         if not self._records(kind):
             return
         if isinstance(value, Mapping):
-            kept: Any = {str(name): snapshot(one) if copy else one for name, one in value.items()}
-        else:
-            kept = value
+            value = {str(name): snapshot(v) if copy else v for name, v in value.items()}
         extra = {name: dict(keywords) for name, keywords in (log_kwargs or {}).items()}
-        size = size_of(kept)
+        size = size_of(value)
 
         def converted() -> Media:
-            return Media(kind, step, convert(kept), kwargs, kind != "artifact", extra, size)
+            return Media(kind, step, convert(value), kwargs, kind != "artifact", extra, size)
 
         self._pump.put_media(Pending(size, converted))
 
@@ -631,9 +612,9 @@ def _create_all(
     return named
 
 
-def _convert_each(one: Callable[[Any], Any]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+def _convert_each(convert: Callable[[Any], Any]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
     """Return a function that converts each value of a mapping."""
-    return lambda values: ({name: one(value) for name, value in values.items()},)
+    return lambda values: ({name: convert(value) for name, value in values.items()},)
 
 
 @contextmanager

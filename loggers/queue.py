@@ -243,25 +243,25 @@ class Pump:
 
     def _pass_on(self) -> None:
         """Read all waiting values with one copy per device, and queue them for the trackers."""
-        taken: list[Row | Pending] = []
+        waiting: list[Row | Pending] = []
         for _ in range(len(self._inbox)):
             try:
-                taken.append(self._inbox.popleft())
+                waiting.append(self._inbox.popleft())
             except IndexError:  # dropped meanwhile
                 break
-        if not taken:
+        if not waiting:
             return
-        rows = [item for item in taken if isinstance(item, Row)]
+        rows = [item for item in waiting if isinstance(item, Row)]
         for problem in to_host([row.values for row in rows]):
             self._warn_once("device", "values were lost: their device failed (%s)", problem)
         self._check_finite(rows)
-        ready = [item if isinstance(item, Row) else self._convert(item) for item in taken]
+        ready = [item if isinstance(item, Row) else self._convert(item) for item in waiting]
         # A row is empty if its device failed, or if the NaN policy dropped its values.
         items = [i for i in ready if i is not None and not (isinstance(i, Row) and not i.values)]
         for writer in self._writers:
             writer.put(items)
-        self._passed += len(taken)
-        self._behind = any(one.is_lossless and one.is_behind() for one in self._lossless)
+        self._passed += len(waiting)
+        self._behind = any(writer.is_lossless and writer.is_behind() for writer in self._lossless)
 
     def _convert(self, pending: Pending) -> Media | None:
         self._bytes_out += pending.size

@@ -341,8 +341,8 @@ class Writer:
         guard, lost = self.guard, (self._lost, self._overflowed, self._left)
         return TrackerReport(
             rows=self._delivery.rows,
-            dropped=sum(one.rows + one.media for one in lost),
-            lost_rows=sum(one.rows for one in lost),
+            dropped=sum(losses.rows + losses.media for losses in lost),
+            lost_rows=sum(losses.rows for losses in lost),
             failures=guard.failures,
             disabled=guard.disabled,
             last_error=guard.last_error,
@@ -539,7 +539,7 @@ class Delivery:
     def _taken(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return the values that the tracker receives."""
         takes = self._takes
-        return values if takes is None else {n: one for n, one in values.items() if takes(n)}
+        return values if takes is None else {n: value for n, value in values.items() if takes(n)}
 
     def _deliver_row(self, row: Row) -> bool:
         """Deliver one row, with retries; return False if it is lost."""
@@ -570,10 +570,10 @@ class Delivery:
             if not self._taken({args[0]: None}):
                 return True
         elif item.by_name:
-            taken = self._taken(args[0])
-            if not taken:
+            values = self._taken(args[0])
+            if not values:
                 return True
-            args = (taken, *args[1:])
+            args = (values, *args[1:])
         if item.step is not None:
             args = (*args, self._step(item.step))
         kwargs = {**item.kwargs, **item.extra.get(self._guard.tracker.name, {})}
@@ -709,9 +709,9 @@ class Guard:
 
     def timed_out(self, what: str, lost: int, advice: str) -> None:
         """Count and report a call that did not return in time."""
-        where = f" (busy in {self.busy[0]})" if self.busy else ""
+        busy_in = f" (busy in {self.busy[0]})" if self.busy else ""
         cost = f"; {lost} rows are lost" if lost else ""
-        text = f"tracker {self.tracker.name!r} {what}{where}{cost}. {advice}"
+        text = f"tracker {self.tracker.name!r} {what}{busy_in}{cost}. {advice}"
         self.failures += 1
         self.last_error = text
         self.warn("%s", text)
@@ -749,17 +749,17 @@ class Guard:
     def _disable(self, method: str, error: BaseException) -> None:
         """Stop calling one media method, or the tracker altogether."""
         if method in _MEDIA_METHODS:
-            what = f"gets no more {method.removeprefix('log_')}"
+            outcome = f"gets no more {method.removeprefix('log_')}"
             self._off.add(method)
         elif not self.disabled:
-            what, self.disabled = "is disabled for the rest of the run", True
+            outcome, self.disabled = "is disabled for the rest of the run", True
         else:
             return
         self.warn(
             "tracker %r %s after %d failures of %s in a row (last: %s). Fix it and resume, or "
             "remove it from the trackers.",
             self.tracker.name,
-            what,
+            outcome,
             self._streaks[method],
             method,
             error,
@@ -774,7 +774,7 @@ def _is_full_disk(error: BaseException) -> bool:
 def _keywords(tracker: Tracker, method: str) -> tuple[frozenset[str], bool]:
     """Return a method's keywords except the values and the step, and whether it takes any name."""
     parameters = list(inspect.signature(getattr(tracker, method)).parameters.values())
-    own = 4 if method == "log_table" else 2  # passed positionally by the hub
-    named = [p for p in parameters[own:] if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    positional = 4 if method == "log_table" else 2  # passed positionally by the hub
+    named = [p for p in parameters[positional:] if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters)
     return frozenset(p.name for p in named), any_keyword

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from accel_callbacks.loop.run import TrainingRun
 
-__all__ = ["HOOKS", "Callback"]
+__all__ = ["HOOKS", "Callback", "ResumableState", "require_at_least"]
 
 #: All hooks, in the order in which a run first fires them. Those in ``EXIT_HOOKS`` call the
 #: callbacks in reverse order.
@@ -262,6 +262,41 @@ class Callback:
 
     def on_exception(self, run: TrainingRun, model: Any, exception: BaseException) -> None:
         """Called when this exception ends the run; call no collectives, other ranks may be gone."""
+
+
+class ResumableState(Callback):
+    """Base class of callbacks whose state belongs to one run and survives a resume of it.
+
+    ``setup`` resets the state where nothing was loaded and nothing trained. An evaluation after the
+    end of a run fires ``setup`` too; the state of that run is kept then.
+
+    Example:
+        >>> from accel_callbacks import Accelerator
+        >>> from accel_callbacks.callbacks.base import ResumableState
+        >>> class CountEpochs(ResumableState):
+        ...     def reset_state(self):
+        ...         self.epochs = 0
+        ...
+        ...     def on_train_epoch_end(self, run, model):
+        ...         self.epochs += 1
+        >>> counter = CountEpochs()
+        >>> accel = Accelerator(cpu=True, callbacks=[counter])
+        >>> for _ in range(2):
+        ...     with accel.run("demo") as run:
+        ...         for epoch in run.epochs(3):
+        ...             pass
+        >>> counter.epochs
+        3
+    """
+
+    def reset_state(self) -> None:
+        """Set the state with which a new run starts."""
+        raise NotImplementedError
+
+    def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
+        """Reset the state, unless ``load_state`` restored it."""
+        if run.starts_fresh:
+            self.reset_state()
 
 
 def require_at_least(least: int, **numbers: float | None) -> None:

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks.callbacks.base import require_at_least
+from accel_callbacks.callbacks.base import ResumableState, require_at_least
 from accel_callbacks.callbacks.interval import Cadence, Interval
 from accel_callbacks.callbacks.monitor import Monitor
-from accel_callbacks.callbacks.resumable_state import ResumableState
 from accel_callbacks.checkpoint.async_save import SaveCallbacks, check_when_busy
 from accel_callbacks.checkpoint.open import open_folder
 from accel_callbacks.checkpoint.project import path_in
@@ -496,12 +495,6 @@ class Schedule:
 
     Raises:
         ValueError: an interval is empty, or given twice.
-
-    Example:
-        >>> from accel_callbacks.callbacks.checkpoint import Schedule
-        >>> schedule = Schedule(every="100 steps")
-        >>> schedule.step_is_due(200), schedule.step_is_due(250), schedule.needs_votes
-        (True, False, False)
     """
 
     def __init__(
@@ -592,11 +585,6 @@ class Retention:
     Raises:
         ValueError: a number is below 1.
         TypeError: ``keep`` is not a policy.
-
-    Example:
-        >>> from accel_callbacks.callbacks.checkpoint import Retention
-        >>> Retention(keep_last=3, keep_best=1)([])
-        []
     """
 
     def __init__(
@@ -666,16 +654,6 @@ class SaveRecord:
         saved_score: of the last save.
         best_score: of all saves.
         best_path: of the best save, durable or still being written.
-
-    Example:
-        >>> from accel_callbacks.callbacks.checkpoint import SaveRecord
-        >>> from accel_callbacks.callbacks.monitor import Monitor
-        >>> record = SaveRecord(Monitor("loss"))
-        >>> record.read({"loss": 0.5})
-        >>> record.improved
-        True
-        >>> record.add_save((100, 1, False), "runs/step-00000100")
-        {'score': {'monitor': 'loss', 'value': 0.5}}
     """
 
     def __init__(self, monitor: Monitor | None = None) -> None:
@@ -756,15 +734,7 @@ class SaveRecord:
 
 
 def is_exception_checkpoint(name: str) -> bool:
-    """Return whether a checkpoint's name is that of one saved on an exception.
-
-    Example:
-        >>> from accel_callbacks.callbacks.checkpoint import is_exception_checkpoint
-        >>> is_exception_checkpoint("exception-step-00000012")
-        True
-        >>> is_exception_checkpoint("step-00000012")
-        False
-    """
+    """Return whether a checkpoint's name is that of one saved on an exception."""
     return name.startswith(_PREFIX)
 
 

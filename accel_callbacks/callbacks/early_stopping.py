@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from accel_callbacks.callbacks.base import ResumableState
 from accel_callbacks.callbacks.monitor import Monitor
-from accel_callbacks.callbacks.resumable_state import ResumableState
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:

@@ -116,12 +116,6 @@ def matmul_precision(mixed_precision: str, model: torch.nn.Module | None) -> str
     Args:
         mixed_precision: that of the Accelerator.
         model: with ``"no"``, the dtype of its parameters counts.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.callbacks.flops import matmul_precision
-        >>> matmul_precision("no", torch.nn.Linear(1, 1).bfloat16())
-        'bf16'
     """
     if mixed_precision != "no":
         return mixed_precision
@@ -163,14 +157,6 @@ class FlopCounter(FlopCounterMode):
 
     All else (elementwise operations, norms, the optimizer, custom kernels) is comparatively small
     and not counted. Work that activation checkpointing repeats counts twice.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.callbacks.flops import FlopCounter
-        >>> with FlopCounter() as counter:
-        ...     product = torch.ones(2, 3) @ torch.ones(3, 4)
-        >>> counter.total == 2 * 2 * 3 * 4
-        True
     """
 
     def __init__(self) -> None:

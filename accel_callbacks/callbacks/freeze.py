@@ -245,7 +245,7 @@ class Freeze(Callback):
 
 @dataclass
 class _Phase:
-    """One entry of the schedule.
+    """Hold an entry of the schedule, and what it freezes.
 
     Args:
         target: a pattern of names, or a module.

@@ -281,7 +281,7 @@ class LayerSummary:
 
     @property
     def frozen(self) -> bool:
-        """Whether it has parameters, and none of them is trainable."""
+        """True if it has parameters, and none of them is trainable."""
         return self.parameters > 0 and self.trainable == 0
 
     @property
@@ -419,24 +419,12 @@ def _shapes_text(shapes: Shapes) -> str:
 
 
 def count_text(count: float) -> str:
-    """Format a number with at most four digits and a letter for its thousands.
-
-    Example:
-        >>> from accel_callbacks.callbacks.model_summary import count_text
-        >>> count_text(999), count_text(124_439_808), count_text(1.5e12)
-        ('999', '124.4 M', '1.5 T')
-    """
+    """Format a number with at most four digits and a letter for its thousands."""
     return _scaled(count, 1000, ("", " K", " M", " G", " T", " P"))
 
 
 def size_text(size: float) -> str:
-    """Format bytes in units of 1024.
-
-    Example:
-        >>> from accel_callbacks.callbacks.model_summary import size_text
-        >>> size_text(12), size_text(3 << 29)
-        ('12 B', '1.5 GiB')
-    """
+    """Format bytes in units of 1024."""
     return _scaled(size, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"))
 
 

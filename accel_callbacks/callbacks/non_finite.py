@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks.callbacks.base import require_at_least
+from accel_callbacks.callbacks.base import ResumableState, require_at_least
 from accel_callbacks.callbacks.freeze import Freeze
-from accel_callbacks.callbacks.resumable_state import ResumableState
 from accel_callbacks.callbacks.weight_averaging import Averaging
 from accel_callbacks.checkpoint.open import LoadFailed, open_folder, open_one, together
 from accel_callbacks.checkpoint.restore import LoadOptions, restore_newest
@@ -407,15 +406,6 @@ class FiniteCheck:
         overflow: on the device, whether the loss scaler handles gradients that are not finite;
             ``None`` without a scaler.
         collective: reduce over the ranks, all of which must make the check.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.callbacks.non_finite import FiniteCheck
-        >>> check = FiniteCheck(3, torch.tensor(torch.nan), None)
-        >>> check.is_bad()
-        True
-        >>> check.describe({})
-        'step 3: the loss is nan'
     """
 
     def __init__(

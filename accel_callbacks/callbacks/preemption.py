@@ -163,17 +163,6 @@ class SignalCatcher:
         caught: the first signal that was received, or ``None``.
         echo: seconds in which a repeated signal is ignored. Clusters send theirs to a launcher and
             to its processes, and the launcher forwards it.
-
-    Example:
-        >>> import signal
-        >>> from accel_callbacks.callbacks.preemption import SignalCatcher, parse_signals
-        >>> catcher = SignalCatcher(parse_signals(["SIGTERM"]))
-        >>> catcher.install()
-        True
-        >>> signal.raise_signal(signal.SIGTERM)
-        >>> catcher.caught.name
-        'SIGTERM'
-        >>> catcher.restore()
     """
 
     echo = 5.0
@@ -254,11 +243,6 @@ def parse_signals(names: Iterable[str | int]) -> tuple[signal.Signals, ...]:
 
     Raises:
         ValueError: no system has such a signal, or it cannot be caught.
-
-    Example:
-        >>> from accel_callbacks.callbacks.preemption import parse_signals
-        >>> [one.name for one in parse_signals(["SIGTERM"])]
-        ['SIGTERM']
     """
     signals = []
     for name in names:
@@ -281,12 +265,6 @@ def requeue_slurm() -> str:
 
     Raises:
         RuntimeError: scontrol is missing, fails or times out, or the id is not one of SLURM.
-
-    Example:
-        >>> import os
-        >>> from accel_callbacks.callbacks.preemption import requeue_slurm
-        >>> "SLURM_JOB_ID" in os.environ or requeue_slurm() == ""
-        True
     """
     job = _job_id()
     if not job:

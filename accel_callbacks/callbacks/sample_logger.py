@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from accel_callbacks.callbacks.base import require_at_least
+from accel_callbacks.callbacks.base import ResumableState, require_at_least
 from accel_callbacks.callbacks.interval import Interval
-from accel_callbacks.callbacks.resumable_state import ResumableState
 from accel_callbacks.modeling.undisturbed import undisturbed_eval
 
 if TYPE_CHECKING:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from accel_callbacks.callbacks.base import require_at_least
+from accel_callbacks.callbacks.base import ResumableState, require_at_least
 from accel_callbacks.callbacks.flops import FlopCounter, matmul_precision, peak_flops_of
-from accel_callbacks.callbacks.resumable_state import ResumableState
 from accel_callbacks.utils.operations import find_batch_size
 
 if TYPE_CHECKING:
@@ -354,27 +353,14 @@ class Mark(NamedTuple):
 
 
 def speed_between(first: Mark, last: Mark) -> Mark:
-    """Return each count per second of training, and ``waited`` as a fraction of the time.
-
-    Example:
-        >>> from accel_callbacks.callbacks.throughput import Mark, speed_between
-        >>> speed_between(Mark(seconds=1.0, steps=2), Mark(seconds=3.0, steps=8)).steps
-        3.0
-    """
+    """Return each count per second of training, and ``waited`` as a fraction of the time."""
     seconds = max(last.seconds - first.seconds, 1e-9)
     speeds = [(after - before) / seconds for before, after in zip(first, last, strict=True)]
     return Mark(*speeds)._replace(seconds=seconds)
 
 
 def first_dimension(batch: Any) -> int | None:
-    """Return the number of samples of a batch, None if it has no tensors.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.callbacks.throughput import first_dimension
-        >>> first_dimension({"x": torch.ones(4, 2)}), first_dimension(["a text"])
-        (4, None)
-    """
+    """Return the number of samples of a batch, None if it has no tensors."""
     first = batch  # usually a tensor; else search the whole batch, which is slower
     while isinstance(first, (list, tuple, dict)) and first:
         first = first[0] if isinstance(first, (list, tuple)) else next(iter(first.values()))

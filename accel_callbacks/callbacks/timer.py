@@ -6,8 +6,8 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from accel_callbacks.callbacks.base import ResumableState
 from accel_callbacks.callbacks.interval import Interval
-from accel_callbacks.callbacks.resumable_state import ResumableState
 from accel_callbacks.errors import nearest
 
 if TYPE_CHECKING:

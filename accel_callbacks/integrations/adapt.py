@@ -16,11 +16,6 @@ def adapt(callback: Any) -> Any:
 
     Raises:
         TypeError: the callback is one for the Trainer of transformers.
-
-    Example:
-        >>> from accel_callbacks.integrations.adapt import adapt
-        >>> adapt("anything")
-        'anything'
     """
     if _is_a(callback, "TrainerCallback", ("transformers",)):
         raise TypeError(

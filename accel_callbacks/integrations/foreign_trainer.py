@@ -36,13 +36,6 @@ class HostedCallback:
 
     Raises:
         TypeError: it is no callback, or one that cannot run there.
-
-    Example:
-        >>> from accel_callbacks.callbacks import EarlyStopping
-        >>> from accel_callbacks.integrations.foreign_trainer import HostedCallback
-        >>> from accel_callbacks.integrations.lightning.to_lightning import LightningHost
-        >>> HostedCallback(EarlyStopping("loss"), LightningHost(), never=()).has("on_log")
-        True
     """
 
     def __init__(self, callback: Any, host: ForeignHost, *, never: Collection[str]) -> None:

@@ -38,13 +38,7 @@ class NotInAPlainLoop(AttributeError):
 
 
 class Missing:
-    """Build the error for a missing attribute, with the callback's name and the owner's.
-
-    Example:
-        >>> from accel_callbacks.integrations.host import Missing
-        >>> str(Missing("Mine")("trainer.fit_loop.x"))
-        'Mine needs trainer.fit_loop.x, which only pl.Trainer has'
-    """
+    """Build the error for a missing attribute, with the callback's name and the owner's."""
 
     def __init__(self, who: str, owner: str = "pl.Trainer") -> None:
         self.who = who
@@ -56,14 +50,7 @@ class Missing:
 
 
 class Part:
-    """A stand-in for a part of the Trainer; an attribute that it lacks raises a named error.
-
-    Example:
-        >>> from accel_callbacks.integrations.host import Missing, Part
-        >>> part = Part("trainer.fit_loop", Missing("Mine"), max_epochs=3)
-        >>> part.max_epochs, hasattr(part, "restarting")
-        (3, False)
-    """
+    """A stand-in for a part of the Trainer; an attribute that it lacks raises a named error."""
 
     def __init__(self, path: str, missing: Missing, **values: Any) -> None:
         vars(self).update(values, _path=path, _missing=missing)
@@ -123,7 +110,7 @@ class ForeignLoop:
 
     @property
     def savers(self) -> list[Any]:
-        """Empty: callbacks that save are refused in another trainer."""
+        """Return none: callbacks that save are refused in another trainer."""
         return []
 
     def gradient_scale(self) -> float:
@@ -146,11 +133,6 @@ class ForeignHost(ABC):
         can_save: True if ``save_now`` works.
         current_run: the run over this host.
         missing: builds the error for a missing name.
-
-    Example:
-        >>> from accel_callbacks.integrations.host import ForeignHost
-        >>> "stop" in ForeignHost.__abstractmethods__
-        True
     """
 
     title: str
@@ -246,7 +228,7 @@ class ForeignHost(ABC):
 
     @property
     def trackers(self) -> list[Any]:
-        """Empty: the trainer has its own loggers."""
+        """Return none: the trainer has its own loggers."""
         return []
 
     @property
@@ -386,11 +368,6 @@ class ForeignRun(TrainingRun):
 
     Attributes:
         uncounted_step: overrides ``global_step`` while the trainer has not counted a step yet.
-
-    Example:
-        >>> from accel_callbacks.integrations.host import ForeignRun
-        >>> ForeignRun.sanity_checking, ForeignRun.fast_dev_run
-        (False, False)
     """
 
     _host: ForeignHost

@@ -299,11 +299,6 @@ class TransformersHost(ForeignHost):
         is_logging: the Trainer is logging values of one of our callbacks.
         epoch: index of the epoch; the Trainer's own number is already the next at an epoch's end.
         resumed_from: the checkpoint that training resumes from.
-
-    Example:
-        >>> from accel_callbacks.integrations.transformers import TransformersHost
-        >>> TransformersHost().title
-        'transformers.Trainer'
     """
 
     title = "transformers.Trainer"

@@ -42,8 +42,8 @@ def neighbour_raises(subject: Subject, *, before: bool) -> None:
     faulty = _FaultyTraining(subject, before=before)
     with memory_folder() as root:
         for hook in HOOKS:
-            where = f"a neighbour {'before' if before else 'after'} it raised in {hook}"
-            faulty.check(where, partial(_play_to_hook, faulty, hook, root))
+            cause = f"a neighbour {'before' if before else 'after'} it raised in {hook}"
+            faulty.check(cause, partial(_play_to_hook, faulty, hook, root))
             assert faulty.raiser.raised or faulty.training.run.should_stop, f"{hook} never came"
     faulty.check_afterwards()
 
@@ -53,8 +53,8 @@ def loop_raises(subject: Subject) -> None:
     faulty = _FaultyTraining(subject, before=False)
     for stage in _STAGES:
         for kind in (Injected, KeyboardInterrupt):
-            where = f"the loop raised {kind.__name__} in its {stage} part"
-            faulty.check(where, partial(_play_to_stage, faulty, stage, kind))
+            cause = f"the loop raised {kind.__name__} in its {stage} part"
+            faulty.check(cause, partial(_play_to_stage, faulty, stage, kind))
     faulty.check_afterwards()
 
 
@@ -88,19 +88,21 @@ class _FaultyTraining:
 
         self.training._loss = loss
 
-    def check(self, where: str, play: Callable[[], None]) -> None:
+    def check(self, cause: str, play: Callable[[], None]) -> None:
         """Play a run that an error ends, and check that the callback has cleaned up."""
         model = self.training.accel.unwrap_model(self.training.model)
         self.training.begin_again()
         with captured_output() as printed:
             before = Surroundings(model)
-            found = self._play(play)
-            found += before.changes() + _printed_errors(printed)
-        found += [f"weight {name} is not the trained one" for name in self.weights.changed(model)]
-        if found:
+            problems = self._play(play)
+            problems += before.changes() + _printed_errors(printed)
+        problems += [
+            f"weight {name} is not the trained one" for name in self.weights.changed(model)
+        ]
+        if problems:
             raise AssertionError(
-                f"{name_of(self.callback)} does not clean up: after {where}, {'; '.join(found)}. "
-                "Restore everything in `teardown`, which is always called."
+                f"{name_of(self.callback)} does not clean up: after {cause}, "
+                f"{'; '.join(problems)}. Restore everything in `teardown`, which is always called."
             )
 
     def _play(self, play: Callable[[], None]) -> list[str]:
@@ -123,11 +125,11 @@ class _FaultyTraining:
         self.stage = ""
         self.training.each_batch = None
         self.training.begin_again().play()
-        found = self.reference.compare(self.callback)
-        if found:
+        differences = self.reference.compare(self.callback)
+        if differences:
             raise AssertionError(
                 f"{name_of(self.callback)} does not reset its state after runs that ended with an "
-                f"error. After the first run of a new one, and after this one: {found}."
+                f"error. After the first run of a new one, and after this one: {differences}."
             )
 
 
@@ -171,15 +173,6 @@ class Surroundings:
 
     Args:
         model: whose modes and hooks are included.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.testing.fault_checks import Surroundings
-        >>> model = torch.nn.Linear(1, 1)
-        >>> before = Surroundings(model)
-        >>> _ = model.eval()
-        >>> before.changes()
-        ['the model is in eval mode instead of training mode']
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -190,21 +183,25 @@ class Surroundings:
 
     def changes(self) -> list[str]:
         """Describe the differences between now and the snapshot, as clauses."""
-        found = []
+        changes = []
         for name, (read, describe) in _ASPECTS.items():
             before, now = self._values[name], read(self._model)
             if now != before:
-                found.append(describe(before, now))
-        found += [f"the thread {thread.name!r} is still running" for thread in self._new_threads()]
+                changes.append(describe(before, now))
+        changes += [
+            f"the thread {thread.name!r} is still running" for thread in self._new_threads()
+        ]
         children = {child.pid for child in multiprocessing.active_children()}
-        return found + [f"the process {pid} is still running" for pid in children - self._children]
+        return changes + [
+            f"the process {pid} is still running" for pid in children - self._children
+        ]
 
     def _new_threads(self) -> list[threading.Thread]:
         """Return the threads started since the snapshot that do not end in time."""
         end = time.monotonic() + _THREAD_TIMEOUT
-        new = [one for one in threading.enumerate() if one not in self._threads]
+        new = [thread for thread in threading.enumerate() if thread not in self._threads]
         # The thread that saves in the background is the Accelerator's, which keeps it.
-        new = [one for one in new if one.name != "checkpoint_io save"]
+        new = [thread for thread in new if thread.name != "checkpoint_io save"]
         for thread in new:
             thread.join(max(0.0, end - time.monotonic()))
         return [thread for thread in new if thread.is_alive()]
@@ -217,8 +214,8 @@ def _modes(model: torch.nn.Module) -> dict[str, bool]:
 def _describe_modes(before: dict[str, bool], now: dict[str, bool]) -> str:
     name = next(name for name in before if before[name] != now.get(name))
     kinds = {True: "training mode", False: "eval mode"}
-    which = f"the module {name!r}" if name else "the model"
-    return f"{which} is in {kinds[not before[name]]} instead of {kinds[before[name]]}"
+    subject = f"the module {name!r}" if name else "the model"
+    return f"{subject} is in {kinds[not before[name]]} instead of {kinds[before[name]]}"
 
 
 def _model_hooks(model: torch.nn.Module) -> list[int]:
@@ -237,7 +234,7 @@ def _model_hooks(model: torch.nn.Module) -> list[int]:
 
 
 def _handlers(model: torch.nn.Module) -> dict[str, Any]:
-    return {one.name: signal.getsignal(one) for one in signal.Signals}
+    return {number.name: signal.getsignal(number) for number in signal.Signals}
 
 
 def _describe_handlers(before: dict[str, Any], now: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accel_callbacks.callbacks.base import Callback
+from accel_callbacks.callbacks.base import Callback, require_at_least
 from accel_callbacks.callbacks.dispatch.dispatcher import Dispatcher
 from accel_callbacks.callbacks.dispatch.functions import checked_hook
 from accel_callbacks.callbacks.dispatch.registration import accepted, overrides
@@ -67,9 +67,9 @@ def fire(
     if run is None:
         run = TinyTraining().run
     values = [
-        arguments[one] if one in arguments else default_arguments[one](run)
-        for one in known
-        if one in arguments or one != "dataloader_idx"
+        arguments[argument] if argument in arguments else default_arguments[argument](run)
+        for argument in known
+        if argument in arguments or argument != "dataloader_idx"
     ]
     getattr(callback, name)(run, *values)
     return run
@@ -171,11 +171,8 @@ def simulate(
         fit_end
         teardown fit                Timer:step
     """
-    least = {"epochs": 1, "batches": 1, "evaluate_every": 0, "window": 1}
-    given = {"epochs": epochs, "batches": batches, "evaluate_every": evaluate_every}
-    for name, value in {**given, "window": window}.items():
-        if value < least[name]:
-            raise ValueError(f"{name}={value} must be at least {least[name]}.")
+    require_at_least(1, epochs=epochs, batches=batches, window=window)
+    require_at_least(0, evaluate_every=evaluate_every)
     called = _called(Dispatcher(callbacks))
     training = _Simulated(evaluate_every, epochs=epochs, batches=batches, window=window)
     lines = [(_indent(line) + line, called.get(line.split()[0], "")) for line in training.trace]

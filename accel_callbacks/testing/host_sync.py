@@ -21,8 +21,8 @@ _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
 #: Files that may read tensors: they read later, on another thread, or from the host.
 _ALLOWED_FILES = tuple(
-    str(_ROOT / one)
-    for one in (
+    str(_ROOT / path)
+    for path in (
         "loggers",
         "accel_callbacks/tracking/trackers.py",
         "accel_callbacks/distributed/rng.py",
@@ -96,21 +96,21 @@ def host_syncs() -> Iterator[list[HostSync]]:
         >>> [sync.what for sync in found]
         ['Tensor.__float__']
     """
-    found: list[HostSync] = []
+    syncs: list[HostSync] = []
     with ExitStack() as stack:
-        _patch_synchronize(stack, found)
-        stack.enter_context(_cuda_sync_warnings(found))
-        stack.enter_context(_Operations(found))
-        stack.enter_context(_Functions(found))
-        yield found
+        _patch_synchronize(stack, syncs)
+        stack.enter_context(_cuda_sync_warnings(syncs))
+        stack.enter_context(_Operations(syncs))
+        stack.enter_context(_Functions(syncs))
+        yield syncs
 
 
 class _Functions(TorchFunctionMode):
     """Intercept the torch functions that the code calls."""
 
-    def __init__(self, found: list[HostSync]) -> None:
+    def __init__(self, syncs: list[HostSync]) -> None:
         super().__init__()
-        self._found = found
+        self._syncs = syncs
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -119,31 +119,31 @@ class _Functions(TorchFunctionMode):
         known = name in _METHODS or (name == "to" and _to_host(args, kwargs or {}))
         if not known and not (name == "where" and len(args) == 1):
             return func(*args, **(kwargs or {}))
-        _record(self._found, resolve_name(func) or name)
-        count = len(self._found)
+        _record(self._syncs, resolve_name(func) or name)
+        count = len(self._syncs)
         result = func(*args, **(kwargs or {}))
-        del self._found[count:]  # nested calls are part of this one
+        del self._syncs[count:]  # nested calls are part of this one
         return result
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Intercept the operations that torch dispatches, such as indexing with a mask."""
 
-    def __init__(self, found: list[HostSync]) -> None:
+    def __init__(self, syncs: list[HostSync]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._found = found
+        self._syncs = syncs
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = func.overloadpacket.__name__
         if name in _OPERATIONS or (name in ("index", "index_put_") and _has_mask(args)):
-            _record(self._found, f"aten.{name}")
+            _record(self._syncs, f"aten.{name}")
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def _cuda_sync_warnings(found: list[HostSync]) -> Iterator[None]:
+def _cuda_sync_warnings(syncs: list[HostSync]) -> Iterator[None]:
     """Record the warnings of torch's own detector on a GPU, without repeating a line."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         yield
@@ -157,9 +157,9 @@ def _cuda_sync_warnings(found: list[HostSync]) -> Iterator[None]:
         file: Any = None,
         line: str | None = None,
     ) -> None:
-        where = f"{filename}:{lineno}"
-        if "synchroniz" in str(message) and (not found or found[-1].where != where):
-            found.append(HostSync("a CUDA operation", where))
+        line_of_code = f"{filename}:{lineno}"
+        if "synchroniz" in str(message) and (not syncs or syncs[-1].where != line_of_code):
+            syncs.append(HostSync("a CUDA operation", line_of_code))
 
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
@@ -172,20 +172,20 @@ def _cuda_sync_warnings(found: list[HostSync]) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode(before)
 
 
-def _patch_synchronize(stack: ExitStack, found: list[HostSync]) -> None:
+def _patch_synchronize(stack: ExitStack, syncs: list[HostSync]) -> None:
     """Record calls of ``synchronize``, which no mode intercepts."""
     for get_owner in _SYNCHRONIZE_OWNERS:
         owner = get_owner()
         original = vars(owner).get("synchronize")
         if original is not None:
-            what = f"{owner.__name__}.synchronize"
-            owner.synchronize = _recording(original, what, found)
+            call = f"{owner.__name__}.synchronize"
+            owner.synchronize = _recording(original, call, syncs)
             stack.callback(setattr, owner, "synchronize", original)
 
 
-def _recording(original: Callable[..., Any], what: str, found: list[HostSync]) -> Any:
+def _recording(original: Callable[..., Any], call: str, syncs: list[HostSync]) -> Any:
     def synchronize(*args: Any, **kwargs: Any) -> Any:
-        _record(found, what)
+        _record(syncs, call)
         return original(*args, **kwargs)
 
     return synchronize
@@ -201,15 +201,15 @@ def _has_mask(args: tuple[Any, ...]) -> bool:
     """Return whether an index is a mask, whose number of True values must be known."""
     indices = args[1] if len(args) > 1 else ()
     masks = (torch.bool, torch.uint8)
-    return any(isinstance(one, torch.Tensor) and one.dtype in masks for one in indices)
+    return any(isinstance(index, torch.Tensor) and index.dtype in masks for index in indices)
 
 
-def _record(found: list[HostSync], what: str) -> None:
+def _record(syncs: list[HostSync], call: str) -> None:
     """Record the caller, unless its file is allowed to wait."""
     for frame in reversed(traceback.extract_stack()):
         if frame.filename.startswith(_ALLOWED_FILES):
             return
         if not frame.filename.startswith((_TORCH, _HERE)):
             break
-    what = what.removeprefix("torch.")
-    found.append(HostSync(what, f"{frame.filename}:{frame.lineno}", frame.line or ""))
+    call = call.removeprefix("torch.")
+    syncs.append(HostSync(call, f"{frame.filename}:{frame.lineno}", frame.line or ""))

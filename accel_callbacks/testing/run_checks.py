@@ -71,8 +71,8 @@ class Subject:
 
     def make(self) -> tuple[Any, list[Any]]:
         """Return a new callback as it is registered, and those that it depends on."""
-        made = self._factory()
-        callback, *others = made if isinstance(made, (list, tuple)) else (made,)
+        callbacks = self._factory()
+        callback, *others = callbacks if isinstance(callbacks, (list, tuple)) else (callbacks,)
         return accepted(callback), others
 
     def training(
@@ -138,9 +138,9 @@ def takes_arguments(subject: Subject) -> None:
     """Check that each hook takes the arguments that it is called with."""
     callback, _ = subject.make()
     for hook in hooks_of(callback):
-        given = arguments_of(hook)
-        calls = [["run", "model", *(one for one in given[1:])]]
-        if "dataloader_idx" in given:  # not passed for the first loader
+        names = arguments_of(hook)
+        calls = [["run", "model", *names[1:]]]
+        if "dataloader_idx" in names:  # not passed for the first loader
             calls.append(calls[0][:-1])
         for call in calls:
             try:
@@ -256,10 +256,10 @@ def waits_for_no_device(subject: Subject) -> None:
     callback, others = subject.make()
     declared = {checked_hook(hook) for hook in getattr(callback, "syncs", ())}
     seen: dict[str, str] = {}
-    with host_syncs() as found:
+    with host_syncs() as syncs:
         for hook in _HOT_HOOKS:
             if overrides(callback, hook) and hook not in declared | subject.allow_sync:
-                replace(callback, hook, _watched(callback, hook, found, seen))
+                replace(callback, hook, _watched(callback, hook, syncs, seen))
         _, training = subject.training(made=(callback, others), window=2, batches=4, test=True)
         training.play()
     if seen:
@@ -272,17 +272,17 @@ def waits_for_no_device(subject: Subject) -> None:
         )
 
 
-def _watched(callback: Any, hook: str, found: list[Any], seen: dict[str, str]) -> Any:
+def _watched(callback: Any, hook: str, syncs: list[Any], seen: dict[str, str]) -> Any:
     method = getattr(callback, hook)
 
     def call(run: Any, *args: Any) -> None:
-        before = len(found)
+        before = len(syncs)
         method(run, *args)
         loop = run.accelerator.loop
         # Metrics logged once an epoch may be read in on_log; those of each batch may not.
         hot = hook != "on_log" or (loop.active and not loop.evaluating)
-        if hot and len(found) > before:
-            seen.setdefault(hook, str(found[before]))
+        if hot and len(syncs) > before:
+            seen.setdefault(hook, str(syncs[before]))
 
     return call
 
@@ -290,10 +290,10 @@ def _watched(callback: Any, hook: str, found: list[Any], seen: dict[str, str]) -
 def with_other_callbacks(subject: Subject) -> None:
     """Check the callback as the first and as the last of several."""
     for place in ("before", "after"):
-        made = subject.make()
-        taken = {name_of(one) for one in (made[0], *made[1])}
-        others = [one for one in _others() if name_of(one) not in taken]
-        _, training = subject.training(made=made, **{place: others})
+        instances = subject.make()
+        names = {name_of(callback) for callback in (instances[0], *instances[1])}
+        others = [neighbour for neighbour in _others() if name_of(neighbour) not in names]
+        _, training = subject.training(made=instances, **{place: others})
         training.play()
 
 

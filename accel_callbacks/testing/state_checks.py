@@ -28,11 +28,11 @@ def resets_in_second_run(subject: Subject) -> None:
     callback, training = subject.training()
     training.play()
     training.begin_again().play()
-    found = reference.compare(callback)
-    if found:
+    changed = reference.compare(callback)
+    if changed:
         raise AssertionError(
             f"{name_of(callback)} does not reset its state in a second run. After the first and "
-            f"after the second: {found}. Reset it in `setup`, unless run.resumed_from is set."
+            f"after the second: {changed}. Reset it in `setup`, unless run.resumed_from is set."
         )
 
 
@@ -45,16 +45,16 @@ def saves_and_loads(subject: Subject) -> None:
         saver.callback = callback
         training.play()
         fresh, other = subject.training()
-        for one, owner, kind in ((callback, training, "used"), (fresh, other, "new")):
+        for checked, owner, kind in ((callback, training, "used"), (fresh, other, "new")):
             with owner.begin_again().accel.run("restored", resume=f"{root}/saved"):
-                found = differences(saver.state, state_of(one), but=ignored)
-            if found:
+                changed = differences(saver.state, state_of(checked), but=ignored)
+            if changed:
                 raise AssertionError(
-                    f"{name_of(one)} is not restored by a resume. When it was saved, and in a "
-                    f"{kind} one after that: {found}."
+                    f"{name_of(checked)} is not restored by a resume. When it was saved, and in a "
+                    f"{kind} one after that: {changed}."
                 )
-            if not any(known is one for known in owner.accel.callbacks):
-                raise AssertionError(f"{name_of(one)} is another object after a resume.")
+            if not any(known is checked for known in owner.accel.callbacks):
+                raise AssertionError(f"{name_of(checked)} is another object after a resume.")
 
 
 class _SavesOnce:
@@ -82,18 +82,18 @@ def resumes(subject: Subject) -> None:
         saver = SavesEachPosition(f"{root}/first")
         reference = Reference(subject, after=[saver], batches=2)
         for number, (position, path) in enumerate(saver.paths.items()):
-            made = subject.make()
+            instances = subject.make()
             # A callback with hooks of saves must see as many of them as in the reference.
-            has_save_hooks = any(overrides(made[0], hook) for hook in _SAVE_HOOKS)
+            has_save_hooks = any(overrides(instances[0], hook) for hook in _SAVE_HOOKS)
             more = [SavesEachPosition(f"{root}/{number}")] if has_save_hooks else []
-            callback, training = subject.training(made=made, after=more, batches=2)
+            callback, training = subject.training(made=instances, after=more, batches=2)
             training.play(resume=path)
-            found = reference.compare(callback)
-            found = found or differences(reference.weights, _weights(training))
-            if found:
+            changed = reference.compare(callback)
+            changed = changed or differences(reference.weights, _weights(training))
+            if changed:
                 raise AssertionError(
                     f"{name_of(callback)} is not the same after a resume. Interrupted at "
-                    f"{position}, the uninterrupted run and the resumed one end with: {found}."
+                    f"{position}, the uninterrupted run and the resumed one end with: {changed}."
                 )
 
 
@@ -127,11 +127,11 @@ class Reference:
             )
         state = state_of(other)
         self.volatile = volatile(self.state, state)
-        found = differences(self.state, state, but=self.volatile)
-        if found:
+        changed = differences(self.state, state, but=self.volatile)
+        if changed:
             raise AssertionError(
                 f"two equal runs, each with a new {name_of(callback)}, end with different states: "
-                f"{found}. Is state kept on the class, or drawn from a separate random generator?"
+                f"{changed}. Is state kept on the class, or drawn from a separate random generator?"
             )
 
     def compare(self, callback: Any) -> str:
@@ -144,16 +144,16 @@ def reference_of(subject: Subject, **options: Any) -> Reference:
     key = repr(sorted(options.items()))
     if key not in subject.cache:
         subject.cache[key] = Reference(subject, **options)
-    found: Reference = subject.cache[key]
-    return found
+    reference: Reference = subject.cache[key]
+    return reference
 
 
 def require_plain(callback: Any, state: Any) -> None:
     """Raise AssertionError if a state cannot be saved."""
-    found = unsupported(state)
-    if found:
+    problems = unsupported(state)
+    if problems:
         raise AssertionError(
-            f"the state of {name_of(callback)} cannot be saved: {found[0]}. A state consists of "
+            f"the state of {name_of(callback)} cannot be saved: {problems[0]}. A state consists of "
             "dicts with text as keys, lists, numbers, text, None and tensors, and nothing else."
         )
 
@@ -178,9 +178,13 @@ def unsupported(state: Any, path: str = "state_dict()") -> list[str]:
     if isinstance(state, Mapping):
         keys = [f"a key of {path} is {key!r}" for key in state if not isinstance(key, str)]
         items = [(f"{path}[{key!r}]", value) for key, value in state.items()]
-        return keys + [found for inner, value in items for found in unsupported(value, inner)]
+        return keys + [problem for inner, value in items for problem in unsupported(value, inner)]
     if isinstance(state, (list, tuple)):
-        return [found for i, one in enumerate(state) for found in unsupported(one, f"{path}[{i}]")]
+        return [
+            problem
+            for i, value in enumerate(state)
+            for problem in unsupported(value, f"{path}[{i}]")
+        ]
     if isinstance(state, (*_PLAIN, torch.Tensor)):
         return []
     return [f"{path} is a {type(state).__qualname__}"]
@@ -188,24 +192,24 @@ def unsupported(state: Any, path: str = "state_dict()") -> list[str]:
 
 def differences(first: Any, second: Any, *, but: set[str] | frozenset[str] = frozenset()) -> str:
     """Describe the differences of two states, except for some paths; empty if there are none."""
-    one, other = leaves(first), leaves(second)
-    found = [
-        f"{path}: {_shown(one, path)} and {_shown(other, path)}"
-        for path in sorted({*one, *other} - but)
-        if path not in one or path not in other or not _same(one[path], other[path])
+    before, after = leaves(first), leaves(second)
+    changed = [
+        f"{path}: {_shown(before, path)} and {_shown(after, path)}"
+        for path in sorted({*before, *after} - but)
+        if path not in before or path not in after or not _same(before[path], after[path])
     ]
-    return "; ".join(found)
+    return "; ".join(changed)
 
 
 def volatile(first: Any, second: Any) -> set[str]:
     """Return paths that differ between equal runs: times and random names."""
-    one, other = leaves(first), leaves(second)
+    before, after = leaves(first), leaves(second)
     return {
         path
-        for path in {*one, *other}
-        if isinstance(one.get(path), (float, str))
-        and isinstance(other.get(path), (float, str))
-        and not _same(one[path], other[path])
+        for path in {*before, *after}
+        if isinstance(before.get(path), (float, str))
+        and isinstance(after.get(path), (float, str))
+        and not _same(before[path], after[path])
     }
 
 
@@ -217,27 +221,27 @@ def leaves(state: Any, path: str = "") -> dict[str, Any]:
         items = [(str(index), value) for index, value in enumerate(state)]
     else:
         return {path: state}
-    found: dict[str, Any] = {}
+    by_path: dict[str, Any] = {}
     for key, value in items:
-        found.update(leaves(value, f"{path}/{key}" if path else key))
-    return found
+        by_path.update(leaves(value, f"{path}/{key}" if path else key))
+    return by_path
 
 
-def _shown(found: dict[str, Any], path: str) -> str:
-    return repr(found[path]) if path in found else "nothing"
+def _shown(by_path: dict[str, Any], path: str) -> str:
+    return repr(by_path[path]) if path in by_path else "nothing"
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        one, other = local_part(one), local_part(other)
-        same_kind = one.shape == other.shape and one.dtype == other.dtype
-        return same_kind and torch.allclose(one, other.to(one.device), equal_nan=True)
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+def _same(first: Any, other: Any) -> bool:
+    if isinstance(first, torch.Tensor) and isinstance(other, torch.Tensor):
+        first, other = local_part(first), local_part(other)
+        same_kind = first.shape == other.shape and first.dtype == other.dtype
+        return same_kind and torch.allclose(first, other.to(first.device), equal_nan=True)
+    if isinstance(first, torch.Tensor) or isinstance(other, torch.Tensor):
         return False
-    if isinstance(one, float) and isinstance(other, float):
-        both_nan = math.isnan(one) and math.isnan(other)
-        return both_nan or math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-12)
-    return type(one) is type(other) and bool(one == other)
+    if isinstance(first, float) and isinstance(other, float):
+        both_nan = math.isnan(first) and math.isnan(other)
+        return both_nan or math.isclose(first, other, rel_tol=1e-6, abs_tol=1e-12)
+    return type(first) is type(other) and bool(first == other)
 
 
 CHECKS = {

@@ -277,8 +277,8 @@ class Recorder(Callback):
 
     def take(self) -> list[str]:
         """Return the lines recorded since the last call."""
-        taken, self.trace[:] = list(self.trace), []
-        return taken
+        lines, self.trace[:] = list(self.trace), []
+        return lines
 
     def assert_order(self, *expected: str) -> None:
         """Check that the lines come in this order, possibly with others between them.
@@ -295,8 +295,8 @@ class Recorder(Callback):
             >>> done.recorder.assert_order("train_batch_start 1", "after_backward", "train_end")
         """
         rest = iter(self.trace)
-        for number, one in enumerate(expected):
-            wanted = one.removeprefix("on_")
+        for number, entry in enumerate(expected):
+            wanted = entry.removeprefix("on_")
             if not _advance_to(rest, wanted):
                 before = f" after {expected[number - 1]!r}" if number else ""
                 seen = "\n  ".join(self.trace) or "nothing"

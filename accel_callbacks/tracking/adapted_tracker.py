@@ -24,14 +24,6 @@ class AdaptedTracker(Tracker):
     Raises:
         TypeError: there is no ``name``, which a class must have too, or there are options for an
             instance.
-
-    Example:
-        >>> from accel_callbacks.tracking.adapted_tracker import AdaptedTracker
-        >>> from accel_callbacks.tracking.trackers import GeneralTracker
-        >>> class Quiet(GeneralTracker):
-        ...     name, requires_logging_directory, tracker = "quiet", False, None
-        >>> AdaptedTracker(Quiet(), {}).name
-        'quiet'
     """
 
     def __init__(self, wrapped: Any, options: Mapping[str, Any]) -> None:

@@ -15,14 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def is_general(spec: Any) -> bool:
-    """Return whether this is a tracker, or tracker class, with Accelerate's interface.
-
-    Example:
-        >>> from accel_callbacks.tracking.general_tracker import is_general
-        >>> from accel_callbacks.tracking.trackers import GeneralTracker
-        >>> is_general(GeneralTracker), is_general("jsonl")
-        (True, False)
-    """
+    """Return whether this is a tracker, or tracker class, with Accelerate's interface."""
     return all(callable(getattr(spec, name, None)) for name in ("store_init_configuration", "log"))
 
 

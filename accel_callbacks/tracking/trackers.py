@@ -97,7 +97,7 @@ class EndOnSigterm(AbstractContextManager["EndOnSigterm"]):
 
 
 def _owner(handler: Any) -> EndOnSigterm | None:
-    """The object whose handler this is, if it is one of ours."""
+    """Return the object whose handler this is, None for a handler of others."""
     owner = getattr(handler, "__self__", None)
     return owner if isinstance(owner, EndOnSigterm) else None
 
@@ -139,10 +139,10 @@ class Tracking:
     ) -> None:
         self.local_metrics = local_metrics
         self.log_with = list(log_with)
-        for one in self.log_with:
-            if isinstance(one, str) and one != "all":
+        for spec in self.log_with:
+            if isinstance(spec, str) and spec != "all":
                 with suppress(ImportError):  # a missing package is an error when it is used
-                    _loggers().check_name(_OTHER_NAMES.get(one, one))
+                    _loggers().check_name(_OTHER_NAMES.get(spec, spec))
         self._logging_dir = logging_dir
         self._leases = leases
         self._is_main_process = is_main_process
@@ -174,12 +174,12 @@ class Tracking:
         if self._hub is None:
             return []
         self._handed_out = True
-        return [_unwrapped(one) for one in self._hub.trackers]
+        return [_unwrapped(tracker) for tracker in self._hub.trackers]
 
     def folders(self) -> list[Folder]:
         """Return the folder of the trackers' files, if they have some that two runs would mix."""
         specs = chosen_trackers(self.log_with, self._init_kwargs)
-        return [(self._logging_dir, None)] if any(one.owns_files for one in specs) else []
+        return [(self._logging_dir, None)] if any(spec.owns_files for spec in specs) else []
 
     def configure(self, init_kwargs: InitKwargs | None) -> None:
         """Set keywords for the constructors of trackers, by name."""
@@ -357,8 +357,8 @@ class Tracking:
         """Return the state to resume the trackers' run with; entries of other trackers are kept."""
         if not (self.row.is_collecting and self.row.is_current):
             self._put_row()  # a resume keeps the rows up to here
-        own = self._hub.state_dict() if self._hub is not None else {}
-        return {**self._loaded, **own}
+        states = self._hub.state_dict() if self._hub is not None else {}
+        return {**self._loaded, **states}
 
     def resume_run(self, state: Mapping[str, Any], run: TrainingRun) -> None:
         """Continue the run of a checkpoint, also in trackers that were started before the load.
@@ -395,22 +395,17 @@ def chosen_trackers(log_with: Sequence[Any], init_kwargs: InitKwargs) -> list[An
 
     Raises:
         ValueError: ``init_kwargs`` has a name that ``log_with`` has not.
-
-    Example:
-        >>> from accel_callbacks.tracking.trackers import chosen_trackers
-        >>> [one.tracker for one in chosen_trackers(["jsonl", LoggerType.CSV], {})]
-        ['jsonl', 'csv']
     """
     left = {str(name): dict(options) for name, options in init_kwargs.items()}
-    specs = [one.value if isinstance(one, Enum) else one for one in log_with]
+    specs = [spec.value if isinstance(spec, Enum) else spec for spec in log_with]
     if "all" in specs:
-        own = [one for one in specs if not isinstance(one, str)]
-        specs = own + _loggers().installed_trackers()
-    unique = [one for index, one in enumerate(specs) if one not in specs[:index]]
-    result = [_with_options(one, left) for one in unique]
+        objects = [spec for spec in specs if not isinstance(spec, str)]
+        specs = objects + _loggers().installed_trackers()
+    unique = [spec for index, spec in enumerate(specs) if spec not in specs[:index]]
+    result = [_with_options(spec, left) for spec in unique]
     if left:
         name = next(iter(left))
-        known = [_name_of(one) for one in unique]
+        known = [_name_of(spec) for spec in unique]
         raise ValueError(
             f"init_kwargs has {name!r}, which log_with has not: it has {', '.join(known)}."
             f"{nearest(name, known)}"
@@ -449,7 +444,7 @@ def _unwrapped(tracker: Any) -> Any:
 
 def _readable(values: dict[str, Any]) -> dict[str, Any]:
     """Order means that were computed on a device before the reads of the hub's thread."""
-    for device in {one.device for one in values.values() if hasattr(one, "device")}:
+    for device in {value.device for value in values.values() if hasattr(value, "device")}:
         if device.type == "cuda":
             _loggers().values.order_before_reads(device)
     return values
@@ -488,6 +483,6 @@ def _finish_apart(hub: TrackerHub, leases: FolderLeases) -> None:
 
 
 def _close_at_exit(tracking: weakref.ref[Tracking]) -> None:
-    held = tracking()
-    if held is not None:
-        held.close_at_exit()
+    owner = tracking()
+    if owner is not None:
+        owner.close_at_exit()

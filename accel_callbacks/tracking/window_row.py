@@ -28,20 +28,6 @@ class WindowRow:
     Attributes:
         values: the means, by name; empty if nothing is held.
         log_kwargs: further keywords for trackers, as last given.
-
-    Example:
-        >>> from accel_callbacks import Accelerator
-        >>> from accel_callbacks.loop.gradient_window import GradientWindow
-        >>> run, window = Accelerator(cpu=True).current_run, GradientWindow(2)
-        >>> row = WindowRow(window)
-        >>> window.enter(None)
-        >>> row.is_collecting
-        True
-        >>> row.add({"loss": 3.0, "epoch": 1}, run)
-        >>> row.merged({"loss": 1.0})
-        {'loss': 2.0}
-        >>> row.values
-        {'epoch': 1}
     """
 
     def __init__(self, window: GradientWindow | None = None) -> None:
@@ -78,7 +64,7 @@ class WindowRow:
 
     @property
     def step(self) -> int:
-        """The global step after that of the window, if it was taken."""
+        """Global step after the window's own, if that was taken."""
         assert self._run is not None
         return min(self._first_step + 1, self._run.global_step)
 
@@ -106,7 +92,9 @@ class WindowRow:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the means on the host, for a checkpoint inside of the window."""
-        numbers = {n: one.item() if hasattr(one, "item") else one for n, one in self.values.items()}
+        numbers = {
+            n: value.item() if hasattr(value, "item") else value for n, value in self.values.items()
+        }
         return {"values": numbers, "counts": dict(self._counts)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None, run: TrainingRun) -> None:

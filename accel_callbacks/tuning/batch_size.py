@@ -157,8 +157,8 @@ def find_batch_size(
             fits = search.halve(fits, fails)
         clear_device_cache(garbage_collection=True)
     subtracted = fits * margin if mode == "binsearch" and fails is not None else 0.0
-    found = int(fits - subtracted) or 1
-    return BatchSizeResult(found, fits, tuple(search.trials))
+    largest = int(fits - subtracted) or 1
+    return BatchSizeResult(largest, fits, tuple(search.trials))
 
 
 class _Search:

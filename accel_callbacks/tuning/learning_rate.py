@@ -59,8 +59,8 @@ class LRResult:
         ][skip_begin : max(len(self.lrs) - skip_end, 0)]
         points = [point for point in points if math.isfinite(point[1])]
         slopes = [
-            ((right[1] - left[1]) / (right[0] - left[0]), here[2])
-            for left, here, right in zip(points, points[1:], points[2:], strict=False)
+            ((right[1] - left[1]) / (right[0] - left[0]), middle[2])
+            for left, middle, right in zip(points, points[1:], points[2:], strict=False)
         ]
         slope, lr = min(slopes, default=(0.0, 0.0))
         return lr if slope < 0 else None

@@ -30,11 +30,6 @@ def new_axes(instead: str) -> Any:
 
     Raises:
         ImportError: matplotlib is not installed.
-
-    Example:
-        >>> from accel_callbacks.tuning.trial import new_axes
-        >>> new_axes("read the trials").figure  # doctest: +SKIP
-        <Figure size 700x400 with 1 Axes>
     """
     try:
         figures = importlib.import_module("matplotlib.figure")
@@ -58,18 +53,8 @@ def restored(objects: Sequence[Any]) -> Iterator[None]:
     Raises:
         TypeError: an object is none of these.
         ValueError: a model has lazy parameters.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.tuning.trial import restored
-        >>> model = torch.nn.Linear(1, 1)
-        >>> before = model.weight.item()
-        >>> with restored([model]):
-        ...     torch.nn.init.zeros_(model.weight).sum().backward()
-        >>> model.weight.item() == before, model.weight.grad is None
-        (True, True)
     """
-    undo = [_capture(one) for one in objects]
+    undo = [_capture(target) for target in objects]
     device = _device_in_use()
     rng = capture_rng(device)
     try:
@@ -93,23 +78,23 @@ def _device_in_use() -> torch.device:
     return torch.device(kind.type, index)
 
 
-def _capture(one: Any) -> Undo:
+def _capture(target: Any) -> Undo:
     """Copy an object's state; returns a function that restores it."""
-    if isinstance(one, torch.nn.Module):
-        return _capture_model(one)
-    if isinstance(one, torch.optim.Optimizer):
-        return _capture_optimizer(one)
-    if hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
-        state = _to_host(one.state_dict())
-        return lambda: one.load_state_dict(_from_host(state))
+    if isinstance(target, torch.nn.Module):
+        return _capture_model(target)
+    if isinstance(target, torch.optim.Optimizer):
+        return _capture_optimizer(target)
+    if hasattr(target, "state_dict") and hasattr(target, "load_state_dict"):
+        state = _to_host(target.state_dict())
+        return lambda: target.load_state_dict(_from_host(state))
     raise TypeError(
-        f"{type(one).__name__} cannot be restored: give models, optimizers, and objects with "
+        f"{type(target).__name__} cannot be restored: give models, optimizers, and objects with "
         "state_dict() and load_state_dict()."
     )
 
 
 def _capture_model(model: torch.nn.Module) -> Undo:
-    lazy = [name for name, one in model.named_parameters() if is_lazy(one)]
+    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise ValueError(
             f"{lazy[0]} has no shape yet, so it cannot be restored: call the model once before."

@@ -90,9 +90,9 @@ def named_images(
     """Yield name, PIL image and caption of each image; several of one name get ``/0``, ``/1``..."""
     for name, array in images.items():
         texts = (captions or {}).get(name, ())
-        for index, one in enumerate(array):
+        for index, pixels in enumerate(array):
             caption = texts[index] if index < len(texts) else None
-            yield (name if len(array) == 1 else f"{name}/{index}"), pil_image(one), caption
+            yield (name if len(array) == 1 else f"{name}/{index}"), pil_image(pixels), caption
 
 
 def _pillow() -> Any:

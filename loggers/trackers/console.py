@@ -112,7 +112,9 @@ class ConsoleTracker(Tracker):
         """Return the index of the first pattern that a name matches, or None."""
         if self._patterns is None:
             return 0
-        return next((i for i, one in enumerate(self._patterns) if fnmatchcase(name, one)), None)
+        return next(
+            (i for i, pattern in enumerate(self._patterns) if fnmatchcase(name, pattern)), None
+        )
 
     def _print(self) -> None:
         """Print one row, and the header if it is due."""
@@ -135,7 +137,7 @@ class ConsoleTracker(Tracker):
 
     def _ordered(self) -> list[tuple[str, int]]:
         """Return the names with the least widths of their columns, the most important first."""
-        names = sorted(self._values, key=lambda one: (self._rank(one), one in self._secondary))
+        names = sorted(self._values, key=lambda name: (self._rank(name), name in self._secondary))
         texts = {name for name in names if isinstance(self._values[name], str)}
         return [(name, _TEXT_WIDTH if name in texts else _MIN_WIDTH) for name in names]
 
@@ -174,11 +176,11 @@ def _shortened(name: str, limit: int | None) -> str:
 def _width(file: IO[str]) -> int:
     """Return the width of a terminal, or that of lines which no terminal limits."""
     try:
-        found = os.get_terminal_size(file.fileno()).columns
+        width = os.get_terminal_size(file.fileno()).columns
     except (AttributeError, OSError, ValueError):  # not a terminal
-        found = 0
+        width = 0
     columns = os.environ.get("COLUMNS", "")
-    return found or (int(columns) if columns.isdecimal() else 0) or _LINE_WIDTH
+    return width or (int(columns) if columns.isdecimal() else 0) or _LINE_WIDTH
 
 
 def _aligned(cells: Iterable[str], widths: Iterable[int]) -> str:

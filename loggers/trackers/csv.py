@@ -175,8 +175,8 @@ class CSVTracker(ContinuingTracker):
         for line in islice(file.lines(), 1, None):
             run, step = _run_and_step(line) or (None, 0)
             if run == self._run_id and step in steps:
-                for name, one in zip(self._names, _cells(line)[len(_AXES) :], strict=False):
-                    self._recorded.add(step, name, one)
+                for name, cell in zip(self._names, _cells(line)[len(_AXES) :], strict=False):
+                    self._recorded.add(step, name, cell)
 
     def _truncate(self, file: LineFile, keep: int | None) -> None:
         """Remove an incomplete last row, and the rows that a resumed run logs again."""
@@ -283,7 +283,7 @@ def _widened(file: LineFile, header: bytes, more: int) -> Iterator[bytes]:
 
 def _unused(run_id: str, file: LineFile) -> str:
     """Return an id for a new run that no row in the file has."""
-    known = {found[0] for found in map(_run_and_step, file.lines()) if found is not None}
+    known = {row[0] for row in map(_run_and_step, file.lines()) if row is not None}
     others = (f"{run_id}-{number}" for number in range(2, len(known) + 3))
     return run_id if run_id not in known else next(name for name in others if name not in known)
 
@@ -314,13 +314,13 @@ def _row_lines(
     rows: Iterable[tuple[int, float, dict[str, Scalar]]], run: str, names: Sequence[str]
 ) -> Iterator[str]:
     """Yield rows with a cell for each of ``names``; fast where all are there, and floats."""
-    own, columns = _cell(run), tuple(names)
-    shape = f"%d,%r,{own.replace('%', '%%')}" + ",%r" * len(names) + "\n"
+    run_cell, columns = _cell(run), tuple(names)
+    shape = f"%d,%r,{run_cell.replace('%', '%%')}" + ",%r" * len(names) + "\n"
     for step, time, values in rows:
         if tuple(values) == columns and set(map(type, values.values())) == {float}:
             yield shape % (step, time, *values.values())
         else:
-            cells = [repr(step), repr(time), own, *(_cell(values.get(name)) for name in names)]
+            cells = [repr(step), repr(time), run_cell, *(_cell(values.get(name)) for name in names)]
             yield ",".join(cells) + "\n"
 
 
@@ -334,7 +334,7 @@ def _run_and_step(line: bytes) -> tuple[str, int] | None:
 
 def _column_names(header: bytes) -> list[str] | None:
     """Return the names of the metrics in a header, or None if it is not one of this tracker."""
-    names = [str(_text(one)) for one in _cells(header)]
+    names = [str(_text(cell)) for cell in _cells(header)]
     return names[len(_AXES) :] if tuple(names[: len(_AXES)]) == _AXES else None
 
 
@@ -342,32 +342,32 @@ def _row(line: bytes, names: Sequence[str]) -> dict[str, Any]:
     """Read one row."""
     step, time, run, *rest = _cells(line)
     read = zip(names, rest, strict=False)  # rows are not longer than the header
-    values = {name: _value(one) for name, one in read if one}
+    values = {name: _value(cell) for name, cell in read if cell}
     return {"step": int(step), "time": float(time), "run": str(_value(run)), "values": values}
 
 
 def _cells(line: bytes) -> list[str]:
     """Split a line into its cells, without unquoting them."""
-    found = []
+    cells = []
     for match in _CELL.finditer(line.decode(errors="replace").rstrip("\r\n")):
-        found.append(match[1])
+        cells.append(match[1])
         if not match[2]:
             break
-    return found
+    return cells
 
 
-def _text(one: str) -> str:
+def _text(cell: str) -> str:
     """Unquote a cell."""
-    return one[1:-1].replace('""', '"') if one.startswith('"') else one
+    return cell[1:-1].replace('""', '"') if cell.startswith('"') else cell
 
 
-def _value(one: str) -> Scalar:
+def _value(cell: str) -> Scalar:
     """Parse a cell: quoted is text; unquoted is a number, or text written by another program."""
-    if one.startswith('"'):
-        return _text(one)
+    if cell.startswith('"'):
+        return _text(cell)
     for kind in (int, float):
         try:
-            return kind(one)
+            return kind(cell)
         except ValueError:
             continue
-    return one
+    return cell

@@ -123,9 +123,9 @@ def _truncate(folder: Path, keep: int) -> None:
     for path in sorted(folder.glob("plots/metrics/**/*.tsv")):
         text = path.read_text(encoding="utf-8")
         rows = list(csv.DictReader(io.StringIO(text, newline=""), delimiter="\t"))
-        kept = [row for row in rows if _step_of(row) is not None and _step_of(row) <= keep]
-        if len(kept) < len(rows):
-            _rewrite(path, list(rows[0]), kept)
+        past = [row for row in rows if _step_of(row) is not None and _step_of(row) <= keep]
+        if len(past) < len(rows):
+            _rewrite(path, list(rows[0]), past)
 
 
 def _step_of(row: Mapping[str, Any]) -> Any:

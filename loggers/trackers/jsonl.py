@@ -154,7 +154,7 @@ class JSONLTracker(ContinuingTracker):
             name: [self._save("images", name, step, ".png", png(a), i) for i, a in enumerate(all_)]
             for name, all_ in images.items()
         }
-        texts = {name: list(one) for name, one in (captions or {}).items()}
+        texts = {name: list(text) for name, text in (captions or {}).items()}
         self._add_step("images", step, values=files, captions=texts)
 
     def log_audio(self, audio: Mapping[str, np.ndarray], step: int, *, sample_rate: int) -> None:
@@ -394,8 +394,8 @@ def _marked(
 
 def _kept_step(record: dict[str, Any]) -> float:
     """Return the last step that a ``run`` record keeps of what its run logged before."""
-    kept = record.get("kept_step", record.get("resumed_step"))
-    return -math.inf if kept is None else float(kept)
+    step = record.get("kept_step", record.get("resumed_step"))
+    return -math.inf if step is None else float(step)
 
 
 def _parse_floats(values: dict[str, Any]) -> dict[str, Any]:

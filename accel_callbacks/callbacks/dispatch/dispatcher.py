@@ -63,18 +63,6 @@ class Dispatcher:
         TypeError: a method name starts with ``on_`` but is no hook.
         ValueError: a callback is given twice, two save into one folder, or constraints contradict
             each other.
-
-    Example:
-        >>> from accel_callbacks.callbacks.dispatch.dispatcher import Dispatcher
-        >>> class Hello:
-        ...     def on_train_start(self, run, model):
-        ...         print("hello")
-        >>> dispatcher = Dispatcher([Hello()])
-        >>> for hook in dispatcher.hooks["on_train_start"]:
-        ...     hook(None, None)
-        hello
-        >>> dispatcher.hooks["on_train_end"]
-        ()
     """
 
     def __init__(self, callbacks: Iterable[Any] = (), adapters: Iterable[Adapter] = ()) -> None:
@@ -310,7 +298,7 @@ def _claim(entries: Sequence[Entry], saved: Mapping[str, Mapping[str, str]]) -> 
 
 
 class Entry:
-    """One registered callback.
+    """Hold a registered callback, its place among the others and what its errors do.
 
     Args:
         given: a callback, or the result of ``configured``.
@@ -328,13 +316,6 @@ class Entry:
     Raises:
         TypeError: it is not a callback.
         ValueError: ``on_error`` is unknown, or other than ``"raise"`` for a collective callback.
-
-    Example:
-        >>> from accel_callbacks.callbacks import EarlyStopping
-        >>> from accel_callbacks.callbacks.dispatch.dispatcher import Entry
-        >>> entry = Entry(EarlyStopping("loss"))
-        >>> entry.name, entry.votes, entry.saves
-        ('EarlyStopping:loss', True, False)
     """
 
     def __init__(self, given: Any, adapters: Iterable[Adapter] = ()) -> None:
@@ -455,7 +436,7 @@ def in_hook() -> bool:
 
 
 class _Method:
-    """One hook of one callback, and its counters.
+    """Hold a hook of a callback, and its counters.
 
     Attributes:
         call: what is called: the method, or what counts nothing while the callback is disabled.
@@ -609,14 +590,7 @@ def _cycle(left: Sequence[Entry], predecessors: dict[int, dict[int, Entry]]) -> 
 
 
 def firing_plan(dispatch: Dispatcher) -> str:
-    """Format the callbacks in the order of their calls, and for each hook those that have it.
-
-    Example:
-        >>> from accel_callbacks.callbacks.dispatch.dispatcher import Dispatcher
-        >>> from accel_callbacks.callbacks.dispatch.dispatcher import firing_plan
-        >>> firing_plan(Dispatcher())
-        'no callbacks'
-    """
+    """Format the callbacks in the order of their calls, and for each hook those that have it."""
     order = dispatch.order
     if not order:
         return "no callbacks"

@@ -229,11 +229,6 @@ def checked_hook(hook: str) -> str:
 
     Raises:
         ValueError: there is no such hook.
-
-    Example:
-        >>> from accel_callbacks.callbacks.dispatch.functions import checked_hook
-        >>> checked_hook("log"), checked_hook("on_log"), checked_hook("setup")
-        ('on_log', 'on_log', 'setup')
     """
     for name in (hook, f"on_{hook}"):
         if name in HOOKS:

@@ -17,14 +17,7 @@ _SIMPLE = (bool, int, float, str, type(None))
 
 
 def numbered(name: str) -> Iterator[str]:
-    """Yield the name, then the name with ``#2``, ``#3``, ...
-
-    Example:
-        >>> from itertools import islice
-        >>> from accel_callbacks.callbacks.dispatch.instances import numbered
-        >>> list(islice(numbered("EMA"), 3))
-        ['EMA', 'EMA#2', 'EMA#3']
-    """
+    """Yield the name, then the name with ``#2``, ``#3``, ..."""
     yield name
     number = 2
     while True:
@@ -116,14 +109,7 @@ def shown(options: Options, among: Iterable[Options]) -> str:
 
 
 def remedy(callback: Any) -> str:
-    """Return how to give several callbacks of one class keys of their own.
-
-    Example:
-        >>> from accel_callbacks.callbacks import EMA
-        >>> from accel_callbacks.callbacks.dispatch.instances import remedy
-        >>> remedy(EMA())
-        'EMA(name=...) gives each its own key'
-    """
+    """Return how to give several callbacks of one class keys of their own."""
     option = getattr(callback, "name_option", "")
     if not option:
         return "give each its own `state_key`"

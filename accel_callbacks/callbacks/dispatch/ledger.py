@@ -12,13 +12,7 @@ MOST_ROWS = 64  # that a ledger holds before it adds them up
 
 
 class Tally:
-    """The counters of one hook of one callback.
-
-    Example:
-        >>> from accel_callbacks.callbacks.dispatch.ledger import Tally
-        >>> Tally().calls
-        0
-    """
+    """The counters of one hook of one callback."""
 
     __slots__ = ("calls", "longest_ns", "total_ns")
 
@@ -109,13 +103,6 @@ class Ledger:
     Attributes:
         rows: calls of several callbacks that are not added up yet, at most :data:`MOST_ROWS`: their
             tallies, and the time before the first call and after each.
-
-    Example:
-        >>> from accel_callbacks.callbacks.dispatch.ledger import Ledger
-        >>> ledger = Ledger()
-        >>> ledger.tally("EMA", "on_log").calls += 1
-        >>> ledger.report().rows[0].calls
-        1
     """
 
     def __init__(self) -> None:

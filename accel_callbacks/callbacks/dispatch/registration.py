@@ -110,12 +110,6 @@ class Configured:
         before: what it is called before.
         after: what it is called after.
         on_error: what its errors do; the callback's own ``on_error`` where ``None``.
-
-    Example:
-        >>> from accel_callbacks.callbacks import Callback
-        >>> from accel_callbacks.callbacks.dispatch.registration import Configured
-        >>> Configured(Callback(), on_error="warn").on_error
-        'warn'
     """
 
     callback: Any
@@ -169,14 +163,14 @@ def configured(
 
 
 def as_tuple(targets: Any) -> tuple[Any, ...]:
-    """One, several or None, as a tuple."""
+    """Return one target, several or None as a tuple."""
     if targets is None:
         return ()
     return tuple(targets) if isinstance(targets, tuple | list | set | frozenset) else (targets,)
 
 
 def checked_policy(on_error: Any) -> str:
-    """The policy, if it is one."""
+    """Return the policy; raise ValueError for an unknown one."""
     if on_error not in ON_ERROR:
         raise ValueError(f"on_error={on_error!r} is unknown; use 'raise', 'warn' or 'disable'.")
     return str(on_error)

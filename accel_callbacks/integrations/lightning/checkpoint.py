@@ -32,11 +32,6 @@ class CheckpointView:
         base: its package's ``Callback``.
         package: its package.
         key: the key of the callback's state.
-
-    Example:
-        >>> from accel_callbacks.integrations.lightning.checkpoint import CheckpointView
-        >>> sorted(name for name in vars(CheckpointView) if not name.startswith("_"))
-        ['load', 'needed_by', 'save', 'start_run', 'state_loaded']
     """
 
     def __init__(self, callback: Any, base: type, package: LightningPackage, key: str) -> None:
@@ -144,11 +139,6 @@ class AddedParamGroups:
 
     Args:
         callback: a ``BaseFinetuning``.
-
-    Example:
-        >>> from accel_callbacks.integrations.lightning.checkpoint import AddedParamGroups
-        >>> callable(AddedParamGroups(object()).on_save)
-        True
     """
 
     def __init__(self, callback: Any) -> None:
@@ -238,11 +228,6 @@ class PrunedWeights:
     In the model a pruned ``weight`` is ``weight_orig`` times ``weight_mask``. In the checkpoint it
     is one ``weight``, which every model can load. On a load the masks are applied before the
     shapes are checked.
-
-    Example:
-        >>> from accel_callbacks.integrations.lightning.checkpoint import PrunedWeights
-        >>> callable(PrunedWeights().on_save)
-        True
     """
 
     def start_run(self, run: TrainingRun) -> None:

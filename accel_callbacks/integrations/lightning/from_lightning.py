@@ -84,11 +84,6 @@ class LightningAdapter:
 
     Attributes:
         lightning_callback: the callback as the user created it.
-
-    Example:
-        >>> from accel_callbacks.integrations.lightning.from_lightning import LightningAdapter
-        >>> LightningAdapter.runs_last
-        False
     """
 
     runs_last = False
@@ -244,15 +239,7 @@ class LightningAdapter:
 
 
 class StatefulLightningAdapter(LightningAdapter):
-    """An adapter whose callback has a state, or edits checkpoints.
-
-    Example:
-        >>> from accel_callbacks.integrations.lightning.from_lightning import (
-        ...     StatefulLightningAdapter,
-        ... )
-        >>> hasattr(StatefulLightningAdapter, "state_dict")
-        True
-    """
+    """An adapter whose callback has a state, or edits checkpoints."""
 
     def __init__(
         self, callback: Any, package: LightningPackage, base: type, log_every_n_steps: int
@@ -329,12 +316,6 @@ class DeferredEpochEnd:
 
     Args:
         callback: has a ``monitor`` if it monitors a metric.
-
-    Example:
-        >>> from accel_callbacks import Accelerator
-        >>> from accel_callbacks.integrations.lightning.from_lightning import DeferredEpochEnd
-        >>> DeferredEpochEnd(object()).defer(Accelerator(cpu=True).current_run)
-        False
     """
 
     def __init__(self, callback: Any) -> None:

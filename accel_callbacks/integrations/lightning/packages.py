@@ -92,16 +92,7 @@ def import_lightning(name: str | None = None) -> LightningPackage:
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """Return the user's optimizer inside of a prepared one, any other as it is.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks import Accelerator
-        >>> from accel_callbacks.integrations.lightning.packages import unwrap_optimizer
-        >>> sgd = torch.optim.SGD([torch.zeros(1)], lr=0.1)
-        >>> unwrap_optimizer(Accelerator(cpu=True).prepare(sgd)) is sgd
-        True
-    """
+    """Return the user's optimizer inside of a prepared one, any other as it is."""
     from accel_callbacks.optimizer import AcceleratedOptimizer
 
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer

@@ -241,13 +241,7 @@ def _as_ours(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class LightningHost(ForeignHost):
-    """The Trainer that called the adapter last.
-
-    Example:
-        >>> from accel_callbacks.integrations.lightning.to_lightning import LightningHost
-        >>> LightningHost().title
-        'pl.Trainer'
-    """
+    """The Trainer that called the adapter last."""
 
     title = "pl.Trainer"
 
@@ -308,13 +302,6 @@ class NewMetrics:
     """Finds metrics that were logged since the last call; Lightning has no hook for logging.
 
     A value that is logged again is another tensor with its own memory.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.integrations.lightning.to_lightning import NewMetrics
-        >>> new, metrics = NewMetrics(), {"loss": torch.tensor(1.0)}
-        >>> list(new.among(metrics)), list(new.among(metrics))
-        (['loss'], [])
     """
 
     def __init__(self) -> None:

@@ -50,11 +50,6 @@ class TrainerFacade:
         epoch: overrides ``current_epoch`` in the deferred end of an earlier epoch.
         evaluated: number of batches of evaluations so far.
         stop_requested: the callback has set ``should_stop``.
-
-    Example:
-        >>> from accel_callbacks.integrations.lightning.trainer import TrainerFacade
-        >>> TrainerFacade.check_val_every_n_epoch
-        1
     """
 
     barebones = False
@@ -367,17 +362,6 @@ class MetricsView(dict[str, torch.Tensor]):
 
     Args:
         metrics: ``run.callback_metrics``.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.integrations.lightning.trainer import MetricsView
-        >>> metrics = {"loss": 0.5, "note": "warm"}
-        >>> view = MetricsView(metrics)
-        >>> view
-        {'loss': tensor(0.5000)}
-        >>> view["lr"] = torch.tensor(0.1)
-        >>> sorted(metrics)
-        ['loss', 'lr', 'note']
     """
 
     def __init__(self, metrics: dict[str, Any]) -> None:
