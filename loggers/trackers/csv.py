@@ -10,8 +10,8 @@ from itertools import islice
 from typing import Any
 
 from loggers.base import RunInfo, Scalar, Status
-from loggers.trackers.line_file import LineFile, open_lines, read_lines
-from loggers.trackers.tool import ContinuingTracker, opened
+from loggers.trackers.line_file import LineFile, read_lines
+from loggers.trackers.tool import LineTracker
 from loggers.warning import warn
 
 __all__ = ["CSVTracker", "read_csv"]
@@ -25,7 +25,7 @@ _CELL = re.compile(r'("(?:[^"]|"")*"|[^,]*)(,|$)')
 _START = re.compile(rb'(-?\d+),[^,]*,("(?:[^"]|"")*"|[^,\r\n]*)')
 
 
-class CSVTracker(ContinuingTracker):
+class CSVTracker(LineTracker):
     """Writes ``<logging_dir>/metrics.csv``; read it with `read_csv`, pandas or a spreadsheet.
 
     The columns are ``step``, ``time`` (Unix seconds), ``run`` (the id), then one per metric. A new
@@ -59,7 +59,6 @@ class CSVTracker(ContinuingTracker):
     """
 
     name = "csv"
-    lossless = owns_files = True
 
     def __init__(
         self,
@@ -68,22 +67,15 @@ class CSVTracker(ContinuingTracker):
         all_ranks: bool = False,
         max_columns: int = 1000,
     ) -> None:
-        super().__init__(all_ranks=all_ranks)
-        self._filename = filename
+        super().__init__(filename, all_ranks=all_ranks)
         self._max_columns = max_columns
-        self._file: LineFile | None = None
         self._reset()
-        self.path: str | None = None
-        """Path or URL of the file, set by `start`."""
 
     def start(self, run: RunInfo) -> None:
         """Open the file, read its columns, and truncate it to the resumed step."""
         keep = self._begin(run)
-        stem, suffix = os.path.splitext(self._filename)
-        rank = f"-rank{run.rank}" if run.rank else ""
-        file = open_lines(run.logging_dir, f"{stem}{rank}{suffix}")
+        file, _ = self._open_lines(run)
         self._reset()
-        self.path = file.path
         self._read_header(file)
         self._truncate(file, keep)
         if keep is not None:
@@ -113,20 +105,10 @@ class CSVTracker(ContinuingTracker):
                 self._add(new, step, time)
         self._logged(max(step for _, step, _ in rows))
 
-    def flush(self) -> None:
-        """Append the rows; rows with new columns wait while rewriting would cost too much."""
-        self._flush(force=False)
-
     @property
     def unflushed(self) -> bool:
         """Whether rows wait for a rewrite with their columns, or for an upload to a store."""
-        return self._file is not None and (self._file.is_dirty or bool(self._rows))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Write all rows, also to a store, and return the run id and the last step."""
-        if self._file is not None:
-            self._flush(force=True)
-        return super().state_dict()
+        return super().unflushed or (self._file is not None and bool(self._rows))
 
     def finish(self, status: Status = "success") -> None:
         """Write all rows, sync the file to disk and close it."""
@@ -134,19 +116,9 @@ class CSVTracker(ContinuingTracker):
         if self._file is None:
             return
         try:
-            self._flush(force=True)
+            self._write(self._file, force=True)
         finally:
-            file, self._file = self._file, None
-            file.close()
-
-    @property
-    def raw(self) -> Any:
-        """The file's writer, with its ``path``, or None before `start` and after `finish`."""
-        return self._file
-
-    def _opened(self) -> LineFile:
-        """Return the file; raise RuntimeError if the tracker is not open."""
-        return opened(self._file, "CSV")
+            self._close()
 
     def _reset(self) -> None:
         """Clear the state of the previous run."""
@@ -196,9 +168,8 @@ class CSVTracker(ContinuingTracker):
         if not values.keys() <= self._names.keys():
             self._new.update(dict.fromkeys(name for name in values if name not in self._names))
 
-    def _flush(self, force: bool) -> None:
-        """Write the rows, after adding columns if they need any."""
-        file = self._opened()
+    def _write(self, file: LineFile, force: bool = False) -> None:
+        """Append the rows; those with new columns wait while rewriting would cost too much."""
         new = self._new_names()
         may_wait = not force and self._has_header and len(self._rows) < _MOST
         if new and may_wait and clock.monotonic() < self._grow_due:

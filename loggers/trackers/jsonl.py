@@ -13,8 +13,8 @@ from loggers.base import RunInfo, Scalar, Status
 from loggers.local_files import base_name
 from loggers.multimedia.encode import figure_png, histogram, png, video_file, wav
 from loggers.multimedia.files import MediaFolder
-from loggers.trackers.line_file import LineFile, open_lines, read_lines
-from loggers.trackers.tool import ContinuingTracker, Recorded, opened
+from loggers.trackers.line_file import LineFile, read_lines
+from loggers.trackers.tool import LineTracker, Recorded
 from loggers.values import plain_config
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _MAX_SHAPES = 256
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 
-class JSONLTracker(ContinuingTracker):
+class JSONLTracker(LineTracker):
     """Writes ``<logging_dir>/metrics.jsonl``; read it back with `read_jsonl`.
 
     Lines are buffered until `flush` (a hub calls it about twice a second) or up to 64 KiB, then
@@ -61,30 +61,22 @@ class JSONLTracker(ContinuingTracker):
     """
 
     name = "jsonl"
-    lossless = owns_files = True
 
     def __init__(self, filename: str = "metrics.jsonl", *, all_ranks: bool = False) -> None:
-        super().__init__(all_ranks=all_ranks)
-        self._filename = filename
-        self._file: LineFile | None = None
+        super().__init__(filename, all_ranks=all_ranks)
         self._media: MediaFolder | None = None
         self._held: dict[str, Any] | None = None  # a run record that waits for a new step
         self._keep = -1
         self._added = False
         self._config: Any = None  # the one in the file, while a run record waits
         self._shapes: dict[tuple[str, ...], str] = {}  # lines with these names, to be formatted
-        self.path: str | None = None
-        """Path or URL of the file, set by `start`."""
 
     def start(self, run: RunInfo) -> None:
         """Open the file, truncate it to the resumed step, and queue the ``run`` record."""
         keep = self._begin(run)
         run_id = str(self._run_id)
-        stem, suffix = os.path.splitext(self._filename)
-        stem += f"-rank{run.rank}" if run.rank else ""
-        self._file = open_lines(run.logging_dir, stem + suffix)
+        self._file, stem = self._open_lines(run)
         self._media = MediaFolder(run.logging_dir, f"{stem}-media", run_id)
-        self.path = self._file.path
         self._held = None
         ended = False
         if keep is not None:
@@ -190,21 +182,6 @@ class JSONLTracker(ContinuingTracker):
         """Add a ``graph`` record with ``str(model)``."""
         self._add("graph", model=str(model), time=clock.time())
 
-    def flush(self) -> None:
-        """Append the pending lines; after an error, unwritten ones stay pending."""
-        self._opened().flush()
-
-    @property
-    def unflushed(self) -> bool:
-        """Whether records wait for an upload to a store."""
-        return self._file is not None and self._file.is_dirty
-
-    def state_dict(self) -> dict[str, Any]:
-        """Write what is pending, also to a store, and return the run id and the last step."""
-        if self._file is not None:
-            self._file.flush(force=True)
-        return super().state_dict()
-
     def finish(self, status: Status = "success") -> None:
         """Write the ``finish`` record, sync the file to disk and close it."""
         self._end(status)
@@ -212,19 +189,7 @@ class JSONLTracker(ContinuingTracker):
             return
         if self._held is None or self._added or status != "success":
             self._add("finish", status=status, time=clock.time())
-        try:
-            self._file.close()
-        finally:
-            self._file = None
-
-    @property
-    def raw(self) -> Any:
-        """The file's writer, with its ``path``, or None before `start` and after `finish`."""
-        return self._file
-
-    def _opened(self) -> LineFile:
-        """Return the file; raise RuntimeError if the tracker is not open."""
-        return opened(self._file, "JSONL")
+        self._close()
 
     def _save(
         self, kind: str, name: str, step: int, suffix: str, data: bytes, number: int = 0

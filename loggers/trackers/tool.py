@@ -16,6 +16,7 @@ from loggers.base import RunInfo, Scalar, Status, Tracker, check_status
 from loggers.local_files import local_path
 from loggers.multimedia.encode import figure_image, gif, named_images, wav
 from loggers.multimedia.files import Scratch
+from loggers.trackers.line_file import LineFile, open_lines
 from loggers.warning import warn
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ContinuingTracker",
     "ItemTracker",
+    "LineTracker",
     "Recorded",
     "ToolTracker",
     "as_float",
@@ -138,6 +140,65 @@ def opened(part: T | None, tracker: str) -> T:
     if part is None:
         raise RuntimeError(f"the {tracker} tracker is not open: call start(run) before logging")
     return part
+
+
+class LineTracker(ContinuingTracker):
+    """A tracker that writes one file of lines in ``logging_dir``, or an object in a store.
+
+    Args:
+        filename: name of the file; ranks above 0 add ``-rank<r>``.
+        all_ranks: log on every rank, not only on the main one.
+    """
+
+    lossless = owns_files = True
+
+    def __init__(self, filename: str, *, all_ranks: bool = False) -> None:
+        super().__init__(all_ranks=all_ranks)
+        self._filename = filename
+        self._file: LineFile | None = None
+        self.path: str | None = None
+        """Path or URL of the file, set by `start`."""
+
+    def _open_lines(self, run: RunInfo) -> tuple[LineFile, str]:
+        """Open the file of this rank; return it, and its name without the suffix."""
+        stem, suffix = os.path.splitext(self._filename)
+        stem += f"-rank{run.rank}" if run.rank else ""
+        file = open_lines(run.logging_dir, stem + suffix)
+        self.path = file.path
+        return file, stem
+
+    @property
+    def raw(self) -> Any:
+        """The file's writer, with its ``path``, or None before `start` and after `finish`."""
+        return self._file
+
+    def flush(self) -> None:
+        """Append what is pending; after an error, the unwritten rest stays pending."""
+        self._write(self._opened())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Write what is pending, also to a store, and return the run id and the last step."""
+        if self._file is not None:
+            self._write(self._file, force=True)
+        return super().state_dict()
+
+    @property
+    def unflushed(self) -> bool:
+        """Whether something waits for an upload to a store."""
+        return self._file is not None and self._file.is_dirty
+
+    def _write(self, file: LineFile, force: bool = False) -> None:
+        """Write what is pending; to a store if an upload is due, or with ``force``."""
+        file.flush(force)
+
+    def _close(self) -> None:
+        """Sync the file to disk and close it, even if writing the rest fails."""
+        file, self._file = self._opened(), None
+        file.close()
+
+    def _opened(self) -> LineFile:
+        """Return the file; raise RuntimeError if the tracker is not open."""
+        return opened(self._file, self.name)
 
 
 class ToolTracker(ContinuingTracker):

@@ -146,7 +146,7 @@ for step in range(1, 50):
 tracker.flush()
 setattr(line_file.os, sys.argv[2], lambda *args: os._exit(9))
 tracker.log({"new": 1.0}, 50)
-tracker._flush(force=True)
+tracker.state_dict()
 """
 
 
