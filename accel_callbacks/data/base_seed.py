@@ -7,11 +7,11 @@ import torch
 __all__ = ["base_seed_generator", "draw_base_seed", "seeded_generator"]
 
 
-def base_seed_generator(own: torch.Generator | None) -> torch.Generator | None:
+def base_seed_generator(generator: torch.Generator | None) -> torch.Generator | None:
     """Return a copy of the generator from which torch's loader draws its base seed.
 
     Args:
-        own: the loader's own generator; if ``None`` it is the one of the default device.
+        generator: the loader's own; if ``None`` it is the one of the default device.
 
     Returns:
         A generator on the same device in the same state; ``None`` for a device without random
@@ -24,9 +24,9 @@ def base_seed_generator(own: torch.Generator | None) -> torch.Generator | None:
         >>> bool(torch.rand(1, generator=copy) == torch.rand(1))
         True
     """
-    device = torch.get_default_device() if own is None else own.device
-    if own is not None:
-        state = own.get_state()
+    device = torch.get_default_device() if generator is None else generator.device
+    if generator is not None:
+        state = generator.get_state()
     elif device.type == "cpu":
         state = torch.default_generator.get_state()
     elif (module := getattr(torch, device.type, None)) is None:
@@ -38,11 +38,11 @@ def base_seed_generator(own: torch.Generator | None) -> torch.Generator | None:
     return copy
 
 
-def draw_base_seed(own: torch.Generator | None) -> None:
+def draw_base_seed(generator: torch.Generator | None) -> None:
     """Draw a number as torch's loader does for its base seed.
 
     Args:
-        own: the loader's own generator, or ``None``.
+        generator: the loader's own, or ``None``.
 
     Example:
         >>> import torch
@@ -53,7 +53,7 @@ def draw_base_seed(own: torch.Generator | None) -> None:
         False
     """
     device = torch.get_default_device()
-    torch.empty((), dtype=torch.int64, device=device).random_(generator=own)
+    torch.empty((), dtype=torch.int64, device=device).random_(generator=generator)
 
 
 def seeded_generator(seed: int) -> torch.Generator:

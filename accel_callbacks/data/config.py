@@ -135,9 +135,9 @@ def checked_rng_types(rng_types: Iterable[Any] | None) -> tuple[Any, ...]:
         raise TypeError(f"rng_types={rng_types!r} must be a list: [{rng_types!r}].")
     known = [kind.value for kind in RNGType]
     chosen = tuple(rng_types)
-    for one in chosen:
-        if one not in known:
+    for name in chosen:
+        if name not in known:
             raise ValueError(
-                f"{one!r} in rng_types is unknown; use {known}.{nearest(str(one), known)}"
+                f"{name!r} in rng_types is unknown; use {known}.{nearest(str(name), known)}"
             )
     return chosen

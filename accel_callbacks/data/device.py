@@ -90,19 +90,19 @@ def _send(item: Any, device: Any, non_blocking: bool, skipped: frozenset[str]) -
         return item.to(device, non_blocking=non_blocking and item.device.type != "mps")
     kind = type(item)
     if kind in (tuple, list):
-        return kind(_send(one, device, non_blocking, skipped) for one in item)
+        return kind(_send(entry, device, non_blocking, skipped) for entry in item)
     if isinstance(item, _Movable):
         return _send_object(item, device, non_blocking)
     if isinstance(item, Mapping):
         moved = {
-            key: one if key in skipped else _send(one, device, non_blocking, skipped)
-            for key, one in item.items()
+            key: entry if key in skipped else _send(entry, device, non_blocking, skipped)
+            for key, entry in item.items()
         }
         return moved if kind is dict else _like(item, moved)
     return map_leaves(
         item,
-        lambda one: _send(one, device, non_blocking, skipped),
-        lambda one: isinstance(one, (_Movable, Mapping)),
+        lambda leaf: _send(leaf, device, non_blocking, skipped),
+        lambda leaf: isinstance(leaf, (_Movable, Mapping)),
     )
 
 
@@ -111,8 +111,8 @@ def _like(item: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
     if not isinstance(item, MutableMapping):
         return type(item)(entries)  # type: ignore[call-arg]
     new = copy(item)
-    for key, one in entries.items():
-        new[key] = one
+    for key, entry in entries.items():
+        new[key] = entry
     return new
 
 
@@ -267,8 +267,9 @@ def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the dense tensors that a tensor is made of: ``record_stream`` takes no others."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        inner = (getattr(tensor, name) for name in names)
-        return [part for one in inner if one is not None for part in _dense_parts(one)]
+        components = (getattr(tensor, name) for name in names)
+        present = (component for component in components if component is not None)
+        return [part for component in present for part in _dense_parts(component)]
     if tensor.is_nested:
         return [tensor.values()]
     if tensor.layout is torch.sparse_coo:
@@ -285,19 +286,19 @@ def _tensors_of(item: Any) -> list[torch.Tensor]:
 
     None are returned of an object that leads to very many others, such as to its dataset.
     """
-    found: dict[int, torch.Tensor] = {}
+    tensors: dict[int, torch.Tensor] = {}
     seen: dict[int, Any] = {}  # held, so that no id is used again
     pending = [item]
     while pending:
-        one = pending.pop()
-        if isinstance(one, torch.Tensor):
-            found[id(one)] = one
-        elif id(one) not in seen and not isinstance(one, _NO_HOLDERS):
+        part = pending.pop()
+        if isinstance(part, torch.Tensor):
+            tensors[id(part)] = part
+        elif id(part) not in seen and not isinstance(part, _NO_HOLDERS):
             if len(seen) == _MOST_OBJECTS:
                 return []
-            seen[id(one)] = one
-            pending.extend(_parts_of(one))
-    return list(found.values())
+            seen[id(part)] = part
+            pending.extend(_parts_of(part))
+    return list(tensors.values())
 
 
 _MOST_OBJECTS = 1000

@@ -22,7 +22,7 @@ from accel_callbacks.collectives.nested import leaves, map_leaves, map_tensors
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.data.order import Generators, Record
 from accel_callbacks.data.shard import ShareSource
-from accel_callbacks.data.sources import Delivery, Setting, State, StatefulSource
+from accel_callbacks.data.sources import Delivery, Setting, Source, State
 from accel_callbacks.data.stream import StreamSource
 from accel_callbacks.error_text import published_text
 from accel_callbacks.errors import RemoteError
@@ -147,7 +147,7 @@ class Sender:
         """Send each rank its piece; there is a piece, and a number in ``kept``, a data rank."""
         wire = _wire()
         packed = [(layout, data.to(wire)) for layout, data in map(_pack, pieces)]
-        packed = [one for one in packed for _ in range(self._copies)]
+        packed = [piece for piece in packed for _ in range(self._copies)]
         layouts = [layout for layout, _ in packed]
         try:
             known: Any = [_signature(layout) for layout in layouts[1:]]
@@ -159,6 +159,7 @@ class Sender:
         if news:
             self._structures(layouts)
         parts = [(rank, data) for rank, (_, data) in enumerate(packed) if rank]
+        # All at once: one rank that is slow to receive does not keep the others waiting.
         pending = [dist.isend(data, rank) for rank, data in parts if data.numel()]
         for work in pending:
             if work is not None:
@@ -184,13 +185,13 @@ class Sender:
 
         The other ranks are waiting for the scatter, and would wait for ever otherwise.
         """
-        own: list[Any] = [None]
+        received: list[Any] = [None]
         try:
-            dist.scatter_object_list(own, layouts, src=0)
+            dist.scatter_object_list(received, layouts, src=0)
         except Exception as problem:
             self._known = None
             failed = _Failed(f"a batch cannot be sent to the other processes: {problem!r}")
-            dist.scatter_object_list(own, [failed] * len(layouts), src=0)
+            dist.scatter_object_list(received, [failed] * len(layouts), src=0)
             raise AlreadySent(problem) from problem
 
 
@@ -229,9 +230,9 @@ class Receiver:
         if kind == _END:
             return None
         if news:
-            own: list[Any] = [None]
-            dist.scatter_object_list(own, None, src=0)
-            self._layout = own[0]
+            received: list[Any] = [None]
+            dist.scatter_object_list(received, None, src=0)
+            self._layout = received[0]
         if isinstance(self._layout, _Failed):
             report, self._layout = self._layout.report, None
             raise RemoteError(rank=0, where="reading the data", details=report)
@@ -347,7 +348,7 @@ class WholeShares(ShareSource):
             yield [share.indices if self._batched else share.indices[0] for share in shares]
 
 
-class DispatchSource(StatefulSource):
+class DispatchSource(Source):
     """The batches that rank 0 reads for this rank.
 
     Args:
@@ -363,15 +364,15 @@ class DispatchSource(StatefulSource):
     def __init__(
         self, inner: WholeShares | StreamSource, loader: DataLoader[Any], setting: Setting
     ) -> None:
-        there = dist.get_world_size() if dist.is_initialized() else 1
-        if setting.world_size * setting.copies != there:
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if setting.world_size * setting.copies != world:
             raise ValueError(
-                f"dispatch_batches=True sends batches to the {there} processes that there are: "
+                f"dispatch_batches=True sends batches to the {world} processes that there are: "
                 f"leave num_processes={setting.world_size} out."
             )
         self._inner = inner
         self._world, self._copies = setting.world_size, setting.copies
-        self._alone = there == 1
+        self._alone = world == 1
         # Not the rank of the setting: all ranks of the first model have its 0.
         self._reads = self._alone or dist.get_rank() == 0
         # Ready batches are not sliced.
@@ -402,7 +403,7 @@ class DispatchSource(StatefulSource):
     @property
     def fresh_workers(self) -> bool:  # type: ignore[override]
         """True if persistent workers of the last pass cannot be used for this one."""
-        return isinstance(self._inner, StatefulSource) and self._inner.fresh_workers
+        return self._inner.fresh_workers
 
     @property
     def total_batch_size(self) -> int | None:
@@ -449,14 +450,11 @@ class DispatchSource(StatefulSource):
 
     def restore(self, state: State | None) -> None:
         """Store where to resume; ``None`` is the beginning."""
-        if isinstance(self._inner, StatefulSource):
-            self._inner.restore(state)
+        self._inner.restore(state)
 
     def problem(self, state: State | None) -> str | None:
         """Return why a resume from this state cannot be exact, ``None`` if it is."""
-        if isinstance(self._inner, StatefulSource):
-            return self._inner.problem(state)
-        return None
+        return self._inner.problem(state)
 
     @property
     def generators(self) -> Generators:

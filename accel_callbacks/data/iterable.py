@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from accel_callbacks.data.own_division import checksum, may_divide
-from accel_callbacks.data.sampler import mix_seed
+from accel_callbacks.data.sampler import call_set_epoch, mix_seed
 from accel_callbacks.data.shard import fill_up, split_evenly
-from accel_callbacks.data.worker_copies import WorkerQuestions
+from accel_callbacks.data.stream_checks import WorkerQuestions, checksum, may_divide
 from accel_callbacks.warning import warn
 
 __all__ = ["CollateShare", "IterableDatasetShard", "IterableShards", "Part", "Piece", "has_state"]
@@ -381,11 +380,10 @@ def _drop(stream: Iterator[Any], count: int) -> None:
 
 def set_dataset_epoch(dataset: Any, epoch: int, seed: int) -> None:
     """Set the epoch of a dataset with ``set_epoch``, else seed its generator if it has one."""
-    set_epoch = getattr(dataset, "set_epoch", None)
+    if call_set_epoch(dataset, epoch):
+        return
     generator = getattr(dataset, "generator", None)
-    if callable(set_epoch):
-        set_epoch(epoch)
-    elif isinstance(generator, torch.Generator):
+    if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
 
 

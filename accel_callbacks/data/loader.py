@@ -14,7 +14,7 @@ from torch.utils.data._utils import signal_handling
 from accel_callbacks.data.base_seed import base_seed_generator, draw_base_seed
 from accel_callbacks.data.device import Feed
 from accel_callbacks.data.order import Record
-from accel_callbacks.data.sources import Delivery, Source, StatefulSource
+from accel_callbacks.data.sources import Delivery, Source
 from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.distributed.worker_process import end_workers_at_exit, stopped_workers
 from accel_callbacks.warning import warn
@@ -376,7 +376,7 @@ class DataLoaderShard(DataLoader[Any]):
 
     def _items(self) -> Any:
         """Return torch's iterator, with its workers started."""
-        if isinstance(self._source, StatefulSource) and self._source.fresh_workers:
+        if self._source.fresh_workers:
             stop_workers(self)
         described = {name: vars(self)[name] for name in _DESCRIBED}
         self.__dict__.update(self._read)
@@ -430,10 +430,11 @@ class DataLoaderShard(DataLoader[Any]):
             return
         from accel_callbacks.distributed.rng import synchronize_rng_states
 
-        own = getattr(self.get_sampler(), "generator", None)
-        own = getattr(self.origin, "generator", None) if own is None else own
-        types = [one for one in self.rng_types if own is not None or one != "generator"]
-        synchronize_rng_states(types, own)
+        generator = getattr(self.get_sampler(), "generator", None)
+        if generator is None:
+            generator = getattr(self.origin, "generator", None)
+        names = [name for name in self.rng_types if generator is not None or name != "generator"]
+        synchronize_rng_states(names, generator)
 
     def set_epoch(self, epoch: int) -> None:
         """Call ``set_epoch`` of the sampler and of the batch sampler, if they have it.
@@ -529,9 +530,7 @@ class DataLoaderShard(DataLoader[Any]):
         problem = self._source.problem_of((state.get("order") or {}).get("record"))
         if problem is not None:
             return problem
-        if isinstance(self._source, StatefulSource):
-            return self._source.problem(state.get("stream"))
-        return None
+        return self._source.problem(state.get("stream"))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state`` with the next ``for``."""
@@ -542,8 +541,7 @@ class DataLoaderShard(DataLoader[Any]):
         self.trained = state["trained"]
         self.done, self._nothing_left = state["done"], state["last"]
         self._stream, self._delivery = state.get("stream"), None
-        if isinstance(self._source, StatefulSource):
-            self._source.restore(self._stream)
+        self._source.restore(self._stream)
         # Only training is continued; an evaluation starts over.
         self._continue = self.epoch >= 0 and self.trained and not self.finished
         self._restore_order(state.get("order"))

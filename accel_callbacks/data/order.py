@@ -9,7 +9,7 @@ from array import array
 from binascii import a2b_base64, b2a_base64
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -23,7 +23,13 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from accel_callbacks.data.sampler import SeedableRandomSampler
+from accel_callbacks.data.sampler import (
+    SeedableRandomSampler,
+    call_set_epoch,
+    mix_seed,
+    set_seed_and_epoch,
+    with_inner,
+)
 
 __all__ = [
     "GLOBAL",
@@ -33,6 +39,7 @@ __all__ = [
     "State",
     "draws_again",
     "draws_at_random",
+    "epoch_order",
     "length_of",
     "own_generators",
     "packed_state",
@@ -61,7 +68,7 @@ class Generators:
 
     Args:
         kinds: those of the global ones, of ``"torch"``, ``"python"`` and ``"numpy"``.
-        own: the sampler's own, of torch, Python or NumPy.
+        private: the sampler's own, of torch, Python or NumPy.
 
     Example:
         >>> import random
@@ -74,14 +81,14 @@ class Generators:
         True
     """
 
-    def __init__(self, kinds: Sequence[str], own: Sequence[Any]) -> None:
-        self.own = list(own)
+    def __init__(self, kinds: Sequence[str], private: Sequence[Any]) -> None:
+        self.private = list(private)
         self._access: dict[str, _Access] = {}
         for kind in kinds:
             holder = _global_generator(kind)
             if holder is not None:
                 self._access[kind] = _access_to(holder)
-        for index, holder in enumerate(self.own):
+        for index, holder in enumerate(self.private):
             self._access[f"own{index}"] = _access_to(holder)
 
     def __bool__(self) -> bool:
@@ -181,9 +188,9 @@ def _pack(state: tuple[Any, ...]) -> list[Any]:
 
 def _unpack(state: Sequence[Any]) -> tuple[Any, ...]:
     version, words, gauss = state
-    found = array("I")
-    found.frombytes(a2b_base64(words))
-    return version, tuple(found), gauss
+    numbers = array("I")
+    numbers.frombytes(a2b_base64(words))
+    return version, tuple(numbers), gauss
 
 
 def _without_arrays(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,10 +244,13 @@ def length_of(sampler: Any) -> int | None:
         return None
 
 
+def preserved_generators() -> AbstractContextManager[None]:
+    """Return a context that restores the global generators of torch, Python and NumPy."""
+    return _preserved(Generators(GLOBAL, ()))
+
+
 @contextmanager
-def preserved_generators() -> Iterator[None]:
-    """Context manager: restore the global generators of torch, Python and NumPy afterwards."""
-    generators = Generators(GLOBAL, ())
+def _preserved(generators: Generators) -> Iterator[None]:
     before = generators.capture()
     try:
         yield
@@ -248,17 +258,59 @@ def preserved_generators() -> Iterator[None]:
         generators.restore(before)
 
 
+def epoch_order(sampler: Iterable[Any], seed: int, epoch: int) -> Sequence[Any]:
+    """Return all that a sampler (or batch sampler) yields in an epoch, the same on every rank.
+
+    While the sampler runs, every random generator that it may draw from is seeded with
+    (seed, epoch); the program's generators are restored afterwards. The order of a
+    :class:`accel_callbacks.SeedableRandomSampler` is its own for this seed.
+
+    Args:
+        sampler: any finite sampler; its ``set_epoch`` is called if it has one.
+        seed: the seed of the run's data order.
+        epoch: index of the pass over the data, from 0.
+
+    Example:
+        >>> from torch.utils.data import RandomSampler
+        >>> from accel_callbacks.data.order import epoch_order
+        >>> sampler = RandomSampler(range(5))
+        >>> epoch_order(sampler, 7, 0) == epoch_order(sampler, 7, 0)
+        True
+        >>> epoch_order(sampler, 7, 0) == epoch_order(sampler, 7, 1)
+        False
+    """
+    if type(sampler) is torch.utils.data.SequentialSampler:
+        return range(len(sampler))
+    if isinstance(sampler, SeedableRandomSampler):
+        return sampler.order(seed, epoch)
+    mixed = mix_seed(seed, epoch)
+    owners = with_inner(sampler)
+    attributes = (getattr(owner, "generator", None) for owner in owners)
+    seeded = [generator for generator in attributes if isinstance(generator, torch.Generator)]
+    with _preserved(Generators(GLOBAL, seeded)):
+        for generator in (torch.default_generator, *seeded):
+            generator.manual_seed(mixed)
+        random.seed(mixed)
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy.random.seed(mixed % (1 << 32))
+        for owner in owners:
+            set_seed_and_epoch(owner, seed, epoch)
+            call_set_epoch(owner, epoch)
+        return list(sampler)
+
+
 class _Sources(NamedTuple):
     """What a sampler draws from, and when.
 
     Args:
         kinds: the global generators.
-        own: the sampler's own generators.
+        private: the sampler's own generators.
         watched: it may draw again in the middle of a pass, or has state of its own.
     """
 
     kinds: Sequence[str]
-    own: list[Any]
+    private: list[Any]
     watched: bool
 
 
@@ -280,13 +332,14 @@ def _sources_of(sampler: Any) -> _Sources:
 
 def _generators_in(sampler: Any, depth: int = 3) -> list[Any]:
     """Return the generators among the attributes of a sampler, and of samplers inside of it."""
-    found: list[Any] = []
+    generators: list[Any] = []
     for value in getattr(sampler, "__dict__", {}).values():
         inner = isinstance(value, Sampler) and depth
-        for one in _generators_in(value, depth - 1) if inner else [value]:
-            if _is_generator(one) and not any(one is known for known in found):
-                found.append(one)
-    return found
+        for generator in _generators_in(value, depth - 1) if inner else [value]:
+            known = any(generator is held for held in generators)
+            if _is_generator(generator) and not known:
+                generators.append(generator)
+    return generators
 
 
 def _is_generator(value: Any) -> bool:
@@ -331,9 +384,11 @@ class Draws:
         loader_generator: torch.Generator | None = None,
     ) -> None:
         sources = _sources_of(sampler)
-        self.generators = Generators(sources.kinds, _with_loaders(sources.own, loader_generator))
+        self.generators = Generators(
+            sources.kinds, _with_loaders(sources.private, loader_generator)
+        )
         self.watched = sources.watched
-        self.draws = bool(sources.kinds or sources.own)
+        self.draws = bool(sources.kinds or sources.private)
         self.drawn = 0
         self.differs = False
         self._sampler = sampler
@@ -462,7 +517,7 @@ def draws_at_random(sampler: Any) -> bool:
         (True, False)
     """
     sources = _sources_of(sampler)
-    return bool(sources.kinds or sources.own)
+    return bool(sources.kinds or sources.private)
 
 
 def draws_again(sampler: Any) -> bool:
@@ -483,14 +538,14 @@ def own_generators(sampler: Any, loader_generator: torch.Generator | None) -> Ge
     Example:
         >>> import torch
         >>> from accel_callbacks.data.order import own_generators
-        >>> len(own_generators(range(3), torch.Generator()).own)
+        >>> len(own_generators(range(3), torch.Generator()).private)
         1
     """
-    return Generators((), _with_loaders(_sources_of(sampler).own, loader_generator))
+    return Generators((), _with_loaders(_sources_of(sampler).private, loader_generator))
 
 
-def _with_loaders(own: list[Any], generator: torch.Generator | None) -> list[Any]:
-    """Return a sampler's own generators and that of its loader, each once."""
-    if generator is None or any(one is generator for one in own):
-        return own
-    return [*own, generator]
+def _with_loaders(generators: list[Any], generator: torch.Generator | None) -> list[Any]:
+    """Return a sampler's generators and that of its loader, each once."""
+    if generator is None or any(held is generator for held in generators):
+        return generators
+    return [*generators, generator]

@@ -23,20 +23,10 @@ from accel_callbacks.data.device import Feed, device_feed
 from accel_callbacks.data.loader import DataLoaderShard, LoopEvents, NoEvents, stop_workers
 from accel_callbacks.data.sampler import BatchSamplerShard, SeedableRandomSampler, mix_seed
 from accel_callbacks.data.shard import BatchPlan, SamplePlan, ShareSource
-from accel_callbacks.data.skip import SkipDataLoader, skip_first_batches
-from accel_callbacks.data.sources import Setting, Source
+from accel_callbacks.data.skip import LOADER_OPTIONS, SkipDataLoader, skip_first_batches
+from accel_callbacks.data.sources import Setting, Source, check_even
 
 __all__ = ["Loaders", "order_seed", "prepare_data_loader", "prepare_loader", "share_of"]
-
-_LOADER_OPTIONS = (
-    "num_workers",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "prefetch_factor",
-    "persistent_workers",
-)
 
 
 class Loaders:
@@ -246,8 +236,7 @@ def prepare_loader(
     Raises:
         ValueError: the loader shards already, or cannot be sharded with these options.
     """
-    options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
-    options["generator"] = loader.generator
+    options = {name: getattr(loader, name) for name in (*LOADER_OPTIONS, "persistent_workers")}
     options |= {"origin": loader, "rng_types": rng_types}
     if not shards_itself:
         _refuse_sharded(loader)
@@ -262,17 +251,22 @@ def prepare_loader(
 
 def _source_of(loader: DataLoader[Any], setting: Setting) -> Source:
     """Return the source that the prepared loader reads from."""
-    if isinstance(loader.dataset, IterableDataset):
-        return _open_stream(loader, setting)
-    return _open_shares(loader, setting)
+    stream = isinstance(loader.dataset, IterableDataset)
+    ready = loader.batch_size is None if stream else loader.batch_sampler is None
+    if ready and setting.config.split_batches:
+        raise ValueError(
+            "a loader with batch_size=None reads ready batches, and split_batches=True cannot "
+            "split them: give it a batch_size."
+        )
+    return _open_stream(loader, setting) if stream else _open_shares(loader, setting)
 
 
 def _refuse_sharded(loader: DataLoader[Any]) -> None:
     inside = getattr(loader.batch_sampler, "sampler", None)
-    for one in (loader.batch_sampler, loader.sampler, inside):
-        if isinstance(one, (DistributedSampler, BatchSamplerShard)):
+    for sampler in (loader.batch_sampler, loader.sampler, inside):
+        if isinstance(sampler, (DistributedSampler, BatchSamplerShard)):
             raise ValueError(
-                f"the loader has a {type(one).__name__}, and prepare() shards too: drop the "
+                f"the loader has a {type(sampler).__name__}, and prepare() shards too: drop the "
                 "sampler and pass shuffle=True instead."
             )
 
@@ -283,11 +277,6 @@ def _open_shares(loader: DataLoader[Any], setting: Setting) -> Source:
     batches: Any = loader.batch_sampler
     size = share_of(getattr(batches, "batch_size", None), setting)
     if batches is None:
-        if config.split_batches:
-            raise ValueError(
-                "a loader with batch_size=None reads ready batches, and split_batches=True cannot "
-                "split them: give it a batch_size."
-            )
         plan: Any = SamplePlan(1, False, rank, world)
         sampler: Any = loader.sampler
     elif type(batches) is BatchSampler:
@@ -315,18 +304,13 @@ def _open_shares(loader: DataLoader[Any], setting: Setting) -> Source:
 def _open_stream(loader: DataLoader[Any], setting: Setting) -> Source:
     """Return the source of an iterable dataset, of samples or of ready batches."""
     # Imported here, because most datasets are map-style.
-    from accel_callbacks.data.huggingface import can_shard, own_shards
     from accel_callbacks.data.iterable import IterableShards, has_state
-    from accel_callbacks.data.stream import StreamSource, check_even
+    from accel_callbacks.data.sharded_stream import can_shard, own_shards
+    from accel_callbacks.data.stream import StreamSource
 
     batch_size = share_of(loader.batch_size, setting)
     config, dataset = setting.config, cast(Iterable[Any], loader.dataset)
-    if batch_size is None and config.split_batches:
-        raise ValueError(
-            "a loader with batch_size=None reads ready batches, and split_batches=True cannot "
-            "split them: give it a batch_size."
-        )
-    check_even(config.even_batches, batch_size)
+    check_even(config.even_batches, ready=batch_size is None)
     every_rank = bool(config.dispatch_batches)
     if can_shard(dataset, setting.world_size) and not every_rank:
         return own_shards(loader, batch_size, setting)
@@ -404,12 +388,12 @@ def order_seed(loader: DataLoader[Any], config: DataLoaderConfiguration, number:
     for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
         sampler = _seedable(sampler, config)
         if isinstance(sampler, SeedableRandomSampler):
-            own = sampler.initial_seed if config.data_seed is None else config.data_seed
-            return collectives.broadcast_object(own)
+            seed = sampler.initial_seed if config.data_seed is None else config.data_seed
+            return collectives.broadcast_object(seed)
     if config.data_seed is not None:
-        own = config.data_seed
+        seed = config.data_seed
     else:
         generator = getattr(loader, "generator", None)
         seeds = [generator.initial_seed()] if isinstance(generator, torch.Generator) else []
-        own = mix_seed(torch.initial_seed(), *seeds)
-    return mix_seed(collectives.broadcast_object(own), number)
+        seed = mix_seed(torch.initial_seed(), *seeds)
+    return mix_seed(collectives.broadcast_object(seed), number)

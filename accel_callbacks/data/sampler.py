@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from itertools import chain, cycle, islice
 from typing import Any
 
@@ -15,7 +12,7 @@ from torch.utils.data import BatchSampler, RandomSampler
 __all__ = [
     "BatchSamplerShard",
     "SeedableRandomSampler",
-    "epoch_order",
+    "call_set_epoch",
     "mix_seed",
     "set_seed_and_epoch",
     "with_inner",
@@ -138,10 +135,8 @@ class BatchSamplerShard(BatchSampler):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the batch sampler and of its sampler, if they have ``set_epoch``."""
-        for one in (self.batch_sampler, self.sampler):
-            set_epoch = getattr(one, "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(epoch)
+        for sampler in (self.batch_sampler, self.sampler):
+            call_set_epoch(sampler, epoch)
 
     def __iter__(self) -> Iterator[list[Any]]:
         per_step = 1 if self.split_batches else self.num_processes
@@ -209,47 +204,6 @@ def mix_seed(*numbers: int) -> int:
     return state >> 1
 
 
-def epoch_order(sampler: Iterable[Any], seed: int, epoch: int) -> Sequence[Any]:
-    """Return all that a sampler (or batch sampler) yields in an epoch, the same on every rank.
-
-    While the sampler runs, every random generator that it may draw from is seeded with
-    (seed, epoch); the program's generators are restored afterwards. The order of a
-    :class:`accel_callbacks.SeedableRandomSampler` is its own for this seed.
-
-    Args:
-        sampler: any finite sampler; its ``set_epoch`` is called if it has one.
-        seed: the seed of the run's data order.
-        epoch: index of the pass over the data, from 0.
-
-    Example:
-        >>> from torch.utils.data import RandomSampler
-        >>> from accel_callbacks.data.sampler import epoch_order
-        >>> sampler = RandomSampler(range(5))
-        >>> epoch_order(sampler, 7, 0) == epoch_order(sampler, 7, 0)
-        True
-        >>> epoch_order(sampler, 7, 0) == epoch_order(sampler, 7, 1)
-        False
-    """
-    if type(sampler) is torch.utils.data.SequentialSampler:
-        return range(len(sampler))
-    if isinstance(sampler, SeedableRandomSampler):
-        return sampler.order(seed, epoch)
-    mixed = mix_seed(seed, epoch)
-    own = _generators_of(sampler)
-    before = [generator.get_state() for generator in own]
-    try:
-        with _seeded(mixed):
-            for generator in own:
-                generator.manual_seed(mixed)
-            for owner in with_inner(sampler):
-                set_seed_and_epoch(owner, seed, epoch)
-                _set_epoch(owner, epoch)
-            return list(sampler)
-    finally:
-        for generator, state in zip(own, before, strict=True):
-            generator.set_state(state)
-
-
 def with_inner(sampler: Any) -> tuple[Any, Any]:
     """Return the sampler and the sampler inside it, as a batch sampler has one.
 
@@ -277,32 +231,16 @@ def set_seed_and_epoch(sampler: Any, seed: int, epoch: int) -> None:
         sampler.set_epoch(epoch)
 
 
-def _set_epoch(sampler: Any, epoch: int) -> None:
-    set_epoch = getattr(sampler, "set_epoch", None)
+def call_set_epoch(target: Any, epoch: int) -> bool:
+    """Call ``set_epoch`` of a sampler or dataset; return whether it has one.
+
+    Example:
+        >>> from accel_callbacks import SeedableRandomSampler
+        >>> from accel_callbacks.data.sampler import call_set_epoch
+        >>> call_set_epoch(SeedableRandomSampler(range(6)), 2), call_set_epoch(range(6), 2)
+        (True, False)
+    """
+    set_epoch = getattr(target, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)
-
-
-def _generators_of(sampler: Any) -> list[torch.Generator]:
-    """Return the generators of a sampler and of the sampler inside it."""
-    found = (getattr(owner, "generator", None) for owner in with_inner(sampler))
-    return [generator for generator in found if isinstance(generator, torch.Generator)]
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Context manager: seed the CPU generators of Python, torch and, if imported, NumPy."""
-    python_state = random.getstate()
-    numpy: Any = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        if numpy is not None:
-            numpy.random.seed(seed % (1 << 32))
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            if numpy is not None:
-                numpy.random.set_state(numpy_state)
+    return callable(set_epoch)

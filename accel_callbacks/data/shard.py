@@ -22,18 +22,19 @@ from accel_callbacks.data.order import (
     Record,
     draws_again,
     draws_at_random,
+    epoch_order,
     length_of,
     own_generators,
     preserved_generators,
 )
 from accel_callbacks.data.sampler import (
     SeedableRandomSampler,
-    epoch_order,
+    call_set_epoch,
     mix_seed,
     set_seed_and_epoch,
     with_inner,
 )
-from accel_callbacks.data.sources import Delivery
+from accel_callbacks.data.sources import Delivery, Source, check_even
 from accel_callbacks.warning import warn
 
 __all__ = [
@@ -355,7 +356,7 @@ def refuse_too_few(samples: int, world_size: int) -> None:
         )
 
 
-class ShareSource:
+class ShareSource(Source):
     """The batches of a map-style dataset, by a plan over the sampler's order.
 
     It is the ``batch_sampler`` of the prepared loader (its ``sampler`` if ``batch_size=None``).
@@ -442,11 +443,7 @@ class ShareSource:
 
     @even_batches.setter
     def even_batches(self, even: bool) -> None:
-        if not even and not self._batched:
-            raise ValueError(
-                "a loader with batch_size=None reads ready batches, which cannot be split: give "
-                "it a batch_size, or leave even_batches on."
-            )
+        check_even(even, ready=not self._batched)
         self._plan = replace(self._plan, even=even)
 
     @property
@@ -492,9 +489,9 @@ class ShareSource:
     def repeats(self) -> bool:
         """True if the last two passes had one order, of a sampler that can be told the epoch."""
         before, last = self._passes
-        told = [one for one in with_inner(self.sampler) if callable(_epoch_setter(one))]
-        shuffles = all(getattr(one, "shuffle", True) for one in told)
-        return last is not None and before == last and bool(told) and shuffles
+        samplers = [sampler for sampler in with_inner(self.sampler) if _takes_epochs(sampler)]
+        shuffles = all(getattr(sampler, "shuffle", True) for sampler in samplers)
+        return last is not None and before == last and bool(samplers) and shuffles
 
     def loader_options(self) -> dict[str, Any]:
         """Return the arguments with which a torch loader reads from this source."""
@@ -506,10 +503,9 @@ class ShareSource:
 
     def set_epoch(self, epoch: int) -> None:
         """Call ``set_epoch`` of the sampler and of the one inside it, if they have it."""
-        for one in with_inner(self.sampler):
-            set_epoch = _epoch_setter(one)
-            if callable(set_epoch):
-                set_epoch(epoch)
+        for sampler in with_inner(self.sampler):
+            if _takes_epochs(sampler):
+                call_set_epoch(sampler, epoch)
 
     # --- counting -------------------------------------------------------------------------------
 
@@ -586,8 +582,8 @@ class ShareSource:
         if self._seeded if record is None else record.get("seeded", False):
             self._order = epoch_order(self.sampler, seed, epoch)
         else:
-            for one in with_inner(self.sampler):
-                set_seed_and_epoch(one, seed, epoch)
+            for sampler in with_inner(self.sampler):
+                set_seed_and_epoch(sampler, seed, epoch)
             self._draws = Draws(self.sampler, record, self._loader.generator)
             if self._draws.differs:
                 warn(_OTHER_ORDER.format(type(self.sampler).__name__))
@@ -608,14 +604,18 @@ class ShareSource:
         if not draws.draws:
             order = self._draw_all(draws, base)
             return range(len(order)) if type(self.sampler) is SequentialSampler else order
-        own = draws.generators.capture()
-        agreed, base = collectives.broadcast_object((own, base))
+        before = draws.generators.capture()
+        agreed, base = collectives.broadcast_object((before, base))
         draws.generators.restore(agreed)
         order = self._draw_all(draws, base)
         # Where ranks draw different numbers (dropout), they go on with their own; but a generator
         # that is alike on all has advanced on all.
         draws.generators.restore(
-            {name: own[name] for name in GLOBAL if name in own and own[name] != agreed[name]}
+            {
+                name: before[name]
+                for name in GLOBAL
+                if name in before and before[name] != agreed[name]
+            }
         )
         self._note_end(draws)
         if draws.watched and not self._compared:
@@ -675,11 +675,11 @@ class ShareSource:
 
     def problem_of(self, record: Record | None) -> str | None:
         """Return why a resume from this record cannot be exact, ``None`` if it is."""
-        there, here = (record or {}).get("total"), length_of(self.sampler)
-        if there is None or here is None or there == here:
+        saved, total = (record or {}).get("total"), length_of(self.sampler)
+        if saved is None or total is None or saved == total:
             return None
-        what = "batches" if isinstance(self._plan, BatchPlan) else "samples"
-        return f"its sampler had {there} {what} and has {here}"
+        unit = "batches" if isinstance(self._plan, BatchPlan) else "samples"
+        return f"its sampler had {saved} {unit} and has {total}"
 
     # --- a pass ---------------------------------------------------------------------------------
 
@@ -798,11 +798,11 @@ class ShareSource:
         yield from ()
 
 
-def _epoch_setter(sampler: Any) -> Any:
-    """Return the ``set_epoch`` of a sampler of the user's, None if it has none."""
-    if isinstance(sampler, SeedableRandomSampler):  # it is told at the start of each pass
-        return None
-    return getattr(sampler, "set_epoch", None)
+def _takes_epochs(sampler: Any) -> bool:
+    """Return whether a sampler's ``set_epoch`` is the user's to call."""
+    # begin() tells a SeedableRandomSampler the epoch of each pass.
+    seedable = isinstance(sampler, SeedableRandomSampler)
+    return not seedable and callable(getattr(sampler, "set_epoch", None))
 
 
 def ready_kept(real: int, padded: int) -> list[int]:

@@ -11,14 +11,15 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.warning import warn
 
-__all__ = ["SkipBatchSampler", "SkipDataLoader", "skip_first_batches"]
+__all__ = ["LOADER_OPTIONS", "SkipBatchSampler", "SkipDataLoader", "skip_first_batches"]
 
 _AGAIN = (
     "the view of skip_first_batches is trained on in a second epoch, which begins without its "
     "first {} batches too: iterate the view in the epoch that is resumed, and the prepared loader "
     "itself in those after it."
 )
-_LOADER_OPTIONS = (
+#: Arguments of torch's DataLoader that a loader of the same samples takes over.
+LOADER_OPTIONS = (
     "num_workers",
     "collate_fn",
     "pin_memory",
@@ -108,7 +109,7 @@ def _rest_of(loader: DataLoader[Any], batches: int) -> Iterator[Any]:
     """Iterate a plain loader from this batch on; a map-style dataset is not read before it."""
     if isinstance(loader.dataset, IterableDataset):
         return islice(loader, batches, None)
-    options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
+    options = {name: getattr(loader, name) for name in LOADER_OPTIONS}
     if loader.batch_sampler is None:
         options |= {"sampler": SkipBatchSampler(loader.sampler, batches), "batch_size": None}
     else:

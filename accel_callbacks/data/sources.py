@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from accel_callbacks.data.config import DataLoaderConfiguration
 from accel_callbacks.data.order import Generators, Record
 
-__all__ = ["Delivery", "Setting", "Source", "State", "StatefulSource"]
+__all__ = ["Delivery", "Setting", "Source", "State", "check_even"]
 
 #: A ``Delivery.state``, from which a pass continues.
 State = Mapping[str, Any]
@@ -75,48 +75,87 @@ class Delivery(NamedTuple):
         return self.state(number) if callable(self.state) else self.state
 
 
-class Source(Protocol):
-    """The source of a prepared loader's batches.
+class Source(ABC):
+    """The source of a prepared loader's batches; the defaults are those of a plain stream."""
 
-    Attributes:
-        even_batches: fill the tail up with repetitions; may be set, for the next pass.
-    """
+    #: Persistent workers of the last pass cannot be used for the current one.
+    fresh_workers: bool = False
 
-    even_batches: bool
+    # --- sizes --------------------------------------------------------------------------------
 
     @property
+    @abstractmethod
+    def even_batches(self) -> bool:
+        """Fill the tail up with repetitions; may be set, for the next pass."""
+
+    @even_batches.setter
+    @abstractmethod
+    def even_batches(self, even: bool) -> None:
+        """Set it for the next pass."""
+
+    @property
+    @abstractmethod
     def total_batch_size(self) -> int | None:
         """Samples of a full global batch, ``None`` where batches vary."""
 
     @property
     def remainder(self) -> int:
         """Samples of an epoch over its full global batches; -1 if unknown or dropped."""
+        return -1
 
+    @abstractmethod
     def loader_options(self) -> dict[str, Any]:
         """Return the arguments with which a torch loader reads from this source."""
 
+    @abstractmethod
     def steps(self) -> int:
         """Return the batches of an epoch; raise TypeError if they cannot be known."""
 
+    def remaining(self) -> int | None:
+        """Return the batches left in the current epoch, ``None`` if unknown."""
+        # A stream may end before its length, so its end is found by reading.
+        return None
+
+    @abstractmethod
+    def first_batch(self) -> int:
+        """Return the index in the epoch of the first batch of this pass."""
+
+    @abstractmethod
+    def position_of(self, batches: int) -> int:
+        """Return the global samples before this batch of the current epoch (its end at most)."""
+
+    # --- random numbers -----------------------------------------------------------------------
+
     @property
+    @abstractmethod
     def generators(self) -> Generators:
         """The generators that belong to the sampler or to the loader, and are saved with it."""
 
     @property
     def draws_order(self) -> bool:
         """True if orders are drawn at random by the user's sampler."""
+        return False
 
     @property
     def base_seed_first(self) -> bool:
         """True if a pass from its start first draws the base seed, as in a plain loop."""
+        return False
 
     @property
     def draws_base_seed(self) -> bool:
         """True if torch's loader draws its base seed in the current pass as in a plain loop."""
+        return False
 
-    def set_epoch(self, epoch: int) -> None:
-        """Call ``set_epoch`` of what the order comes from, as far as it has it."""
+    @abstractmethod
+    def worker_generator(self, seed: int, epoch: int, position: int) -> torch.Generator:
+        """Return what the base seed of workers is drawn from, where it is not as in torch."""
 
+    # --- a pass -------------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:  # noqa: B027
+        """Call ``set_epoch`` of the user's sampler; a dataset is told as each pass begins."""
+
+    @abstractmethod
     def begin(
         self,
         seed: int,
@@ -136,44 +175,36 @@ class Source(Protocol):
                 pass.
         """
 
+    @abstractmethod
     def seek(self, position: int) -> None:
         """Start the pass that was just begun at another position."""
 
-    def record(self) -> Record | None:
-        """Return what draws the order of the current pass again, ``None`` if there is no need."""
-
-    def problem_of(self, record: Record | None) -> str | None:
-        """Return why a resume from a record cannot be exact, ``None`` if it is."""
-
-    def remaining(self) -> int | None:
-        """Return the batches left in the current epoch, ``None`` if unknown."""
-
-    def first_batch(self) -> int:
-        """Return the index in the epoch of the first batch of this pass."""
-
-    def position_of(self, batches: int) -> int:
-        """Return the global samples before this batch of the current epoch (its end at most)."""
-
-    def worker_generator(self, seed: int, epoch: int, position: int) -> torch.Generator:
-        """Return what the base seed of workers is drawn from, where it is not as in torch."""
-
+    @abstractmethod
     def deliver(self, items: Iterator[Any]) -> Iterator[tuple[Any, Delivery]]:
         """Yield each batch of the torch loader with its counts."""
 
+    # --- resuming -----------------------------------------------------------------------------
 
-class StatefulSource(ABC):
-    """A source whose position is more than a count of samples.
+    def record(self) -> Record | None:
+        """Return what draws the order of the current pass again, ``None`` if there is no need."""
+        return None
 
-    Attributes:
-        fresh_workers: persistent workers of the last pass cannot be used for the current one.
-    """
+    def problem_of(self, record: Record | None) -> str | None:
+        """Return why a resume from a record cannot be exact, ``None`` if it is."""
+        return None
 
-    fresh_workers: bool
-
-    @abstractmethod
-    def restore(self, state: State | None) -> None:
+    def restore(self, state: State | None) -> None:  # noqa: B027
         """Store a ``Delivery.state``, for a pass that starts there or later in that epoch."""
 
-    @abstractmethod
     def problem(self, state: State | None) -> str | None:
         """Return why a resume from this state cannot be exact, ``None`` if it is."""
+        return None
+
+
+def check_even(even: bool, *, ready: bool) -> None:
+    """Raise ValueError for ``even_batches=False`` with ready batches, which cannot be split."""
+    if not even and ready:
+        raise ValueError(
+            "a loader with batch_size=None reads ready batches, which cannot be split: give it a "
+            "batch_size, or leave even_batches on."
+        )

@@ -20,17 +20,16 @@ from accel_callbacks.data.order import (
     packed_state,
     set_packed_state,
 )
-from accel_callbacks.data.own_division import told_of_division
 from accel_callbacks.data.sampler import mix_seed
 from accel_callbacks.data.shard import ready_kept
-from accel_callbacks.data.sources import Delivery, State, StatefulSource
-from accel_callbacks.data.worker_copies import told_of_copies
+from accel_callbacks.data.sources import Delivery, Source, State, check_even
+from accel_callbacks.data.stream_checks import compared_over_ranks, compared_over_workers
 from accel_callbacks.warning import warn
 
-__all__ = ["StreamSource", "check_even", "leads_to"]
+__all__ = ["StreamSource", "leads_to"]
 
 
-class StreamSource(StatefulSource):
+class StreamSource(Source):
     """The batches of an iterable dataset; the next is read ahead where someone asks for the last.
 
     Args:
@@ -72,7 +71,7 @@ class StreamSource(StatefulSource):
 
     @even_batches.setter
     def even_batches(self, even: bool) -> None:
-        check_even(even, self._shards.batch_size)
+        check_even(even, ready=self._shards.batch_size is None)
         self._shards.even = even
 
     @property
@@ -106,10 +105,6 @@ class StreamSource(StatefulSource):
         joins = not shards.even and full and tail < shards.world_size
         return full if shards.drop_last or joins else full + (tail > 0)
 
-    def remaining(self) -> int | None:
-        """Return ``None``: a stream may end before its length, so its end is found by reading."""
-        return None
-
     def first_batch(self) -> int:
         """Return the index in the epoch of the first batch of this pass."""
         return 0 if self._begun is None else self._begun[1] // self._shards.size
@@ -142,20 +137,15 @@ class StreamSource(StatefulSource):
             return "each process had read its own shards"
         if not state.keys() >= {"epoch", "position", "turn", "workers"}:
             return "its saved state is not understood"
-        there, here = len(state["workers"]), max(self._workers, 1)
-        if there != here:
-            return f"it was saved with {there} worker processes and is read with {here}"
+        saved, readers = len(state["workers"]), max(self._workers, 1)
+        if saved != readers:
+            return f"it was saved with {saved} worker processes and is read with {readers}"
         return None
 
     @property
     def generators(self) -> Generators:
         """The generator of the loader."""
         return own_generators((), self._loader.generator)
-
-    @property
-    def draws_order(self) -> bool:
-        """Always False: the order is that of the stream."""
-        return False
 
     @property
     def base_seed_first(self) -> bool:
@@ -167,19 +157,12 @@ class StreamSource(StatefulSource):
         """True if torch's loader draws its base seed in the current pass as in a plain loop."""
         return self._fresh and self.base_seed_first
 
-    def set_epoch(self, epoch: int) -> None:
-        """Do nothing: the dataset is told the epoch at the start of each pass."""
-
     def record(self) -> Record | None:
         """Return the generator that the seed of the workers came from; None before the first pass.
 
         A record without one still tells a resume that the pass has drawn its base seed.
         """
         return None if self._begun is None else {"base": self._base}
-
-    def problem_of(self, record: Record | None) -> str | None:
-        """Return ``None``: a record of a stream is always of use."""
-        return None
 
     def seek(self, position: int) -> None:
         """Start the pass that was just begun at another position."""
@@ -279,9 +262,9 @@ class StreamSource(StatefulSource):
             self._checked = True
             name = type(self._shards.dataset).__name__
             if count > 1:
-                items = told_of_copies(items, count, name)
+                items = compared_over_workers(items, count, name)
             if self._shards.may_divide and collectives.has_peers():
-                items = told_of_division(items, name)
+                items = compared_over_ranks(items, name)
         pieces = _Pieces(items, self._after_pass)
         place = _Place(position, marks)
         known: Part | None = None
@@ -410,12 +393,3 @@ def _one_reader(state: Any) -> State:
 def leads_to(state: State, epoch: int, position: int) -> bool:
     """Return whether a state is of this epoch and not after this position."""
     return bool(state["epoch"] == epoch and state["position"] <= position)
-
-
-def check_even(even: bool, batch_size: int | None) -> None:
-    """Raise ValueError for ``even_batches=False`` with ready batches, which cannot be split."""
-    if not even and batch_size is None:
-        raise ValueError(
-            "a loader with batch_size=None reads ready batches, which cannot be split: give it a "
-            "batch_size, or leave even_batches on."
-        )

@@ -6,7 +6,7 @@ import zlib
 from typing import Any
 
 from accel_callbacks import collectives
-from accel_callbacks.data.own_division import checksum
+from accel_callbacks.data.stream_checks import checksum
 
 __all__ = ["InputChecksums"]
 

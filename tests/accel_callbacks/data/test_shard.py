@@ -10,7 +10,8 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from accel_callbacks.data.iterable import IterableShards
-from accel_callbacks.data.sampler import epoch_order, mix_seed
+from accel_callbacks.data.order import epoch_order
+from accel_callbacks.data.sampler import mix_seed
 from accel_callbacks.data.shard import BatchPlan, SamplePlan
 
 WORLDS = (1, 2, 3, 4)

@@ -1,4 +1,4 @@
-"""Streams that are sharded at the source, such as those of Hugging Face datasets.
+"""Read streams that are sharded at the source, such as those of Hugging Face datasets.
 
 A dataset counts as one if it has ``num_shards`` and ``shard(num_shards=, index=)``. Each rank
 reads only its own shards. These may be uneven, so the ranks exchange with each batch what they
@@ -21,7 +21,7 @@ from accel_callbacks.data.iterable import IterableShards, has_state
 from accel_callbacks.data.order import Generators, Record
 from accel_callbacks.data.sampler import mix_seed
 from accel_callbacks.data.shard import ready_kept
-from accel_callbacks.data.sources import Delivery, Setting, State, StatefulSource
+from accel_callbacks.data.sources import Delivery, Setting, Source, State
 from accel_callbacks.data.stream import StreamSource, leads_to
 from accel_callbacks.distributed.failures import share_failure
 
@@ -62,16 +62,18 @@ def own_shards(loader: DataLoader[Any], batch_size: int | None, setting: Setting
 
 def _exchange(*numbers: int) -> list[list[int]]:
     """Collective: return the numbers of all ranks in rank order; equally many on each."""
-    own = collectives.on_backend(torch.tensor(numbers, device="cpu"))
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, own, group=collectives.group_for(own))
-    return [part.tolist() for part in parts]
+    row = collectives.on_backend(torch.tensor(numbers, device="cpu"))
+    table = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(table, row, group=collectives.group_for(row))
+    return [row.tolist() for row in table]
 
 
-class AgreedSource(StatefulSource):
+class AgreedSource(Source):
     """Batches of this rank's own shards, in step with the other ranks.
 
-    A rank that has run out repeats its last batch, of which no sample is then kept.
+    A rank that has run out repeats its last batch, of which no sample is then kept. Several ranks
+    draw by seed and epoch, and the position is in the state of the stream: so there is no record,
+    and no draw as in a plain loop.
 
     Args:
         inner: this rank's own shards, as a stream of a single rank.
@@ -109,11 +111,6 @@ class AgreedSource(StatefulSource):
         """Samples of a full global batch."""
         return self._size
 
-    @property
-    def remainder(self) -> int:
-        """Always -1, unknown: shards may be uneven."""
-        return -1
-
     def loader_options(self) -> dict[str, Any]:
         """Return the arguments with which a torch loader reads from this source."""
         return self._inner.loader_options()
@@ -121,10 +118,6 @@ class AgreedSource(StatefulSource):
     def steps(self) -> int:
         """Raise TypeError: the longest shards decide, and no rank knows them all."""
         raise TypeError("a stream that is sharded at the source has no known length.")
-
-    def remaining(self) -> int | None:
-        """Return ``None``, unknown for the same reason."""
-        return None
 
     def first_batch(self) -> int:
         """Return the index in the epoch of the first batch of this pass, by full batches."""
@@ -148,11 +141,11 @@ class AgreedSource(StatefulSource):
         """Return why a resume from this state cannot be exact, ``None`` if it is."""
         if state is None:
             return None
-        own = state.get("own")
-        if own is None:
+        sharding = state.get("own")
+        if sharding is None:
             return "each process had read the whole stream, and now reads its own shards"
-        if own["world"] != self._setting.world_size:
-            return f"it was sharded over {own['world']} processes"
+        if sharding["world"] != self._setting.world_size:
+            return f"it was sharded over {sharding['world']} processes"
         if "stream" not in state:
             return "the state of this process's shards is missing"
         return self._inner.problem(state["stream"])
@@ -161,32 +154,6 @@ class AgreedSource(StatefulSource):
     def generators(self) -> Generators:
         """The generator of the loader."""
         return self._inner.generators
-
-    @property
-    def draws_order(self) -> bool:
-        """Always False: the order is that of the stream."""
-        return False
-
-    @property
-    def base_seed_first(self) -> bool:
-        """Always False: several ranks draw by seed and epoch."""
-        return False
-
-    @property
-    def draws_base_seed(self) -> bool:
-        """Always False: the seeds of workers differ between ranks."""
-        return False
-
-    def set_epoch(self, epoch: int) -> None:
-        """Do nothing: the dataset is told the epoch at the start of each pass."""
-
-    def record(self) -> Record | None:
-        """Return ``None``: the position is in the state of the stream."""
-        return None
-
-    def problem_of(self, record: Record | None) -> str | None:
-        """Return ``None``: there is no record."""
-        return None
 
     def seek(self, position: int) -> None:
         """Start the pass that was just begun at another position."""
@@ -213,8 +180,8 @@ class AgreedSource(StatefulSource):
         state = self._restored
         problem = self.problem(state)
         if state is not None and problem is None and leads_to(state, epoch, position):
-            own = state["stream"]  # None if this rank has read nothing yet
-            return own["position"] if own else 0, position - state["position"]
+            stream = state["stream"]  # None if this rank has read nothing yet
+            return stream["position"] if stream else 0, position - state["position"]
         if position:
             self._inner.warn_of_skipping(position, problem)
         return 0, position
@@ -224,13 +191,13 @@ class AgreedSource(StatefulSource):
         assert self._begun is not None
         epoch, position = self._begun
         dropped = 0
-        own = {"world": self._setting.world_size, "rank": self._setting.rank}
+        sharding = {"world": self._setting.world_size, "rank": self._setting.rank}
         for batch, delivery, stream in self._steps(self._inner.deliver(items)):
             if dropped + delivery.real <= self._skip:
                 dropped += delivery.real
                 continue
             position += delivery.real
-            state = {"epoch": epoch, "position": position, "own": own, "stream": stream}
+            state = {"epoch": epoch, "position": position, "own": sharding, "stream": stream}
             yield batch, delivery._replace(state=state)
 
     def _steps(
