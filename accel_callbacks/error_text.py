@@ -255,14 +255,14 @@ def _parts(links: Sequence[_Link], note: str) -> Iterator[str]:
     """Yield the texts of errors, without causes that add no fact to what follows."""
     known = " ".join(_plain(link.error) for link in links if _has_user_frames(link.frames))
     known += " " + _plain(links[-1].error)
-    told = False  # of several causes without frames of the user's, the first one
+    shown = False  # of several causes without frames of the user's, the first one
     for link in links[:-1]:
         if _has_user_frames(link.frames):
             yield _stack(link.frames) + _message(link.error) + link.leads_on
-            told = False
-        elif not told and _plain(link.error) not in known:
+            shown = False
+        elif not shown and _plain(link.error) not in known:
             yield f"{_message(link.error).strip().partition(chr(10))[0]}, which led to:\n"
-            told = True
+            shown = True
     yield _stack(links[-1].frames) + note + _message(links[-1].error)
 
 

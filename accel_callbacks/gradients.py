@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,11 @@ __all__ = [
     "clip_norm",
     "clip_value",
     "combined_norm",
+    "first_elements",
     "has_gradients",
     "local_part",
     "multiply_gradients",
+    "parameters_of",
     "total_norm",
 ]
 
@@ -33,6 +35,17 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return part
 
 
+def first_elements(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the first elements of this rank's part, to see whether a tensor changes."""
+    return local_part(tensor).detach().flatten()[:64].clone()
+
+
+def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
+    """Yield the parameters that optimizers hold, frozen ones included."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return (parameter for group in groups for parameter in group["params"])
+
+
 def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether any parameter of this optimizer has a gradient.
 
@@ -42,7 +55,7 @@ def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
         >>> has_gradients(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
         False
     """
-    return any(parameter.grad is not None for parameter in _parameters(optimizer))
+    return any(parameter.grad is not None for parameter in parameters_of([optimizer]))
 
 
 def multiply_gradients(optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
@@ -57,11 +70,11 @@ def multiply_gradients(optimizer: torch.optim.Optimizer, factor: float | torch.T
         >>> weight.grad
         tensor([0.5000])
     """
-    own = getattr(optimizer, "multiply_gradients", None)  # of an engine that keeps them elsewhere
-    if own is not None:
-        own(factor)
+    multiply = getattr(optimizer, "multiply_gradients", None)  # of an engine with its own gradients
+    if multiply is not None:
+        multiply(factor)
     else:
-        scale_gradients(_parameters(optimizer), factor)
+        scale_gradients(parameters_of([optimizer]), factor)
 
 
 def total_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
@@ -114,8 +127,8 @@ def _norm(
     """Return the norm of gradients with the same sharding."""
     if mesh is None:
         return torch.nn.utils.get_total_norm(gradients, norm_type)
-    if any(one.is_partial() for one in placements):
-        gradients = [one.full_tensor() for one in gradients]  # type: ignore[attr-defined]
+    if any(placement.is_partial() for placement in placements):
+        gradients = [gradient.full_tensor() for gradient in gradients]  # type: ignore[attr-defined]
         return torch.nn.utils.get_total_norm(gradients, norm_type)
     # A rank may hold no element of some tensors, of which the infinity norm is not defined.
     parts = [part for part in map(local_part, gradients) if part.numel()]
@@ -207,19 +220,15 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: float | torch.Te
             groups.setdefault((part.device, part.dtype), []).append(part)
     for (device, dtype), gradients in groups.items():
         # One cast for all: a factor on the CPU would be a blocking copy for each gradient.
-        own = factor.to(device, dtype) if isinstance(factor, torch.Tensor) else factor
-        together = [one for one in gradients if _is_plain(one)]
-        if together:
-            torch._foreach_mul_(together, own)
+        scale = factor.to(device, dtype) if isinstance(factor, torch.Tensor) else factor
+        plain = [gradient for gradient in gradients if _is_plain(gradient)]
+        if plain:
+            torch._foreach_mul_(plain, scale)
         for gradient in gradients:
             if not _is_plain(gradient):
-                gradient.mul_(own)
+                gradient.mul_(scale)
 
 
 def _is_plain(gradient: torch.Tensor) -> bool:
     """Return whether torch's foreach kernels take it; not sparse ones and subclasses."""
     return type(gradient) is torch.Tensor and gradient.layout is torch.strided
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])

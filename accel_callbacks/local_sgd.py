@@ -123,8 +123,8 @@ class LocalSGD(AbstractContextManager["LocalSGD"]):
 
     def _shared(self) -> Iterator[torch.Tensor]:
         """Yield the tensors to average, in an order that is the same on all ranks."""
-        yield from (one for one in self.model.parameters() if id(one) in self._trained)
-        yield from (one for one in self.model.buffers() if one.is_floating_point())
+        yield from (p for p in self.model.parameters() if id(p) in self._trained)
+        yield from (buffer for buffer in self.model.buffers() if buffer.is_floating_point())
 
 
 def _prepared(accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
@@ -164,17 +164,17 @@ def _batches(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     batch: list[torch.Tensor] = []
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     room = _AVERAGED_TOGETHER
-    for one in tensors:
-        flat = one.view(-1) if one.is_contiguous() else one.reshape(-1)
-        if not one.is_contiguous():
-            copies.append((one, flat))
+    for tensor in tensors:
+        flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
+        if not tensor.is_contiguous():
+            copies.append((tensor, flat))
         while len(flat):
             part, flat = flat[:room], flat[room:]
             batch.append(part)
             room -= len(part)
             if room == 0:
                 yield batch
-                _write_back(copies, still_open=one if len(flat) else None)
+                _write_back(copies, still_open=tensor if len(flat) else None)
                 batch, room = [], _AVERAGED_TOGETHER
     if batch:
         yield batch
@@ -185,9 +185,9 @@ def _write_back(
     copies: list[tuple[torch.Tensor, torch.Tensor]], still_open: torch.Tensor | None = None
 ) -> None:
     """Copy averaged copies into their tensors; keep that of a tensor of which parts are left."""
-    for one, flat in copies:
-        if one is not still_open:
-            one.copy_(flat.view(one.shape))
+    for tensor, flat in copies:
+        if tensor is not still_open:
+            tensor.copy_(flat.view(tensor.shape))
     copies[:] = [pair for pair in copies if pair[0] is still_open]
 
 

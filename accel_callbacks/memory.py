@@ -184,9 +184,9 @@ def _check_arguments(
         signature.bind(0, *args, **kwargs)
     except TypeError as error:
         name = getattr(function, "__name__", "the function")
-        given = [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
+        passed = [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
         raise TypeError(
-            f"{name}({', '.join(given)}): {error}. find_executable_batch_size passes the batch "
+            f"{name}({', '.join(passed)}): {error}. find_executable_batch_size passes the batch "
             f"size as the first argument of {name}{signature}; leave it out of the call."
         ) from None
 
@@ -247,7 +247,7 @@ def _wait_for_outcomes() -> None:
     timeout = store.timeout  # that of the process group
     deadline = time.monotonic() + timeout.total_seconds()
     while waiting:
-        for rank in [one for one in waiting if store.check([f"{_OUTCOME}/{one}"])]:
+        for rank in [rank for rank in waiting if store.check([f"{_OUTCOME}/{rank}"])]:
             waiting.discard(rank)
             failure = store.get(f"{_OUTCOME}/{rank}").decode()
             if failure:

@@ -106,9 +106,9 @@ class ProfileKwargs(KwargsHandler):
 
 def _available(name: str) -> torch.profiler.ProfilerActivity:
     activity = _ACTIVITIES[name]
-    here = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]
-    if activity not in here:
-        names = sorted(known for known, one in _ACTIVITIES.items() if one in here)
+    supported = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]
+    if activity not in supported:
+        names = sorted(known for known, entry in _ACTIVITIES.items() if entry in supported)
         raise ValueError(f"activity {name!r} cannot be recorded here; this machine has {names}.")
     return activity
 
@@ -122,7 +122,9 @@ def _check_schedule(options: Mapping[str, int]) -> None:
             least = int(name == "active")
             raise ValueError(f"schedule_option {name}={value!r} must be an integer from {least}.")
     missing = [
-        name for name, one in known.items() if one.default is one.empty and name not in options
+        name
+        for name, parameter in known.items()
+        if parameter.default is parameter.empty and name not in options
     ]
     if missing:
         raise ValueError(f"schedule_option needs {', '.join(missing)} too.")

@@ -244,8 +244,8 @@ def _follows(error: Exception, trace: TracebackType | None) -> bool:
     """Return whether an error is a consequence of the failure of another rank."""
     if isinstance(error, RemoteError):
         return True
-    told = any(words in str(error) for words in CONSEQUENCES)
-    return told and is_library_error(error, trace)
+    follows = any(words in str(error) for words in CONSEQUENCES)
+    return follows and is_library_error(error, trace)
 
 
 def _report_of_follower(
@@ -267,8 +267,8 @@ def _report_of_follower(
     lost = _wait_for(reported, _PATIENCE) if can_report else None
     if lost is None:
         return None
-    where = f" in {call}" if call else ""
-    text = f"rank {place.rank}: lost rank {lost}{where}{_at(line)}\n"
+    in_call = f" in {call}" if call else ""
+    text = f"rank {place.rank}: lost rank {lost}{in_call}{_at(line)}\n"
     return _Report(text, lost, follows=True)
 
 

@@ -8,6 +8,7 @@ from accel_callbacks.collectives.group import adopt_store as adopt_store
 from accel_callbacks.collectives.group import before_collectives as before_collectives
 from accel_callbacks.collectives.group import control_group as control_group
 from accel_callbacks.collectives.group import current_turn as current_turn
+from accel_callbacks.collectives.group import default_group as default_group
 from accel_callbacks.collectives.group import expect_group as expect_group
 from accel_callbacks.collectives.group import explained as explained
 from accel_callbacks.collectives.group import explains_with as explains_with

@@ -50,8 +50,8 @@ def begin(
     run_before(operation)
     if not (_debug_from_environment() if debug is None else debug):
         return
-    given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    calls = exchange(Call(f"{operation}({given})", tuple(holds()), _place()))
+    text = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    calls = exchange(Call(f"{operation}({text})", tuple(holds()), _place()))
     if len({call[:2] for call in calls}) > 1:
         raise DistributedOperationException(
             differences(calls) + "\nMake the same call on all processes, with tensors alike in "
@@ -70,10 +70,10 @@ def _debug_from_environment() -> bool:
 
 def contents(data: Any, text_of: Callable[[torch.Tensor], str]) -> list[str]:
     """Return one line for each tensor and number of a nested structure: its path and its text."""
-    found = leaves(data, lambda leaf: is_tensor(leaf) or is_number(leaf), by_key=True)
+    compared = leaves(data, lambda leaf: is_tensor(leaf) or is_number(leaf), by_key=True)
     return [
         f"{path or 'value'}: {text_of(value) if is_tensor(value) else 'number'}"
-        for path, value in found
+        for path, value in compared
     ]
 
 
@@ -96,12 +96,12 @@ def differences(calls: Sequence[Call]) -> str:
     common = set.intersection(*(set(call.contents) for call in calls))
     verb = "differ" if len(odd) > 1 else "differs"
     rows = [f"{_processes(odd)} {verb} from {_processes(usual)}, so nothing was sent:"]
-    for (text, held), where in ranks.items():
-        place = calls[where[0]].place
-        rows.append(f"  {_processes(where)}: {text}" + (f" at {place}" if place else ""))
-        own = [entry for entry in held if entry not in common]
-        rows += [f"      {entry}" for entry in own[:_SHOWN]]
-        rows += [f"      and {len(own) - _SHOWN} more"] if len(own) > _SHOWN else []
+    for (text, held), callers in ranks.items():
+        place = calls[callers[0]].place
+        rows.append(f"  {_processes(callers)}: {text}" + (f" at {place}" if place else ""))
+        differing = [entry for entry in held if entry not in common]
+        rows += [f"      {entry}" for entry in differing[:_SHOWN]]
+        rows += [f"      and {len(differing) - _SHOWN} more"] if len(differing) > _SHOWN else []
     return "\n".join(rows)
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "before_collectives",
     "control_group",
     "current_turn",
+    "default_group",
     "exchange",
     "expect_group",
     "explained",
@@ -84,6 +85,11 @@ def world_size() -> int:
     return 1
 
 
+def default_group() -> Any:
+    """Return the default group, None without one."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
 def has_peers() -> bool:
     """Return whether there is a default group, of several ranks; never raise."""
     return dist.is_initialized() and dist.get_world_size() > 1
@@ -138,7 +144,7 @@ class explained(ContextDecorator):
     """Context manager and decorator: raise what happened to a rank that broke a collective.
 
     Args:
-        where: the name of the collective, for the error.
+        operation: the name of the collective, for the error.
 
     Example:
         >>> from accel_callbacks.collectives import explained
@@ -146,10 +152,10 @@ class explained(ContextDecorator):
         ...     parts = [1]
     """
 
-    __slots__ = ("_where",)
+    __slots__ = ("_operation",)
 
-    def __init__(self, where: str) -> None:
-        self._where = where
+    def __init__(self, operation: str) -> None:
+        self._operation = operation
 
     def __enter__(self) -> None:
         """Do nothing."""
@@ -157,7 +163,7 @@ class explained(ContextDecorator):
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Raise the cause from the error of the collective."""
         if isinstance(error, RuntimeError) and _explain is not None:
-            cause = _explain(error, self._where)
+            cause = _explain(error, self._operation)
             if cause is not error:
                 raise cause from error
 
@@ -182,7 +188,7 @@ def join_control_group() -> bool:
 
 def leave_control_group() -> None:
     """Destroy the group that :func:`join_control_group` made; do nothing without one."""
-    world = dist.group.WORLD if dist.is_initialized() else None
+    world = default_group()
     group = None if world is None else _control.pop(world, None)
     if group is not None:
         dist.destroy_process_group(group)
@@ -205,8 +211,8 @@ def _serves_cpu(group: Any) -> bool:
 def group_timeout() -> timedelta:
     """Return the timeout of collectives of the default group; torch's default if it is unknown."""
     world = dist.group.WORLD
-    found = None if world is None else _timeout_of(world)
-    return dist.constants.default_pg_timeout if found is None else found
+    timeout = None if world is None else _timeout_of(world)
+    return dist.constants.default_pg_timeout if timeout is None else timeout
 
 
 def _timeout_of(group: Any) -> timedelta | None:
@@ -232,9 +238,9 @@ def on_backend(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def turn(where: str) -> Iterator[None]:
+def turn(block: str) -> Iterator[None]:
     """Context manager: mark a block that ranks run one after the other, without collectives."""
-    token = _TURN.set(where)
+    token = _TURN.set(block)
     try:
         yield
     finally:
@@ -248,10 +254,10 @@ def current_turn() -> str | None:
 
 def refuse_in_turn(operation: str) -> None:
     """Raise in a turn, where a collective would wait for ranks that wait for this one."""
-    where = _TURN.get()
-    if where is not None:
+    block = _TURN.get()
+    if block is not None:
         raise RuntimeError(
-            f"{operation} inside of {where} would wait for ever: the processes run that block one "
+            f"{operation} inside of {block} would wait for ever: the processes run that block one "
             "after the other. Move it out of the block."
         )
 

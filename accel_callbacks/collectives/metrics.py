@@ -52,9 +52,9 @@ def gather_counted(data: Any, active: Sequence[Tally], ranks: Sequence[int] | No
     def keep_real(gathered: torch.Tensor) -> torch.Tensor:
         index = next(numbers)
         each = [len(gathered) // world] * world if sizes is None else [s[index] for s in sizes]
-        own = _of_ranks(each, ranks)
+        sizes_of_ranks = _of_ranks(each, ranks)
         # A tensor without dimensions becomes one with an entry for each rank, not each sample.
-        keep = _counts(own, active, per_sample=tensors[index].dim() > 0)
+        keep = _counts(sizes_of_ranks, active, per_sample=tensors[index].dim() > 0)
         if keep == each:
             return gathered
         pieces = zip(_of_ranks(torch.split(gathered, each), ranks), keep, strict=True)
@@ -117,8 +117,8 @@ def _loader_of(total: int, active: Sequence[Tally]) -> Tally | None:
     if inner.padded == total:
         return inner
     # In an evaluation inside of a training loop, the training loader's counts do not apply.
-    beside = (one for one in reversed(active) if one.trained == inner.trained)
-    return next((one for one in beside if one.padded == total), inner)
+    beside = (loader for loader in reversed(active) if loader.trained == inner.trained)
+    return next((loader for loader in beside if loader.padded == total), inner)
 
 
 class _Joined:
@@ -130,11 +130,11 @@ class _Joined:
 
 def _gather_lists(data: Any, active: Sequence[Tally], ranks: Sequence[int] | None) -> Any:
     """Join lists without tensors, such as the texts of a batch, over all ranks."""
-    found: list[list[Any]] = []
-    _map_plain_lists(data, found.append)
-    if not found:
+    lists: list[list[Any]] = []
+    _map_plain_lists(data, lists.append)
+    if not lists:
         return data
-    on_all = _of_ranks(collectives.all_objects(found), ranks)
+    on_all = _of_ranks(collectives.all_objects(lists), ranks)
     joined = iter([_Joined(_join(parts, active)) for parts in zip(*on_all, strict=True)])
     return _map_plain_lists(data, lambda _: next(joined))
 

@@ -105,11 +105,11 @@ def leaves(
     if kind is None:
         return []
     items = kind.items(data)
-    found: list[Leaf] = []
+    selected: list[Leaf] = []
     for place in _order(data, items, by_key):
         label, child = items[place]
-        found += leaves(child, is_leaf, by_key=by_key, path=path + kind.path(label))
-    return found
+        selected += leaves(child, is_leaf, by_key=by_key, path=path + kind.path(label))
+    return selected
 
 
 def map_tensors(data: T, fn: Callable[[torch.Tensor], Any]) -> T:

@@ -103,10 +103,10 @@ def numbers_to_tensors(data: T, ranks: Sequence[int] | None = None) -> T:
         data: a nested structure.
         ranks: those that get an entry; all if None.
     """
-    own = [leaf.value for leaf in leaves(data, is_number, by_key=True)]
-    if not own:
+    numbers = [leaf.value for leaf in leaves(data, is_number, by_key=True)]
+    if not numbers:
         return data
-    held = exchange(own)
+    held = exchange(numbers)
     if ranks is not None:
         held = [held[rank] for rank in ranks]
     each = iter(zip(*held, strict=True))
@@ -129,9 +129,8 @@ def sizes_on_all(data: Any) -> list[list[int]] | None:
     """
     if world_size() == 1:
         return None
-    own = [tuple(tensor.shape[:1]) or (1,) for tensor in tensors_in(data)]
-    sizes = _compare("gather", rows_held(data), [size for (size,) in own])
-    return sizes
+    rows = [tensor.shape[0] if tensor.dim() else 1 for tensor in tensors_in(data)]
+    return _compare("gather", rows_held(data), rows)
 
 
 def rows_held(data: Any) -> list[str]:
@@ -139,20 +138,20 @@ def rows_held(data: Any) -> list[str]:
     return contents(data, lambda tensor: whole(tensor, ("*", *tensor.shape[1:])))
 
 
-def _compare(operation: str, alike: list[str], own: list[int]) -> list[list[int]] | None:
-    """Collective: return ``own`` of each rank, None if it is the same on all.
+def _compare(operation: str, alike: list[str], sizes: list[int]) -> list[list[int]] | None:
+    """Collective: return the sizes of each rank, None if they are the same on all.
 
     Raises:
         ValueError: on all ranks, if ``alike`` differs.
     """
     # One small all-gather of a digest in the usual case; the objects follow only if it differs.
-    text = repr((alike, own)).encode()
+    text = repr((alike, sizes)).encode()
     digest = list(hashlib.blake2b(text, digest_size=16).digest())
     mark = torch.tensor(digest, dtype=torch.uint8, device="cpu")
     marks = gather_tensor(on_backend(mark)).reshape(world_size(), -1)
     if bool((marks == marks[0]).all()):
         return None
-    held = exchange((alike, own))
+    held = exchange((alike, sizes))
     calls = [Call(operation, tuple(lines)) for lines, _ in held]
     if len(set(calls)) > 1:
         raise ValueError(f"this cannot be combined. {differences(calls)}")
@@ -207,8 +206,8 @@ def pad_across_processes(
     )
     if world_size() == 1:
         return tensor
-    own = [each.shape[dim] for each in tensors_in(tensor) if _has(each, dim)]
-    sizes = _compare("pad_across_processes", contents(tensor, text_of), own)
+    lengths = [each.shape[dim] for each in tensors_in(tensor) if _has(each, dim)]
+    sizes = _compare("pad_across_processes", contents(tensor, text_of), lengths)
     if sizes is None:
         return tensor
     largest = map(max, zip(*sizes, strict=True))
@@ -275,19 +274,17 @@ def reduce(
         {'loss': tensor([2., 6.]), 'n': 8}
     """
     _check(reduction, weight)
-    given = weight is not None
+    arguments: dict[str, Any] = {"reduction": reduction}
     if reduction == "mean":
-        arguments = {"reduction": reduction, "weighted": given}
-    else:
-        arguments = {"reduction": reduction}
+        arguments["weighted"] = weight is not None
     begin("reduce", debug, lambda: contents(tensor, whole), **arguments)
     if reduction == "none":
         return _scaled(tensor, scale)
     distributed = world_size() > 1
     share = sum_of(weight) if distributed and weight is not None and tensors_in(tensor) else None
 
-    def combine(one: torch.Tensor) -> torch.Tensor:
-        return reduce_tensor(one, reduction, scale, weight, share)
+    def combine(leaf: torch.Tensor) -> torch.Tensor:
+        return reduce_tensor(leaf, reduction, scale, weight, share)
 
     return _reduce_numbers(map_tensors(tensor, combine), reduction, scale, weight)
 
@@ -304,21 +301,23 @@ def _check(reduction: str, weight: float | torch.Tensor | None) -> None:
 
 
 def _scaled(data: T, scale: float) -> T:
-    copied = map_tensors(data, lambda one: one.detach().clone() if scale == 1 else one * scale)
-    return map_leaves(copied, lambda one: one if scale == 1 else one * scale, is_number)
+    if scale == 1:
+        return map_tensors(data, lambda tensor: tensor.detach().clone())
+    scaled = map_tensors(data, lambda tensor: tensor * scale)
+    return map_leaves(scaled, lambda number: number * scale, is_number)
 
 
 def _reduce_numbers(
     data: T, reduction: str, scale: float, weight: float | torch.Tensor | None
 ) -> T:
     """Combine Python's numbers in Python, where they are exact and may be of mixed types."""
-    own = [leaf.value for leaf in leaves(data, is_number, by_key=True)]
-    if not own:
+    numbers = [leaf.value for leaf in leaves(data, is_number, by_key=True)]
+    if not numbers:
         return data
     alone = world_size() == 1  # the weight is then irrelevant, even if it is 0
-    held = exchange((1.0 if weight is None or alone else float(weight), own))
+    held = exchange((1.0 if weight is None or alone else float(weight), numbers))
     weights = [weight for weight, _ in held]
-    each = iter(zip(*(numbers for _, numbers in held), strict=True))
+    each = iter(zip(*(row for _, row in held), strict=True))
 
     def combine(_: Any) -> Any:
         result = _COMBINE[reduction](next(each), weights)
@@ -373,11 +372,11 @@ def broadcast(tensor: T, from_process: int = 0, *, debug: bool | None = None) ->
     """
     source = source_of(from_process)
     begin("broadcast", debug, lambda: contents(tensor, whole), from_process=from_process)
-    sent = map_tensors(tensor, lambda one: broadcast_tensor(one, source))
-    own = [leaf.value for leaf in leaves(sent, is_number, by_key=True)]
-    if not own:
+    sent = map_tensors(tensor, lambda leaf: broadcast_tensor(leaf, source))
+    numbers = [leaf.value for leaf in leaves(sent, is_number, by_key=True)]
+    if not numbers:
         return sent
-    each = iter(send_object(own, source))
+    each = iter(send_object(numbers, source))
     return map_leaves(sent, lambda _: next(each), is_number, by_key=True)
 
 
@@ -494,10 +493,10 @@ def _beside(share: torch.Tensor, value: torch.Tensor) -> float | torch.Tensor:
 def sum_of(value: float | torch.Tensor) -> torch.Tensor:
     """Return the sum of a number over all ranks, in double precision."""
     if isinstance(value, torch.Tensor):
-        one = value.detach()
+        share = value.detach()
     else:
-        one = torch.tensor(value, dtype=torch.float64, device="cpu")
-    total = on_backend(one).to(torch.float64, copy=True)
+        share = torch.tensor(value, dtype=torch.float64, device="cpu")
+    total = on_backend(share).to(torch.float64, copy=True)
     dist.all_reduce(total, group=group_for(total))
     return total
 
@@ -547,10 +546,10 @@ def _working_type(value: torch.Tensor, reduction: str) -> torch.dtype:
     return dtype if dtype is torch.float64 else torch.float32
 
 
-def _result_type(given: torch.dtype, worked: torch.dtype, counted: bool) -> torch.dtype:
-    """Return the given dtype, but float for means and fractions of integers, int64 for counts."""
-    if not _is_whole(given):
-        return given
+def _result_type(dtype: torch.dtype, worked: torch.dtype, counted: bool) -> torch.dtype:
+    """Return the dtype itself, but float for means and fractions of integers, int64 for counts."""
+    if not _is_whole(dtype):
+        return dtype
     if not _is_whole(worked):
         return torch.get_default_dtype()
-    return torch.int64 if given is torch.bool and counted else given
+    return torch.int64 if dtype is torch.bool and counted else dtype

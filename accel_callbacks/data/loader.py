@@ -15,8 +15,8 @@ from accel_callbacks.data.base_seed import base_seed_generator, draw_base_seed
 from accel_callbacks.data.device import Feed
 from accel_callbacks.data.order import Record
 from accel_callbacks.data.sources import Delivery, Source
+from accel_callbacks.distributed.processes import end_workers_at_exit, stopped_workers
 from accel_callbacks.distributed.remote_failure import remote_failure
-from accel_callbacks.distributed.worker_process import end_workers_at_exit, stopped_workers
 from accel_callbacks.warning import warn
 
 __all__ = ["DataLoaderShard", "LoopEvents", "NoEvents", "keep_workers", "stop_workers"]

@@ -8,6 +8,7 @@ The collectives of the other ranks fail at once, and these ranks find the publis
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import json
 import sys
@@ -67,11 +68,10 @@ _EXPLAINED = "_accel_explained"  # attribute of an error for which no cause was 
 _aborted: weakref.ref[Any] | None = None
 # Groups that stay open while the run is aborted, with a function that waits until they are unused.
 _exempt: weakref.WeakKeyDictionary[Any, Callable[[], None]] = weakref.WeakKeyDictionary()
-_exit_hook_set = False
 _has_readers = True  # False if the published error tells the other ranks nothing new
 
 
-def abort_run(error: BaseException, where: str) -> BaseException:
+def abort_run(error: BaseException, operation: str) -> BaseException:
     """Abort the run on all ranks because of an error on this one; return the error to raise.
 
     The error is published first, then this rank closes its connections, so that no rank waits for
@@ -79,7 +79,7 @@ def abort_run(error: BaseException, where: str) -> BaseException:
 
     Args:
         error: the error that ends the run on this rank.
-        where: what ended, for the error on the other ranks.
+        operation: what ended, for the error on the other ranks.
 
     Returns:
         ``error``, or a :class:`RemoteError` if it is only a consequence of another rank's error.
@@ -95,7 +95,7 @@ def abort_run(error: BaseException, where: str) -> BaseException:
     global _has_readers
     # A rank that was killed has published nothing, and this rank can only publish the disconnect
     # that all the others see themselves: no reason to linger for readers.
-    cause = explain(error, where)
+    cause = explain(error, operation)
     lost = isinstance(cause, LostRankError)
     _has_readers = not lost and (isinstance(cause, RemoteError) or not is_disconnect(error))
     if not _has_readers:
@@ -104,19 +104,19 @@ def abort_run(error: BaseException, where: str) -> BaseException:
         # A RemoteError came from a rank that publishes its error itself.
         if not isinstance(cause, RemoteError) and not group_is_aborted():
             # compare_set, because the first error counts: later ones mostly follow from it.
-            store().compare_set(REPORT, "", _encode(error, where))
+            store().compare_set(REPORT, "", _encode(error, operation))
     abort_group()
     with suppress(Exception):
         store().set(f"{_ENDED}/{rank()}", "")
     return cause
 
 
-def explain(error: BaseException, where: str) -> BaseException:
+def explain(error: BaseException, operation: str) -> BaseException:
     """Return the error that one of a collective follows from, or that error itself.
 
     Args:
         error: what this rank caught.
-        where: what has failed, for the message.
+        operation: what has failed, for the message.
 
     Returns:
         A :class:`RemoteError` with the error that another rank has published, a
@@ -138,26 +138,26 @@ def explain(error: BaseException, where: str) -> BaseException:
     if watch.report is not None:
         return RemoteError(**watch.report)
     if lost is not None:
-        return watch.error_of(lost, where)
+        return watch.error_of(lost, operation)
     others = watch.last_seen([peer for peer in range(world_size()) if peer != rank()])
     cause: BaseException = error
     if watch.timed_out(error):
         cause = RuntimeError(
-            f"{where}: all ranks live, but one did not come within the timeout of the process "
+            f"{operation}: all ranks live, but one did not come within the timeout of the process "
             f"group: {others}. Check what it does there, or give it longer with "
             f"Accelerator(timeout=...).{dump_hang(rank())}"
         )
     elif others:
         cause = RuntimeError(
-            f"{where}: a rank that lives has closed its connection, as one does whose own wait has "
-            f"timed out: {others}. Check whether all ranks make the same calls.\n\n"
+            f"{operation}: a rank that lives has closed its connection, as one does whose own wait "
+            f"has timed out: {others}. Check whether all ranks make the same calls.\n\n"
             f"The collective ended with: {error}"
         )
     setattr(cause, _EXPLAINED, True)  # not to be looked for again
     return cause
 
 
-def explain_in_place(error: BaseException, where: str) -> None:
+def explain_in_place(error: BaseException, operation: str) -> None:
     """Put the error that :func:`explain` returns into the message of this one.
 
     For an error that somebody else raises.
@@ -169,7 +169,7 @@ def explain_in_place(error: BaseException, where: str) -> None:
         >>> error
         ValueError('no data')
     """
-    cause = explain(error, where)
+    cause = explain(error, operation)
     if cause is not error:
         error.args = (f"{cause}\n\nThe collective ended with: {error}",)
         if hasattr(cause, _EXPLAINED):
@@ -192,9 +192,9 @@ def _wait_for_report() -> RemoteError | None:
     return None
 
 
-def _encode(error: BaseException, where: str) -> str:
+def _encode(error: BaseException, operation: str) -> str:
     details = published_text(error)[-_LONGEST_REPORT:]
-    return json.dumps({"rank": rank(), "where": where, "details": details})
+    return json.dumps({"rank": rank(), "where": operation, "details": details})
 
 
 def group_is_aborted() -> bool:
@@ -234,13 +234,11 @@ def abort_group() -> None:
         >>> from accel_callbacks.distributed.abort import abort_group
         >>> abort_group()
     """
-    global _aborted, _exit_hook_set
+    global _aborted
     if not has_peers() or group_is_aborted():
         return
     _aborted = weakref.ref(dist.group.WORLD)
-    if not _exit_hook_set:
-        atexit.register(_linger_at_exit)
-        _exit_hook_set = True
+    _set_exit_hook()
     _abort([group for group in _groups() if group not in _exempt])
 
 
@@ -261,6 +259,11 @@ def _groups() -> list[Any]:
     return list(known.pg_map)[::-1] if known is not None else [dist.group.WORLD]
 
 
+@functools.cache  # once a process
+def _set_exit_hook() -> None:
+    atexit.register(_linger_at_exit)
+
+
 def _linger_at_exit() -> None:
     """Count this rank as gone, and keep the store up until the other ranks have read the error.
 
@@ -273,7 +276,7 @@ def _linger_at_exit() -> None:
         notes = store()
         notes.add(_GONE, 1)
         deadline = time.monotonic() + (_LINGER if rank() == 0 and _has_readers else 0)
-        ended = [f"{_ENDED}/{one}" for one in range(world_size())]
+        ended = [f"{_ENDED}/{peer}" for peer in range(world_size())]
         while not notes.check(ended) and time.monotonic() < deadline:
             time.sleep(0.05)
 
@@ -323,8 +326,9 @@ def abort_devices(groups: Iterable[Any] | None = None) -> bool:
     for group in _groups() if groups is None else groups:
         with suppress(Exception):
             kinds = [kind for kind in group._device_types if kind.type != "cpu"]
-            own = [group._get_backend(kind) for kind in kinds]
-            backends += [one for one in own if not any(one is other for other in backends)]
+            for backend in (group._get_backend(kind) for kind in kinds):
+                if not any(backend is known for known in backends):
+                    backends.append(backend)
     if not backends:
         return True
     thread = threading.Thread(target=_abort_backends, args=(backends,), daemon=True)
@@ -358,7 +362,7 @@ def _together(backends: list[Any]) -> Iterator[None]:
     Aborts of different communicators, one after the other, may wait for each other on the ranks;
     `torch.distributed.distributed_c10d._abort_process_group` groups them for the same reason.
     """
-    nccl = next((one for one in backends if hasattr(one, "_group_start")), None)
+    nccl = next((backend for backend in backends if hasattr(backend, "_group_start")), None)
     if nccl is None or not hasattr(nccl, "_group_end"):  # another backend, or another torch
         yield
         return
@@ -457,7 +461,7 @@ def _follow(report: dict[str, Any]) -> None:
     """Abort this rank because of the error that another one has published."""
     if report["rank"] != rank():
         # Before the abort, which lets the training thread go on.
-        remote_failure.note(lambda where: RemoteError(**report))
+        remote_failure.note(lambda operation: RemoteError(**report))
     abort_group()
 
 
@@ -485,19 +489,19 @@ def _wait_for_all(timeout: timedelta) -> dist.distributed_c10d.Store:
     advice = "start the script again, or let all processes end with the error"
     try:
         notes = store()
-        here = notes.add(_AGAIN, 1)
+        rejoined = notes.add(_AGAIN, 1)
         watch = current_heartbeat()
-        while here < world_size():
+        while rejoined < world_size():
             ended = watch.find_ended() if watch is not None else None
             if notes.add(_GONE, 0):  # adding 0 reads a counter that may not exist yet
                 raise RuntimeError(f"a process has ended with the error that ended a run: {advice}")
             if ended is not None:
                 raise RuntimeError(f"{ended}, and does not rejoin: {advice}")
             if time.monotonic() > deadline:
-                missing = f"only {here} of {world_size()} processes have rejoined"
+                missing = f"only {rejoined} of {world_size()} processes have rejoined"
                 raise RuntimeError(f"{missing}: {advice}")
             time.sleep(0.05)
-            here = notes.add(_AGAIN, 0)
+            rejoined = notes.add(_AGAIN, 0)
     except dist.DistError as error:
         raise RuntimeError(
             f"rank 0, which serves the rendezvous store, has ended after an error: {advice}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import threading
 import time
 from weakref import WeakSet
@@ -18,7 +19,6 @@ __all__ = ["end_daemon_threads", "register_daemon_thread"]
 
 _PATIENCE = 5.0  # seconds for a thread to end, which it does at its next line of Python
 _threads: WeakSet[threading.Thread] = WeakSet()
-_exit_hook_set = False
 
 
 def register_daemon_thread() -> None:
@@ -28,14 +28,16 @@ def register_daemon_thread() -> None:
         >>> from accel_callbacks.distributed.daemon_threads import register_daemon_thread
         >>> register_daemon_thread()  # the main thread needs no help
     """
-    global _exit_hook_set
     thread = threading.current_thread()
     if not thread.daemon or thread in _threads:
         return
     _threads.add(thread)
-    if not _exit_hook_set:
-        atexit.register(end_daemon_threads)
-        _exit_hook_set = True
+    _set_exit_hook()
+
+
+@functools.cache  # once a process
+def _set_exit_hook() -> None:
+    atexit.register(end_daemon_threads)
 
 
 def end_daemon_threads() -> None:
@@ -47,11 +49,12 @@ def end_daemon_threads() -> None:
         >>> from accel_callbacks.distributed.daemon_threads import end_daemon_threads
         >>> end_daemon_threads()
     """
-    alive = [one for one in list(_threads) if one.is_alive()]
+    alive = [thread for thread in list(_threads) if thread.is_alive()]
     for thread in alive:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
         )
+    # After the exceptions are set: a thread in a collective sees its own only once that has failed.
     if alive:
         abort_all_groups()
     deadline = time.monotonic() + _PATIENCE

@@ -38,11 +38,11 @@ _counters: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
 
 
 @contextmanager
-def shared_failure(where: str) -> Iterator[None]:
+def shared_failure(operation: str) -> Iterator[None]:
     """Context manager: raise on all ranks if the block fails on one; a sync point at its end.
 
     Args:
-        where: shown in the error of the other ranks.
+        operation: shown in the error of the other ranks.
 
     Raises:
         RemoteError: another rank failed in the block, and this one did not.
@@ -60,12 +60,12 @@ def shared_failure(where: str) -> Iterator[None]:
         raise
     finally:
         try:
-            share_failure(error, where)
+            share_failure(error, operation)
         finally:
             error = None  # its traceback has this frame: a cycle
 
 
-def share_failure(error: BaseException | None, where: str) -> None:
+def share_failure(error: BaseException | None, operation: str) -> None:
     """Collective: report this rank's error, or raise :class:`RemoteError` if another rank has one.
 
     A rank that passes an error of its own only reports it; its caller raises it. If the other
@@ -79,55 +79,55 @@ def share_failure(error: BaseException | None, where: str) -> None:
     if error is not None:
         # In a turn the other ranks are not at a sync point yet; the end of the turn is one.
         if collectives.current_turn() is None:
-            _report(error, where)
+            _report(error, operation)
         return
-    collectives.refuse_in_turn(where)
-    collectives.run_before(where)
-    point = _next_point(where)
+    collectives.refuse_in_turn(operation)
+    collectives.run_before(operation)
+    point = _next_point(operation)
     try:
         _arrive_at(point)
-        reports = collectives.all_objects(None, operation=where)
+        reports = collectives.all_objects(None, operation=operation)
     except DistributedOperationException:  # all ranks raise it, and stay connected
         raise
     except RemoteError as problem:
-        abort_run(problem, where)
+        abort_run(problem, operation)
         raise
     except Exception as problem:
         late = _absent_from(point)  # before the abort, after which the store may be gone
-        first = abort_run(problem, where)
+        first = abort_run(problem, operation)
         if first is not problem:
             raise first from problem
         if late:
-            raise _too_late(late, where) from problem
+            raise _too_late(late, operation) from problem
         raise
     for failed, report in enumerate(reports):
         if report is not None:
-            raise RemoteError(rank=failed, where=where, details=report)
+            raise RemoteError(rank=failed, where=operation, details=report)
 
 
-def _report(error: BaseException, where: str) -> None:
+def _report(error: BaseException, operation: str) -> None:
     """Send the error to the other ranks at this sync point, or abort what keeps them from it."""
-    point = _next_point(where)
+    point = _next_point(operation)
     with suppress(Exception):  # if the others are gone, this error is the one to be seen
         _arrive_at(point)
         if _others_arrive_at(point):
-            collectives.all_objects(published_text(error), operation=where)
+            collectives.all_objects(published_text(error), operation=operation)
             return
-    first = abort_run(error, where)
+    first = abort_run(error, operation)
     with suppress(Exception):
         _arrive_at(None)
     if first is not error:
         raise first from error  # another rank's error has broken the collective of this one
 
 
-def meet(where: str) -> None:
+def meet(operation: str) -> None:
     """Wait until all ranks have come here, before collectives that a rank may start by mistake.
 
     The others may be in another collective, with which one of this rank would be paired: gloo ends
     the process then, and NCCL hangs. So this waits in the store; it is a sync point.
 
     Args:
-        where: shown in errors.
+        operation: shown in errors.
 
     Raises:
         RuntimeError: a rank is elsewhere, or did not come within the timeout of the group.
@@ -139,34 +139,34 @@ def meet(where: str) -> None:
     """
     if collectives.world_size() == 1:
         return
-    collectives.refuse_in_turn(where)
-    collectives.run_before(where)
-    point = _next_point(where)
+    collectives.refuse_in_turn(operation)
+    collectives.run_before(operation)
+    point = _next_point(operation)
     deadline = time.monotonic() + collectives.group_timeout().total_seconds()
     try:
         _arrive_at(point)
         while absent := _not_yet_at(point):
-            remote_failure.raise_in(where)
+            remote_failure.raise_in(operation)
             watch = current_heartbeat()
             if watch is not None and (gone := watch.find_gone(absent)):
-                raise watch.error_of(gone, where)
+                raise watch.error_of(gone, operation)
             if time.monotonic() > deadline:
-                raise _too_late(absent, where)
+                raise _too_late(absent, operation)
             time.sleep(_POLLING)
     except Exception as problem:
-        first = abort_run(problem, where)
+        first = abort_run(problem, operation)
         if first is not problem:
             raise first from problem
         raise
 
 
-def leave(where: str) -> None:
+def leave(operation: str) -> None:
     """Wait until all ranks have come here, and leave the group; the host of its store leaves last.
 
     The ranks watch each other until they have met; a sync point.
 
     Args:
-        where: shown in errors.
+        operation: shown in errors.
 
     Raises:
         LostRankError: a rank has ended before, or hangs.
@@ -176,12 +176,12 @@ def leave(where: str) -> None:
         >>> from accel_callbacks.distributed.failures import leave
         >>> leave("end_training")
     """
-    meet(where)
+    meet(operation)
     show_held_warnings()  # rank 0 has posted those that it has shown
     stop_heartbeat()
     if collectives.world_size() == 1:
         return
-    point, deadline = _next_point(where), time.monotonic() + _PATIENCE
+    point, deadline = _next_point(operation), time.monotonic() + _PATIENCE
     with suppress(dist.DistError):
         _arrive_at(point)
         while collectives.rank() == 0 and _not_yet_at(point) and time.monotonic() < deadline:
@@ -194,33 +194,33 @@ def _not_yet_at(point: str) -> list[int]:
     Raises:
         RuntimeError: a rank is at another one in its place, so it will not come.
     """
-    number, _, where = point.partition(" ")
+    number, _, operation = point.partition(" ")
     ranks = range(collectives.world_size())
     reached = collectives.store().read([f"{_KEY}/{rank}" for rank in ranks])
     absent = []
     for rank, last in zip(ranks, reached, strict=True):
         count, _, name = (last or "").partition(" ")
-        if count == number and name != where:
+        if count == number and name != operation:
             raise RuntimeError(
-                f"rank {rank} is at {name} while this one is at {where}: make the same calls on "
-                "all ranks; a call inside of `if is_main_process:` is made on one."
+                f"rank {rank} is at {name} while this one is at {operation}: make the same calls "
+                "on all ranks; a call inside of `if is_main_process:` is made on one."
             )
         if not count.isdecimal() or int(count) < int(number):
             absent.append(rank)
     return absent
 
 
-def _too_late(ranks: list[int], where: str) -> RuntimeError:
+def _too_late(ranks: list[int], operation: str) -> RuntimeError:
     return RuntimeError(
-        f"ranks {ranks} did not come to {where} within the timeout of the process group"
+        f"ranks {ranks} did not come to {operation} within the timeout of the process group"
         f"{_last_seen(ranks)}: check what they do there, or give them longer with "
         f"Accelerator(timeout=...).{dump_hang(collectives.rank())}"
     )
 
 
-def _next_point(where: str) -> str:
+def _next_point(operation: str) -> str:
     number = next(_counters.setdefault(dist.group.WORLD, itertools.count()))
-    return f"{number} {where}"
+    return f"{number} {operation}"
 
 
 def _arrive_at(point: str | None) -> None:
@@ -232,10 +232,9 @@ def _absent_from(point: str) -> list[int]:
     """Return the ranks that are not at this sync point, none if the store is gone."""
     with suppress(Exception):
         # In one trip to the store: all ranks ask at the same time, each for all the others.
-        reached = collectives.store().read(
-            [f"{_KEY}/{one}" for one in range(collectives.world_size())]
-        )
-        return [one for one, last in enumerate(reached) if last != point]
+        ranks = range(collectives.world_size())
+        reached = collectives.store().read([f"{_KEY}/{rank}" for rank in ranks])
+        return [rank for rank, last in zip(ranks, reached, strict=True) if last != point]
     return []
 
 

@@ -31,7 +31,12 @@ import torch.distributed as dist
 from accel_callbacks import collectives
 from accel_callbacks.collectives.store import BoundedStore, read_keys
 from accel_callbacks.distributed.flight_recorder import dump_hang
-from accel_callbacks.distributed.process_exit import fate_of, host_id
+from accel_callbacks.distributed.processes import (
+    end_workers,
+    fate_of,
+    host_id,
+    stopped_workers,
+)
 from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.distributed.stack import (
     Call,
@@ -43,7 +48,6 @@ from accel_callbacks.distributed.stack import (
     stacks,
     waits_for_worker,
 )
-from accel_callbacks.distributed.worker_process import end_workers, stopped_workers
 from accel_callbacks.errors import LostRankError
 
 __all__ = [
@@ -78,7 +82,7 @@ _SIGNS = (
     "pair closure",
     "process group",
 )
-_TOLD = 8  # ranks whose places an error shows
+_SHOWN = 8  # ranks whose places an error shows
 _WITH, _FOLLOWS = " with ", " after another rank, with "
 _ORDERLY = ("exited with code 0", "was killed by SIGTERM", "was killed by SIGINT")
 
@@ -169,7 +173,7 @@ class Heartbeat:
         self._interval = min(timeout / 10, _LONGEST_INTERVAL)
         self._trains, self._saves = threading.current_thread(), StuckCalls(is_saving)
         self._loads, self._saving, self._loading = StuckCalls(waits_for_worker), 0.0, 0.0
-        self._peers = {one: _Peer() for one in range(world) if one != rank}
+        self._peers = {peer: _Peer() for peer in range(world) if peer != rank}
         self._count, self._place, self._answered = 0, "", time.monotonic()
         self._stopped, self._rounds = threading.Event(), threading.Condition()
         self._round, self._everyone = 0, False
@@ -229,26 +233,26 @@ class Heartbeat:
             if self.report is not None:
                 return None
             late = time.monotonic() > deadline
-            found = self.lost or self._departed()
-            if found is None and (timed_out or late):
-                found = self._silent(_MISSED * self._interval)
-            if found is None and late and self._store.is_gone and self._serves_store:
-                found = LostRank(0, "has ended (it served the store of the group)")
-            if found is not None or late or self._stopped.is_set():
-                return found
+            lost = self.lost or self._departed()
+            if lost is None and (timed_out or late):
+                lost = self._silent(_MISSED * self._interval)
+            if lost is None and late and self._store.is_gone and self._serves_store:
+                lost = LostRank(0, "has ended (it served the store of the group)")
+            if lost is not None or late or self._stopped.is_set():
+                return lost
             time.sleep(0.02)
 
     def find_ended(self) -> LostRank | None:
         """Return a rank of this machine whose process has ended, None if none is known to."""
-        for one, peer in self._peers.items():
+        for rank, peer in self._peers.items():
             if peer.status:
-                return LostRank(one, peer.status, peer.place)
+                return LostRank(rank, peer.status, peer.place)
         return None
 
     @staticmethod
     def timed_out(error: BaseException) -> bool:
         """Return whether a collective has waited for its timeout."""
-        return any("imed out" in str(one) for one in _chain(error))
+        return any("imed out" in str(cause) for cause in _chain(error))
 
     def find_gone(self, ranks: Iterable[int]) -> LostRank | None:
         """Return the first of some ranks that has ended or left the group, None if none has."""
@@ -268,24 +272,24 @@ class Heartbeat:
         beats = ((rank, self._peers[rank].beat) for rank in ranks)
         return {rank: (beat["count"], beat["progress"]) for rank, beat in beats if beat}
 
-    def error_of(self, lost: LostRank, where: str, place: str | None = None) -> LostRankError:
+    def error_of(self, lost: LostRank, operation: str, place: str | None = None) -> LostRankError:
         """Return the error for a rank that was lost, which names what waited for it here.
 
         Args:
             lost: the rank.
-            where: what has failed.
+            operation: what has failed.
             place: of the thread that trains; where it is now if None.
         """
-        own = place_of_thread(self._trains) if place is None else place
-        text = f"{lost}; this rank was at {own}" if own else str(lost)
-        return LostRankError(text, rank=lost.rank, where=where)
+        place = place_of_thread(self._trains) if place is None else place
+        text = f"{lost}; this rank was at {place}" if place else str(lost)
+        return LostRankError(text, rank=lost.rank, where=operation)
 
     def last_seen(self, ranks: list[int]) -> str:
         """Describe where ranks were last seen, for an error; empty if nothing is known."""
-        seen = [(one, self._peers[one].place) for one in ranks if one in self._peers]
-        texts = [f"rank {one} was last seen at {place}" for one, place in seen if place]
-        more = f"; and {len(texts) - _TOLD} more" if len(texts) > _TOLD else ""
-        return "; ".join(texts[:_TOLD]) + more
+        seen = [(rank, self._peers[rank].place) for rank in ranks if rank in self._peers]
+        texts = [f"rank {rank} was last seen at {place}" for rank, place in seen if place]
+        more = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+        return "; ".join(texts[:_SHOWN]) + more
 
     # --- the thread -----------------------------------------------------------------------------
 
@@ -305,7 +309,7 @@ class Heartbeat:
                 self._round += 1
                 self._rounds.notify_all()
             # Soon again until the first heartbeats of the others are there.
-            unseen = any(not self._peers[one].beat for one in self._watched())
+            unseen = any(not self._peers[rank].beat for rank in self._watched())
             self._sleep(self._interval / 10 if unseen else self._interval)
         self._sleep(0)  # to see whether the process that serves the store has ended first
         with suppress(Exception):
@@ -319,25 +323,26 @@ class Heartbeat:
 
     def _exchange(self) -> None:
         """Note the heartbeat of this rank, and read those of others."""
-        wanted, self._everyone = self._watched(), False
+        ranks, self._everyone = self._watched(), False
         try:
-            lost, report, *beats = self._store.call(lambda store: self._talk(store, wanted))
+            lost, report, *beats = self._store.call(lambda store: self._talk(store, ranks))
         except Exception:
             return
         now = self._answered = time.monotonic()
-        for one, text in zip(wanted, beats, strict=True):
+        for rank, text in zip(ranks, beats, strict=True):
             if text is not None:
-                self._peers[one].update(text, now)
-                self._open_process(self._peers[one])
+                self._peers[rank].update(text, now)
+                self._open_process(self._peers[rank])
         if report is not None and (error := json.loads(report))["rank"] != self._rank:
             self.report = error
         if lost is not None and self.lost is None:
             self._lose(LostRank(**json.loads(lost)), known=True)
 
-    def _talk(self, store: Any, wanted: list[int]) -> list[str | None]:
+    def _talk(self, store: Any, ranks: list[int]) -> list[str | None]:
+        """Note this rank's heartbeat; return the loss, the report, and the heartbeats of ranks."""
         self._beat(store)
         rare = [store.get(key).decode() if store.check([key]) else None for key in (_LOST, REPORT)]
-        return rare + read_keys(store, [f"{_BEAT}/{one}" for one in wanted])
+        return rare + read_keys(store, [f"{_BEAT}/{rank}" for rank in ranks])
 
     def _beat(self, store: Any, left: str | None = None) -> None:
         self._count += 1
@@ -369,14 +374,14 @@ class Heartbeat:
         """Find a rank that has died or is silent for too long."""
         if self.lost is not None:
             return
-        for one, peer in self._peers.items():
+        for rank, peer in self._peers.items():
             if peer.status and peer.beat["left"] is None:
-                self._lose(LostRank(one, peer.status, peer.place))
+                self._lose(LostRank(rank, peer.status, peer.place))
                 return
             stuck = peer.beat.get("stuck", 0.0)
             if stuck > max(self._timeout, _LONGEST_CALL):
                 fate = f"has been in one call of a save for {stuck:.0f} s (its storage hangs?)"
-                self._lose(LostRank(one, fate, peer.place))
+                self._lose(LostRank(rank, fate, peer.place))
                 return
         silent = self._silent(self._timeout)
         if silent is not None:
@@ -391,11 +396,13 @@ class Heartbeat:
                 return LostRank(None, f"has not answered for {silence:.0f} s")
             fate = f"(it serves the store of the group) has not answered for {silence:.0f} s"
             return LostRank(0, fate, self._peers[0].place)
-        for one in self._watched():
-            peer = self._peers[one]
+        for rank in self._watched():
+            peer = self._peers[rank]
+            # Until the last answer of the store, and not until now: while the store is silent,
+            # nothing could be heard of any rank.
             silence = self._answered - peer.changed
             if peer.beat and peer.beat["left"] is None and silence > limit:
-                return LostRank(one, f"has not answered for {silence:.0f} s", peer.place)
+                return LostRank(rank, f"has not answered for {silence:.0f} s", peer.place)
         return None
 
     def _departed(self, *, following: bool = False) -> LostRank | None:
@@ -405,15 +412,16 @@ class Heartbeat:
             following: whether ranks that left because of another one count as well.
         """
         gone = [
-            (peer.beat["time"], one)
-            for one, peer in self._peers.items()
+            (peer.beat["time"], rank)
+            for rank, peer in self._peers.items()
             if (left := peer.beat.get("left")) is not None
             and (following or not left.startswith(_FOLLOWS))
         ]
         if not gone:
             return None
-        peer = self._peers[min(gone)[1]]
-        return LostRank(min(gone)[1], (peer.status or "has ended") + peer.beat["left"], peer.place)
+        first = min(gone)[1]
+        peer = self._peers[first]
+        return LostRank(first, (peer.status or "has ended") + peer.beat["left"], peer.place)
 
     def _lose(self, lost: LostRank, known: bool = False) -> None:
         """Publish the loss of a rank, and abort what waits for a rank that hangs."""
@@ -430,7 +438,7 @@ class Heartbeat:
         if lost.rank != self._rank and not peer.status:
             # Before the abort, which lets the training thread go on.
             place = place_of_thread(self._trains)
-            remote_failure.note(lambda where: self.error_of(lost, where, place))
+            remote_failure.note(lambda operation: self.error_of(lost, operation, place))
             self._abort()
             threading.Thread(target=self._end_process, daemon=True).start()
 
@@ -470,7 +478,7 @@ class Heartbeat:
         text = f"waited {waited:.0f} s for a batch of the DataLoader's workers{state}"
         print(f"[accel] {lost}; rank {self._rank} has {text}, and ends them", file=sys.stderr)
         place = f"{place_of_thread(self._trains)}, and had {text}"
-        remote_failure.note(lambda where: self.error_of(lost, where, place))
+        remote_failure.note(lambda operation: self.error_of(lost, operation, place))
         self._loading = 0.0
         end_workers(patience=0.0)
 
@@ -620,13 +628,14 @@ def is_disconnect(error: BaseException) -> bool:
         False
     """
     return any(
-        isinstance(one, dist.DistError)
-        or (isinstance(one, RuntimeError) and any(sign in str(one) for sign in _SIGNS))
-        for one in _chain(error)
+        isinstance(cause, dist.DistError)
+        or (isinstance(cause, RuntimeError) and any(sign in str(cause) for sign in _SIGNS))
+        for cause in _chain(error)
     )
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, and those that it was raised from."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -182,35 +182,35 @@ def local_main_process_first() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _goes_first(leads: bool, where: str) -> Iterator[None]:
+def _goes_first(leads: bool, block: str) -> Iterator[None]:
     """Run the block on the leading ranks, synchronize, run it on the others, synchronize."""
-    if _is_nested(where):
+    if _is_nested(block):
         yield
         return
     # Each rank calls share_failure twice: a leader at the end of its block and then once more for
     # the followers' block; a follower once for the leaders' block and then at the end of its own.
     # So the calls pair up, and a failure in either half is raised on all ranks.
     if not leads:
-        share_failure(None, where)
-    with shared_failure(where), collectives.turn(where), _before_others(where):
+        share_failure(None, block)
+    with shared_failure(block), collectives.turn(block), _before_others(block):
         yield
     if leads:
-        share_failure(None, where)
+        share_failure(None, block)
 
 
-def _before_others(where: str) -> AbstractContextManager[None]:
+def _before_others(block: str) -> AbstractContextManager[None]:
     _, world, _, local_world = process_rank()
-    has_others = (local_world if where == "local_main_process_first" else world) > 1
-    return on_subset(where) if has_others else nullcontext()
+    has_others = (local_world if block == "local_main_process_first" else world) > 1
+    return on_subset(block) if has_others else nullcontext()
 
 
-def _is_nested(where: str) -> bool:
+def _is_nested(block: str) -> bool:
     """Return True inside of another such block that puts the same ranks first."""
     outer = collectives.current_turn()
     _, world, _, local_world = process_rank()
-    if outer not in (None, where) and local_world != world:
+    if outer not in (None, block) and local_world != world:
         raise RuntimeError(
-            f"{where} inside of {outer} cannot be ordered on several machines: use the same one "
+            f"{block} inside of {outer} cannot be ordered on several machines: use the same one "
             "for both blocks, or put them one after the other."
         )
     return outer is not None

@@ -86,14 +86,14 @@ class GroupOptions:
                 )
 
 
-def _check_backend(name: str, given: str) -> None:
-    known = [backend for backend in dist.Backend.backend_list if backend != "undefined"]
+def _check_backend(name: str, backend: str) -> None:
+    known = [entry for entry in dist.Backend.backend_list if entry != "undefined"]
     if name not in known:
-        raise ValueError(f"backend={given!r} is unknown to this torch.{nearest(name, known)}")
+        raise ValueError(f"backend={backend!r} is unknown to this torch.{nearest(name, known)}")
     available = getattr(dist, f"is_{name}_available", None)
     if available is not None and not available():
         raise ValueError(
-            f"backend={given!r}: this torch was built without {name}. Leave backend= out to get "
+            f"backend={backend!r}: this torch was built without {name}. Leave backend= out to get "
             "the one that fits the device."
         )
 
@@ -168,9 +168,9 @@ def connect(
         RuntimeError: a rank has not come within the timeout, or cannot be reached.
     """
     limit = timeout or dist.distributed_c10d.default_pg_timeout
-    own = BoundedStore(dist.distributed_c10d.PrefixStore("accel_callbacks", store))
+    bounded = BoundedStore(dist.distributed_c10d.PrefixStore("accel_callbacks", store))
     watch = start_join_heartbeat(
-        own,
+        bounded,
         rank,
         world,
         timeout=limit.total_seconds(),
@@ -201,7 +201,7 @@ def connect(
         if not any(sign in str(error).lower() for sign in _CONNECTING):
             raise
         raise RuntimeError(_interface_advice(str(error), env)) from error
-    collectives.adopt_store(own)
+    collectives.adopt_store(bounded)
     watch.follow_group()
 
 
@@ -234,9 +234,9 @@ def _interface_advice(text: str, env: Mapping[str, str]) -> str:
     """Return the error text for ranks that gloo cannot connect."""
     first = next(iter(text.splitlines()), "").rstrip(". ")
     named = env.get("GLOO_SOCKET_IFNAME")
-    where = f"the interface {named}" if named else "the address that its host name leads to"
+    place = f"the interface {named}" if named else "the address that its host name leads to"
     return (
-        f"gloo cannot connect the processes: {first}. This one listens at {where}. Set "
+        f"gloo cannot connect the processes: {first}. This one listens at {place}. Set "
         "GLOO_SOCKET_IFNAME on each machine to the interface by which the others reach it, such "
         "as eth0."
     )
@@ -338,11 +338,11 @@ def _store_of_rank_0(
     """
     if rank == 0:
         # torch's own handler would wait here for all ranks to connect, and not say which do not.
-        own: dist.distributed_c10d.Store | None = _serve(url, env)
-        if own is None:
-            own = next(rendezvous(url, rank, world, timeout=timeout))[0]
-        own.set(_UP, "")
-        return own
+        served: dist.distributed_c10d.Store | None = _serve(url, env)
+        if served is None:
+            served = next(rendezvous(url, rank, world, timeout=timeout))[0]
+        served.set(_UP, "")
+        return served
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         store: dist.distributed_c10d.Store = next(rendezvous(url, rank, world, timeout=timeout))[0]
@@ -440,7 +440,7 @@ def _lead(store: dist.distributed_c10d.Store, world: int, timeout: timedelta) ->
 
 
 def _follow(store: dist.distributed_c10d.Store, rank: int, timeout: timedelta) -> str:
-    own = uuid.uuid4().hex
+    token = uuid.uuid4().hex
     answered = ""
     pause, deadline = _FIRST_PAUSE, time.monotonic() + timeout.total_seconds()
     # Polled, not waited for: the first id that is found may be a stale one, and "attempt" may
@@ -448,11 +448,11 @@ def _follow(store: dist.distributed_c10d.Store, rank: int, timeout: timedelta) -
     while time.monotonic() < deadline:
         attempt = store.get("attempt").decode() if store.check(["attempt"]) else ""
         if attempt and attempt != answered:
-            store.set(f"{attempt}/{rank}", own)
+            store.set(f"{attempt}/{rank}", token)
             answered = attempt
         if attempt and store.check([f"{attempt}/confirmed"]):
             confirmed = json.loads(store.get(f"{attempt}/confirmed"))
-            if own in confirmed:
+            if token in confirmed:
                 return attempt
         time.sleep(pause)
         pause = min(pause * 1.5, _LONGEST_PAUSE)

@@ -33,13 +33,13 @@ def needs_all_ranks(modules: Iterable[torch.nn.Module]) -> None:
 
 
 @contextmanager
-def on_subset(where: str) -> Iterator[None]:
+def on_subset(block: str) -> Iterator[None]:
     """Context manager: mark a block that some ranks run while the others do not.
 
     Modules of :func:`needs_all_ranks` cannot be called in it while their weights are sharded.
 
     Args:
-        where: the name of the block, for the error.
+        block: the name of the block, for the error.
 
     Example:
         >>> from accel_callbacks.distributed.rank_subset import on_subset, refuse_on_subset
@@ -51,10 +51,12 @@ gathers sharded weights from all ranks, and not all run that block. Call it on a
 the result on one; or call accel.get_state_dict(model) on all ranks before, which returns the \
 whole weights on rank 0, for a copy of the model that is not sharded.
     """
-    token = _SUBSET.set(where)
+    token = _SUBSET.set(block)
     # Before the hooks that would gather the weights. Outside of the block they would cost time, and
     # a compiled module would have to be compiled with them.
-    hooks = [one.register_forward_pre_hook(_refuse_forward, prepend=True) for one in _gathering]
+    hooks = [
+        module.register_forward_pre_hook(_refuse_forward, prepend=True) for module in _gathering
+    ]
     try:
         yield
     finally:
@@ -65,10 +67,10 @@ whole weights on rank 0, for a copy of the model that is not sharded.
 
 def refuse_on_subset(operation: str) -> None:
     """Raise in a block that only some ranks run, before the weights of all are gathered."""
-    where = _SUBSET.get()
-    if where is not None:
+    block = _SUBSET.get()
+    if block is not None:
         raise RuntimeError(
-            f"{operation} inside of {where} would wait for ever: it gathers sharded weights from "
+            f"{operation} inside of {block} would wait for ever: it gathers sharded weights from "
             "all ranks, and not all run that block. Call it on all ranks and use the result on "
             "one; or call accel.get_state_dict(model) on all ranks before, which returns the whole "
             "weights on rank 0, for a copy of the model that is not sharded."

@@ -91,13 +91,14 @@ class _RankWarnings:
         if not held:
             return
         keys, deadline = [f"{_KEY}/{digest}" for digest in held], time.monotonic() + patience
-        own = str(self._rank)
-        tellers = [own] * len(keys)
+        rank = str(self._rank)
+        first_ranks = [rank] * len(keys)
         with suppress(Exception):  # without the store each rank shows its own
             while asks and None in self.store.read(keys) and time.monotonic() < deadline:
                 time.sleep(_POLLING)
-            tellers = [self._first_to_show(key) if asks else own for key in keys]
-        texts = [text for text, teller in zip(held.values(), tellers, strict=True) if teller == own]
+            first_ranks = [self._first_to_show(key) if asks else rank for key in keys]
+        shown = zip(held.values(), first_ranks, strict=True)
+        texts = [text for text, first in shown if first == rank]
         if sys.stderr is not None:
             with suppress(OSError):
                 sys.stderr.write("".join(texts))

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import ReferenceType, ref
 
-import torch.distributed as dist
-
+from accel_callbacks.collectives import default_group
 from accel_callbacks.errors import RemoteError
 
 __all__ = ["RemoteFailure", "remote_failure"]
@@ -45,7 +44,7 @@ class RemoteFailure:
         Args:
             error: makes the error for the method that raises it.
         """
-        group = _default_group()
+        group = default_group()
         if group is None or (self.pending is not None and self._is_of(group)):
             return
         self._group = ref(group)
@@ -67,17 +66,13 @@ class RemoteFailure:
         error = self.pending
         if error is None:
             return
-        if not self._is_of(_default_group()):
+        if not self._is_of(default_group()):
             self.forget()
             return
         raise error(method)
 
     def _is_of(self, group: Any) -> bool:
         return group is not None and self._group is not None and self._group() is group
-
-
-def _default_group() -> Any:
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 #: Of the default group. Global, as the default group is.

@@ -101,10 +101,10 @@ def capture_rng(device: torch.device, others: Iterable[torch.device] = ()) -> di
     }
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
-        found = numpy.random.get_state()
+        held = numpy.random.get_state()
         # Anything but a tuple is of a bit generator that somebody has put in place of NumPy's.
         state["numpy"] = (
-            (found[0], found[1].tobytes(), *found[2:]) if isinstance(found, tuple) else found
+            (held[0], held[1].tobytes(), *held[2:]) if isinstance(held, tuple) else held
         )
     if device.type != "cpu":
         module = torch.get_device_module(device)
@@ -132,16 +132,16 @@ def restore_rng(
     torch.set_rng_state(_tensor(state["torch"]))
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
-        found = state["numpy"]
-        if isinstance(found, tuple) and isinstance(found[1], bytes):
-            found = (found[0], numpy.frombuffer(found[1], dtype=numpy.uint32), *found[2:])
-        numpy.random.set_state(found)
+        saved = state["numpy"]
+        if isinstance(saved, tuple) and isinstance(saved[1], bytes):
+            saved = (saved[0], numpy.frombuffer(saved[1], dtype=numpy.uint32), *saved[2:])
+        numpy.random.set_state(saved)
     if device.type in state:
         module = torch.get_device_module(device)
         module.set_rng_state(_tensor(state[device.type]), *_device_args(device))
     for other in _other_devices(device, others):
-        if (found := state.get("other_devices", {}).get(str(other))) is not None:
-            torch.get_device_module(other).set_rng_state(_tensor(found), *_device_args(other))
+        if (saved := state.get("other_devices", {}).get(str(other))) is not None:
+            torch.get_device_module(other).set_rng_state(_tensor(saved), *_device_args(other))
 
 
 def share_rng(copies: int, device: torch.device) -> None:
@@ -176,9 +176,9 @@ def devices_of(models: Iterable[torch.nn.Module]) -> set[torch.device]:
 
 def _other_devices(device: torch.device, others: Iterable[torch.device]) -> list[torch.device]:
     """Return the devices that have random numbers of their own, without ``device``."""
-    own = _index(device)
-    found = {one for one in others if _has_generator(one) and _index(one) != own}
-    return sorted(found, key=str)
+    index = _index(device)
+    apart = {other for other in others if _has_generator(other) and _index(other) != index}
+    return sorted(apart, key=str)
 
 
 def _has_generator(device: torch.device) -> bool:

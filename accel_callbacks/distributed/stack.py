@@ -75,7 +75,7 @@ def stacks() -> dict[int, list[Call]]:
     """
     if sys.version_info < (3, 12, 2):
         return _stacks_of_faulthandler()
-    found = {}
+    by_thread = {}
     for number, frame in sys._current_frames().items():
         calls: list[Call] = []
         inner: FrameType | None = frame
@@ -83,8 +83,8 @@ def stacks() -> dict[int, list[Call]]:
             code = inner.f_code
             calls.append(Call(code.co_filename, inner.f_lineno or 0, code.co_name))
             inner = inner.f_back
-        found[number] = calls
-    return found
+        by_thread[number] = calls
+    return by_thread
 
 
 def _stacks_of_faulthandler() -> dict[int, list[Call]]:
@@ -98,17 +98,17 @@ def _stacks_of_faulthandler() -> dict[int, list[Call]]:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         lines = file.read().decode("ascii", "replace").splitlines()
-    found: dict[int, list[Call]] = {}
+    by_thread: dict[int, list[Call]] = {}
     calls: list[Call] = []
     for line in lines:
         if thread := _THREAD.match(line):
-            calls = found.setdefault(int(thread[1], 16), [])
+            calls = by_thread.setdefault(int(thread[1], 16), [])
         elif frame := _FRAME.fullmatch(line):
             path = frame[1]
             if "\\" in path and os.sep == "/":
                 path = path.encode("ascii", "replace").decode("unicode_escape")
             calls.append(Call(path, int(frame[2]) if frame[2].isdigit() else 0, frame[3]))
-    return found
+    return by_thread
 
 
 def _scratch_file() -> IO[bytes]:
@@ -195,15 +195,15 @@ class StuckCalls:
         self._is_watched = is_watched
         self._since: dict[int, tuple[tuple[Sequence[Call], int], float]] = {}
 
-    def seconds(self, found: Mapping[int, Sequence[Call]]) -> float:
+    def seconds(self, frames: Mapping[int, Sequence[Call]]) -> float:
         """Return the seconds since one of them progressed; 0 without any, or if not known.
 
         Args:
-            found: the frames of all threads now.
+            frames: of all threads now, see :func:`stacks`.
         """
         now, before, self._since = time.monotonic(), self._since, {}
         for thread in threading.enumerate():
-            calls = found.get(thread.ident or 0, ())
+            calls = frames.get(thread.ident or 0, ())
             if call_of_torch(calls) or not self._is_watched(calls):
                 continue
             ticks = _processor_ticks(thread)

@@ -23,7 +23,12 @@ _BACKLOG = 4096  # the kernel lowers it to its own limit
 
 
 def serve_store(
-    host: str, port: int, *, one_machine: bool, timeout: timedelta | None = None, told: bool = True
+    host: str,
+    port: int,
+    *,
+    one_machine: bool,
+    timeout: timedelta | None = None,
+    announces: bool = True,
 ) -> TCPStore | None:
     """Serve a store at an address of this machine; return None if that is impossible.
 
@@ -37,8 +42,8 @@ def serve_store(
         one_machine: all processes run on this machine, so a name may stand for a loopback address.
             On several machines it must not, as other machines resolve it to another address.
         timeout: of calls of the store; torch's default if None.
-        told: print a line if ``host`` is no address of this machine, as torch's own server then
-            listens on all interfaces.
+        announces: print a line if ``host`` is no address of this machine, as torch's own server
+            then listens on all interfaces.
 
     Returns:
         The store, or None if the port is taken or the host is no address of this machine.
@@ -69,11 +74,12 @@ def serve_store(
             master_listen_fd=listener.detach(),
             use_libuv=uses_libuv(),
         )
-    if told:
-        where = f" at port {port}" if port else ""
+    if announces:
+        at_port = f" at port {port}" if port else ""
         print(
-            f"[accel] the store{where} listens on all interfaces, as {host} is no address of this "
-            "machine that others could reach: give an address, or keep others out by a firewall",
+            f"[accel] the store{at_port} listens on all interfaces, as {host} is no address of "
+            "this machine that others could reach: give an address, or keep others out by a "
+            "firewall",
             file=sys.stderr,
             flush=True,
         )
@@ -99,11 +105,11 @@ def uses_libuv() -> bool:
 def _addresses(host: str, one_machine: bool) -> list[tuple[socket.AddressFamily, str]]:
     """Return the addresses of a host at which other processes can reach it, IPv4 first."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return []
     pairs: list[tuple[socket.AddressFamily, str]] = [
-        (family, str(place[0])) for family, _, _, _, place in found
+        (family, str(place[0])) for family, _, _, _, place in entries
     ]
     pairs.sort(key=lambda pair: pair[0] != socket.AF_INET)
     if one_machine or is_loopback(host):
@@ -137,10 +143,11 @@ def local_address_towards(host: str, port: int) -> str | None:
         '127.0.0.1'
     """
     try:
-        found = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)
+        entries = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)
     except OSError:
         return None
-    for family, kind, protocol, _, place in sorted(found, key=lambda one: one[0] != socket.AF_INET):
+    entries.sort(key=lambda entry: entry[0] != socket.AF_INET)
+    for family, kind, protocol, _, place in entries:
         try:
             with socket.socket(family, kind, protocol) as probe:
                 probe.connect(place)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import math
 import os
@@ -73,7 +74,6 @@ _TASK_INDEX = (
 _current: Topology | None = None
 _group: ReferenceType[Any] | None = None  # the default group that it describes
 _owns_group = False
-_exit_hook_set = False
 _copies: int | None = None  # ranks that read the same data; None if no Accelerator has said it
 _joined_with: GroupOptions | None = None  # None if the script or another library made the group
 
@@ -210,18 +210,14 @@ def resolve_topology(
             _leave_group_at_exit()
     register_daemon_thread()
     install_excepthook()
-    group = _default_group()
+    group = collectives.default_group()
     _group = None if group is None else ref(group)
     return _current
 
 
-def _default_group() -> Any:
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-
-
 def _has_joined_group() -> bool:
     """Return whether the default group, or its absence, is what the topology describes."""
-    now = _default_group()
+    now = collectives.default_group()
     return now is None if _group is None else now is not None and _group() is now
 
 
@@ -260,16 +256,16 @@ def _detect(cpu: bool, options: GroupOptions, env: Mapping[str, str]) -> Topolog
         return Topology(xla_device(env))
     joined = _group_ranks(env, cpu=cpu)
     if joined is not None:
-        own = str(dist.get_backend_config())
-        device = pick_device(cpu, joined[2], can_share=_can_share(own))
+        backend = str(dist.get_backend_config())
+        device = pick_device(cpu, joined[2], can_share=_can_share(backend))
         return Topology(device, *joined, backend=dist.get_backend())
     rank, world, local_rank, local_world = _ranks_from(env)
     if world == 1 and "LOCAL_RANK" not in env:
         device = pick_device(cpu, None)
     else:
         device = pick_device(cpu, local_rank, can_share=_can_share(options.backend))
-    backend = _join(device, rank, world, options, env) if world > 1 else None
-    return Topology(device, rank, world, local_rank, local_world, backend)
+    joined_backend = _join(device, rank, world, options, env) if world > 1 else None
+    return Topology(device, rank, world, local_rank, local_world, joined_backend)
 
 
 def _can_share(backend: str | None) -> bool:
@@ -289,11 +285,9 @@ def _join(
     return backend
 
 
+@functools.cache  # once a process
 def _leave_group_at_exit() -> None:
-    global _exit_hook_set
-    if not _exit_hook_set:
-        atexit.register(_leave_at_exit)
-        _exit_hook_set = True
+    atexit.register(_leave_at_exit)
 
 
 def _leave_at_exit() -> None:
@@ -314,7 +308,7 @@ def _ends_with_error() -> bool:
 
 def _computes_on_device() -> bool:
     """Return whether the group that was joined here has a backend such as NCCL."""
-    group = _default_group() if _owns_group and _has_joined_group() else None
+    group = collectives.default_group() if _owns_group and _has_joined_group() else None
     return group is not None and has_device_backend(group)
 
 

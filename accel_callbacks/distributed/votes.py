@@ -95,9 +95,9 @@ class Votes:
 def _chosen(requests: Sequence[Mapping[str, str]]) -> Agreed:
     """Return each kind of request with the reason of the lowest rank, and that rank."""
     return {
-        kind: next((one[kind], rank) for rank, one in enumerate(requests) if kind in one)
+        kind: next((asked[kind], rank) for rank, asked in enumerate(requests) if kind in asked)
         for kind in KINDS
-        if any(kind in one for one in requests)
+        if any(kind in asked for asked in requests)
     }
 
 
@@ -108,6 +108,8 @@ class _Ballot:
     def __init__(self, asked: Container[str]) -> None:
         collectives.begin("votes")
         flags = torch.tensor([int(k in asked) for k in KINDS], dtype=torch.int32, device="cpu")
+        # One all-reduce of four flags a step; reasons are gathered only if a flag is set, which
+        # all ranks see alike.
         self._flags = collectives.on_backend(flags)
         group = collectives.group_for(self._flags)
         self._work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, group=group, async_op=True)

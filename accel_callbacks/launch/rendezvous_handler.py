@@ -66,7 +66,7 @@ def _create_handler(params: RendezvousParameters) -> RendezvousHandler:
     server, endpoint = None, params.endpoint
     if serves is not False:
         # Without is_host the machine with the address serves; torch may know it by its name.
-        server = serve_store(host, port, one_machine=one_machine, told=serves is True)
+        server = serve_store(host, port, one_machine=one_machine, announces=serves is True)
     if server is not None and port == 0:
         host, port = server.host, server.port
         endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

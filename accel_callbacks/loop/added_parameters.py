@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from accel_callbacks.gradients import local_part
+from accel_callbacks.gradients import first_elements, local_part, parameters_of
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.strategies import Strategy
 
@@ -53,8 +53,7 @@ class AddedParameters:
 
     def check(self) -> None:
         """Compare added parameters with what they were at the check before."""
-        groups = (group for optimizer in self._loop.optimizers for group in optimizer.param_groups)
-        held = {id(parameter) for group in groups for parameter in group["params"]}
+        held = {id(parameter) for parameter in parameters_of(self._loop.optimizers)}
         stepped = self._loop.run._global_step > self._step
         before, self._samples = self._samples, {}
         for model in self._loop.models:
@@ -62,7 +61,7 @@ class AddedParameters:
             for name, parameter in self._added(model):
                 gradient = parameter.grad
                 reached = gradient is not None and bool(local_part(gradient).any())
-                sample = self._samples[id(parameter)] = _sample(parameter)
+                sample = self._samples[id(parameter)] = first_elements(parameter)
                 if not reached:
                     continue
                 if id(parameter) in held:
@@ -92,11 +91,6 @@ class AddedParameters:
         for name, parameter in self._strategy.unwrap(model).named_parameters():
             if id(parameter) not in known and parameter.requires_grad and not parameter.is_meta:
                 yield name, parameter
-
-
-def _sample(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the first elements."""
-    return local_part(parameter).detach().flatten()[:64].clone()
 
 
 def _shown(names: list[str]) -> str:

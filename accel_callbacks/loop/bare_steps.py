@@ -11,9 +11,9 @@ from weakref import ref
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from accel_callbacks.gradients import has_gradients, local_part
+from accel_callbacks.gradients import first_elements, has_gradients, parameters_of
 from accel_callbacks.loop.loop import Loop
-from accel_callbacks.loop.step_hooks import attach, in_prepared_step
+from accel_callbacks.loop.unprepared_steps import attach, in_prepared_step
 from accel_callbacks.precision import Precision
 from accel_callbacks.strategies import Strategy
 
@@ -190,14 +190,12 @@ def _check(watch: ref[BareSteps]) -> Callable[..., None]:
 
 
 def _parameters(optimizers: Collection[torch.optim.Optimizer]) -> set[int]:
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    return {id(p) for group in groups for p in group["params"] if p.requires_grad}
+    return {id(p) for p in parameters_of(optimizers) if p.requires_grad}
 
 
 def _gradients(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
-    groups = [] if optimizer is None else optimizer.param_groups
-    held = (parameter for group in groups for parameter in group["params"])
-    return [parameter.grad for parameter in held if parameter.grad is not None]
+    optimizers = [] if optimizer is None else [optimizer]
+    return [p.grad for p in parameters_of(optimizers) if p.grad is not None]
 
 
 def _versions(optimizer: torch.optim.Optimizer | None) -> list[tuple[int, int]]:
@@ -207,7 +205,7 @@ def _versions(optimizer: torch.optim.Optimizer | None) -> list[tuple[int, int]]:
 def _sample(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
     """Return copies of the first elements of each gradient."""
     dense = (gradient for gradient in _gradients(optimizer) if not gradient.is_sparse)
-    return [local_part(gradient).flatten()[:64].clone() for gradient in dense]
+    return [first_elements(gradient) for gradient in dense]
 
 
 def _is_wrapped(parameters: Collection[int]) -> bool:

@@ -124,33 +124,35 @@ class Evaluate(AbstractContextManager["Evaluate"]):
         return BorrowedWeights(self._training, self._models, checkpoint, options)
 
 
-def _saved_by_callback(loop: Loop, which: str) -> tuple[str, Mapping[str, Any] | None]:
+def _saved_by_callback(loop: Loop, choice: str) -> tuple[str, Mapping[str, Any] | None]:
     """Collective: return the best or last checkpoint of the callbacks that save, and its options.
 
     Raises:
         ValueError: no callback saves, or none has a monitor.
         FileNotFoundError: none is saved yet.
     """
-    asked = f"evaluate(checkpoint={which!r})"
-    savers = [one for one in loop.savers if hasattr(one, "find_saved")]
+    call = f"evaluate(checkpoint={choice!r})"
+    savers = [saver for saver in loop.savers if hasattr(saver, "find_saved")]
     if not savers:
         raise ValueError(
-            f"{asked}: no Checkpoint callback is registered. Give callbacks=[Checkpoint(...)] to "
+            f"{call}: no Checkpoint callback is registered. Give callbacks=[Checkpoint(...)] to "
             "the Accelerator, or the path of a checkpoint here."
         )
-    if which == "best" and not (savers := [one for one in savers if one.monitor is not None][:1]):
+    if choice == "best":
+        savers = [saver for saver in savers if saver.monitor is not None][:1]
+    if not savers:
         raise ValueError(
-            f"{asked}: no Checkpoint has a metric to compare by. Give it one, "
+            f"{call}: no Checkpoint has a metric to compare by. Give it one, "
             "Checkpoint(monitor='val/loss'), or use checkpoint='last' or a path."
         )
-    found = [(*one.find_saved(loop.run, which), one) for one in savers]
-    saved = [(position, path, one) for path, position, one in found if path is not None]
+    newest = [(*saver.find_saved(loop.run, choice), saver) for saver in savers]
+    saved = [(position, path, saver) for path, position, saver in newest if path is not None]
     if not saved:
-        name = savers[0].monitor.name if which == "best" else ""
+        name = savers[0].monitor.name if choice == "best" else ""
         needed = f"log {name!r} before a checkpoint is saved" if name else "save one first"
         folder = savers[0].resume_root(loop.run)[0]
-        raise FileNotFoundError(f"{asked}: there is none in {folder} yet: {needed}.")
-    _, path, saver = max(saved, key=lambda one: one[0])
+        raise FileNotFoundError(f"{call}: there is none in {folder} yet: {needed}.")
+    _, path, saver = max(saved, key=lambda entry: entry[0])
     return path, saver.storage_options
 
 
@@ -179,8 +181,8 @@ class RunContext(AbstractContextManager[TrainingRun]):
         self._tracking = tracking
         self._resume = resume
         self._path = fspath(resume) if not isinstance(resume, bool) and resume != _ANYWAY else None
-        self._found: CheckpointReader | None = None
-        self._finder: Any = None  # the callback in whose folder it was found
+        self._reader: CheckpointReader | None = None
+        self._finder: Any = None  # the callback in whose folder that checkpoint is
         self._differences: list[str] = []
         self._stop_watching: Callable[[], None] = lambda: None
 
@@ -247,22 +249,22 @@ class RunContext(AbstractContextManager[TrainingRun]):
         if self._run.resumed_from is not None or self._resume is False:
             return
         if self._path is not None:
-            self._found = self._checkpointer.find(self._path, LoadOptions())
+            self._reader = self._checkpointer.find(self._path, LoadOptions())
         else:
             for callback in self._loop.savers:
-                self._found = self._checkpointer.find(*self._place(callback), newest=True)
-                if self._found is not None:
+                self._reader = self._checkpointer.find(*self._place(callback), newest=True)
+                if self._reader is not None:
                     self._finder = callback
                     break
-        if self._found is None or "run" not in self._found.state:
+        if self._reader is None or "run" not in self._reader.state:
             return  # what is no training state, the restore reports
         try:
-            self._accept(self._found)
+            self._accept(self._reader)
         except LoadFailed as failed:
             raise failed.error from failed.error.__cause__
-        position = self._found.state["run"]
+        position = self._reader.state["run"]
         self._run.run_id = position["run_id"]
-        self._tracking.await_resume(self._found.state.get("trackers", {}), position["global_step"])
+        self._tracking.await_resume(self._reader.state.get("trackers", {}), position["global_step"])
 
     def _place(self, callback: Any) -> tuple[str, LoadOptions]:
         """Return the folder in which a callback saves, and how it is restored from."""
@@ -280,16 +282,16 @@ class RunContext(AbstractContextManager[TrainingRun]):
         if identity is None or saved is None:  # saved before checkpoints had it
             self._differences = []
             return
-        where = f"comparing the run with that of {reader.path}"
-        own = together(where, partial(identity.differences, saved))
-        # A config may have what differs between ranks, such as a device.
-        found = self._differences = collectives.broadcast_object(own)
+        operation = f"comparing the run with that of {reader.path}"
+        lines = together(operation, partial(identity.differences, saved))
+        # Those of rank 0: a config may have what differs between ranks, such as a device.
+        differences = self._differences = collectives.broadcast_object(lines)
 
         def check() -> None:
-            if found and self._resume is True:
-                raise ResumeError(identity.refusal(reader.path, found))
+            if differences and self._resume is True:
+                raise ResumeError(identity.refusal(reader.path, differences))
 
-        together(where, check)
+        together(operation, check)
 
     def _restore(self) -> None:
         run = self._run
@@ -299,11 +301,11 @@ class RunContext(AbstractContextManager[TrainingRun]):
             self._report(run.resumed_from)
         elif self._path is not None:
             options = LoadOptions(accept=self._accept)
-            self._report(self._checkpointer.restore(self._path, options, self._found))
+            self._report(self._checkpointer.restore(self._path, options, self._reader))
         elif self._resume is not False:
             self._restore_newest()
         self._loop.leases.describe(run)  # a resumed run has the id of before
-        self._found = None
+        self._reader = None
         run.loaded_step = None  # consumed: a run after this one does not take it over
         with shared_failure("starting the trackers"):
             self._tracking.open(run)
@@ -312,10 +314,10 @@ class RunContext(AbstractContextManager[TrainingRun]):
         """Restore from the first callback that has a valid checkpoint."""
         for callback in self._loop.savers:
             root, options = self._place(callback)
-            first = self._found if callback is self._finder else None
-            found = self._checkpointer.restore_newest(root, options, first=first)
-            if found is not None:
-                self._report(found)
+            first = self._reader if callback is self._finder else None
+            url = self._checkpointer.restore_newest(root, options, first=first)
+            if url is not None:
+                self._report(url)
                 return
 
     def _report(self, url: str) -> None:
@@ -375,13 +377,13 @@ def join_uneven_inputs(
     """
     from accel_callbacks.strategies.join import state_from
 
-    here, device = strategy.topology.rank, strategy.topology.device
+    rank, device = strategy.topology.rank, strategy.topology.device
 
     def follow(source: int) -> None:
         """Take over the states of the rank ``source``, which took the most steps."""
         for follower in followers():
             state = state_from(source, follower.state_dict(), device)
-            if here != source:
+            if rank != source:
                 follower.load_state_dict(state)
         loop.run.global_step = state_from(source, loop.run.global_step, device)
         if loop.window.is_open:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import ref
 
 import torch
 
 from accel_callbacks import collectives
+from accel_callbacks.gradients import first_elements, parameters_of
 from accel_callbacks.loop.added_parameters import AddedParameters
 from accel_callbacks.loop.bare_steps import BareSteps
 from accel_callbacks.loop.clipper import CheckedClipping
@@ -305,8 +306,8 @@ class OptimizerWatch:
         changed = any(rates != self._rates[0] for rates in self._rates)
         if not changed or window.position == 0 or not window.plugin.adjust_scheduler:
             return
-        prepared = (own for own in loop.optimizers if getattr(own, "optimizer", 0) is optimizer)
-        forms = [optimizer, *prepared]
+        wrappers = (form for form in loop.optimizers if getattr(form, "optimizer", 0) is optimizer)
+        forms = [optimizer, *wrappers]
         followed = any(scheduler.optimizer in forms for scheduler in loop.schedulers)
         # Set by torch's schedulers, but not by a script that writes the rates itself.
         marked = any(hasattr(form.step, "_wrapped_by_lr_sched") for form in forms)
@@ -362,7 +363,7 @@ class OptimizerWatch:
         if not idle or dropped or not loop.models:
             self._idle = None
             return
-        before, self._idle = self._idle, _sample(held)
+        before, self._idle = self._idle, [first_elements(parameter) for parameter in held]
         # Some optimizers step within backward, and their own step has nothing left to do.
         if before is None or not all(map(torch.equal, before, self._idle)):
             return
@@ -406,16 +407,10 @@ def _note(watch: ref[OptimizerWatch]) -> Callable[[torch.Tensor], None]:
 
 
 def _trained(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    held = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return (parameter for parameter in held if parameter.requires_grad)
+    return (parameter for parameter in parameters_of([optimizer]) if parameter.requires_grad)
 
 
 def _learning_rates(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Return the learning rates, and of those on a device their versions."""
     rates = (group.get("lr") for group in optimizer.param_groups)
     return [rate._version if isinstance(rate, torch.Tensor) else rate for rate in rates]
-
-
-def _sample(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return copies of the first elements of each parameter."""
-    return [parameter.detach().flatten()[:64].clone() for parameter in parameters]

@@ -26,6 +26,7 @@ from accel_callbacks.checkpoint.folder_leases import Folder, FolderLeases
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.distributed.daemon_threads import register_daemon_thread
 from accel_callbacks.errors import ResumeError
+from accel_callbacks.gradients import parameters_of
 from accel_callbacks.loop.gradient_window import GradientWindow
 from accel_callbacks.loop.local_metrics import LocalMetrics
 from accel_callbacks.loop.own_batches import OwnBatches
@@ -104,7 +105,7 @@ class UsedLoaders:
     def add_evaluated(self, loader: DataLoaderShard, stage: str) -> None:
         """Add a loader of a validation or test."""
         known = self.test if stage == "test" else self.validation
-        if not any(loader is one for one in known):
+        if not any(loader is evaluated for evaluated in known):
             known.append(loader)
 
     def expected(self, loaders: Sequence[DataLoaderShard]) -> DataLoaderShard | None:
@@ -255,8 +256,7 @@ class Loop:
 
     def trained_models(self) -> list[torch.nn.Module]:
         """Return the prepared models that have an optimizer; all of them if none has."""
-        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        owned = {id(parameter) for group in groups for parameter in group["params"]}
+        owned = {id(parameter) for parameter in parameters_of(self.optimizers)}
         trained = [m for m in self.models if any(id(p) in owned for p in m.parameters())]
         return trained or list(self.models)
 
@@ -412,7 +412,7 @@ load_state() takes the newest valid one.
 
     def discard_callback(self, callback: Any) -> None:
         """Remove a callback if it is still registered."""
-        if any(callback is one for one in self.dispatch.callbacks):
+        if any(callback is registered for registered in self.dispatch.callbacks):
             self.remove_callback(callback)
 
     def add_function(
@@ -696,10 +696,10 @@ load_state() takes the newest valid one.
 
     def settle_after_error(self) -> None:
         """Count the steps while an error unwinds, unless the device fails or hangs too."""
-        findings = [one[1] for one in self.unsettled if one is not None]
+        findings = [step[1] for step in self.unsettled if step is not None]
         deadline = time.monotonic() + _PATIENCE
         with suppress(Exception):
-            while not (ready := all(one.is_ready for one in findings)):
+            while not (ready := all(finding.is_ready for finding in findings)):
                 if time.monotonic() > deadline:
                     break
                 time.sleep(0.005)
@@ -711,16 +711,17 @@ load_state() takes the newest valid one.
     def _settle_steps(self, keep: int) -> None:
         """Count steps until findings of no more than ``keep`` are left to be read."""
         waiting = self.unsettled
-        left = sum(one is not None for one in waiting)
+        left = sum(step is not None for step in waiting)
         self.run.settle_steps = None  # counting asks for the steps so far
         while waiting and (left > keep or waiting[0] is None):
-            one = waiting.popleft()
-            if one is None:  # a batch began here
+            step = waiting.popleft()
+            if step is None:  # a batch began here
                 self.stepped = ()
                 continue
             left -= 1
-            if one[1].stepped:
-                self.count_step(one[0])
+            optimizer, finding = step
+            if finding.stepped:
+                self.count_step(optimizer)
         self.run.settle_steps = self.settle_steps if waiting else None
 
     def count_step(self, optimizer: torch.optim.Optimizer) -> None:

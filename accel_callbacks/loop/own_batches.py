@@ -39,14 +39,14 @@ class OwnBatches:
         ends
     """
 
-    __slots__ = ("_begin", "_end", "_left", "_optimizers", "_schedulers", "in_block", "is_open")
+    __slots__ = ("_begin", "_end", "_optimizers", "_schedulers", "_stepped", "in_block", "is_open")
 
     def __init__(self, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
         self._optimizers, self._schedulers = optimizers, schedulers
         self._begin: Callable[[], None] = _ignore
         self._end: Callable[[], None] = _ignore
         self.is_open = self.in_block = False
-        self._left: dict[int, Any] = {}  # optimizers and schedulers that stepped in this batch
+        self._stepped: dict[int, Any] = {}  # optimizers and schedulers that stepped in this batch
 
     def connect(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
         """Call these where a batch begins and ends."""
@@ -74,16 +74,16 @@ class OwnBatches:
 
     def before_step(self, optimizer: Any) -> None:
         """Begin a batch, also where this optimizer has stepped in the open one."""
-        if not self.in_block and id(optimizer) in self._left:
+        if not self.in_block and id(optimizer) in self._stepped:
             self.finish()
         if not self.is_open:
             self._open()
 
-    def note_call(self, one: Any) -> None:
+    def note_call(self, stepped: Any) -> None:
         """Note that an optimizer or scheduler was stepped; end the batch if it was the last."""
         if not self.is_open:
             return
-        self._left[id(one)] = one
+        self._stepped[id(stepped)] = stepped
         if not self.in_block and self._is_complete():
             self.finish()
 
@@ -96,12 +96,12 @@ class OwnBatches:
     def drop(self) -> None:
         """Forget the open batch, without its end."""
         self.is_open = self.in_block = False
-        self._left.clear()
+        self._stepped.clear()
 
     @property
     def waits(self) -> bool:
         """True if an optimizer has stepped in the open batch, and others have not yet."""
-        return self.is_open and not self.in_block and bool(self._left)
+        return self.is_open and not self.in_block and bool(self._stepped)
 
     def _open(self) -> None:
         # Before the hooks, because one that logs or saves comes here again.
@@ -111,5 +111,5 @@ class OwnBatches:
     def _is_complete(self) -> bool:
         return self._stepped_all(self._optimizers) and self._stepped_all(self._schedulers)
 
-    def _stepped_all(self, ones: Sequence[Any]) -> bool:
-        return all(id(one) in self._left for one in ones)
+    def _stepped_all(self, members: Sequence[Any]) -> bool:
+        return all(id(member) in self._stepped for member in members)

@@ -92,7 +92,9 @@ class TrainerAttributes:
     @property
     def early_stopping_callbacks(self) -> list[Any]:
         """The ``EarlyStopping`` callbacks."""
-        return [one for one in self.callbacks if getattr(one, "is_early_stopping", False)]
+        return [
+            callback for callback in self.callbacks if getattr(callback, "is_early_stopping", False)
+        ]
 
     @property
     def early_stopping_callback(self) -> Any:

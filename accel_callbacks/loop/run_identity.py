@@ -145,7 +145,7 @@ def config_fields(config: Any) -> dict[str, Any]:
     if isinstance(config, Namespace | SimpleNamespace):
         return dict(vars(config))
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        return {one.name: getattr(config, one.name) for one in dataclasses.fields(config)}
+        return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return dict(config or {})
 
 

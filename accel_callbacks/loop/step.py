@@ -52,7 +52,7 @@ class StepEngine:
         self._loop = loop
         self._optimizers = optimizers
         self._first_steps = first_steps
-        self._one_over: dict[Any, torch.Tensor] = {}
+        self._seeds: dict[Any, torch.Tensor] = {}
 
     def backward(
         self, loss: torch.Tensor, normalizer: float | torch.Tensor | None, kwargs: dict[str, Any]
@@ -130,7 +130,8 @@ class StepEngine:
                 "a micro-batch up, and put each micro-batch inside `with accel.accumulate(model)`."
             )
         inside = window.position > 1 and not counts.pending
-        if inside and any(self._strategy.has_gradients(one.optimizer) for one in self._optimizers):
+        inner = (prepared.optimizer for prepared in self._optimizers)
+        if inside and any(map(self._strategy.has_gradients, inner)):
             raise ValueError(mixed)
         return counts.add(loss, normalizer, expected=window.divisor), 1
 
@@ -145,18 +146,18 @@ class StepEngine:
         if loss.dim() != 0 or "gradient" in kwargs:
             return loss / divisor, kwargs
         key = (divisor, loss.dtype, loss.device)
-        seed = self._one_over.get(key)
+        seed = self._seeds.get(key)
         if seed is None:
             seed = torch.tensor(1.0 / divisor, dtype=loss.dtype, device=loss.device)
-            self._one_over[key] = seed
+            self._seeds[key] = seed
         return loss, {**kwargs, "gradient": seed}
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Bring gradients to their true size; see ``Accelerator.unscale_gradients``."""
         chosen = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-        for own in self._optimizers:
-            if optimizer is None or own in chosen or own.optimizer in chosen:
-                own.unscale_gradients()
+        for prepared in self._optimizers:
+            if optimizer is None or prepared in chosen or prepared.optimizer in chosen:
+                prepared.unscale_gradients()
 
     def clip_grad_norm_(
         self,

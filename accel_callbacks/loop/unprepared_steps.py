@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from accel_callbacks.loop.step_hooks import attach, in_prepared_step
-
-__all__ = ["UnpreparedSteps"]
+__all__ = ["UnpreparedSteps", "attach", "in_prepared_step"]
 
 _STEPS = 3
+_dead: list[Any] = []  # hooks that are to be removed
 
 
 class UnpreparedSteps:
@@ -47,12 +48,13 @@ class UnpreparedSteps:
     @property
     def unprepared(self) -> list[torch.optim.Optimizer]:
         """Those that were not prepared, and are not now."""
-        return [one for one, prepared in self._alive() if not prepared and not self._has(one)]
+        alive = self._alive()
+        return [optimizer for optimizer, known in alive if not known and not self._has(optimizer)]
 
     @property
     def bypassed(self) -> list[torch.optim.Optimizer]:
         """Those inside of a prepared one, which have stepped past it."""
-        return [one for one, prepared in self._alive() if prepared]
+        return [optimizer for optimizer, prepared in self._alive() if prepared]
 
     def begin(self) -> None:
         """Forget what stepped before a run, which may have no prepared optimizer to watch for."""
@@ -108,3 +110,47 @@ def _note(steps: ref[UnpreparedSteps]) -> Callable[..., None]:
             alive.note(optimizer)
 
     return note
+
+
+# --- hooks on the steps of all optimizers of this process -------------------------------------
+
+
+def attach(
+    register: Callable[[Callable[..., None]], Any], hook: Callable[..., None], owner: object
+) -> Callable[[], Any]:
+    """Register a hook; return what removes it, as the end of its owner does.
+
+    Args:
+        register: of ``torch.optim.optimizer``.
+        hook: refers to its owner weakly, for it belongs to the process.
+        owner: has use for it.
+    """
+    _remove_dead()
+    return finalize(owner, _remove, register(hook))
+
+
+def in_prepared_step() -> bool:
+    """Return whether a prepared optimizer is stepping, also one of another Accelerator."""
+    return _is_called_from("accel_callbacks.optimizer", "step")
+
+
+def _remove(handle: Any) -> None:
+    """Remove a hook, later if garbage is collected while torch iterates its hooks."""
+    _dead.append(handle)
+    if not _is_called_from("torch.optim.optimizer", "wrapper"):
+        _remove_dead()
+
+
+def _remove_dead() -> None:
+    while _dead:
+        _dead.pop().remove()
+
+
+def _is_called_from(module: str, function: str) -> bool:
+    """Return whether a function is running, of which this is a part."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == function and frame.f_globals.get("__name__") == module:
+            return True
+        frame = frame.f_back
+    return False

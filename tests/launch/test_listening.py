@@ -222,7 +222,7 @@ def test_a_name_that_only_this_machine_takes_for_loopback_is_not_served_to_other
 
 
 def test_an_address_of_another_machine_is_not_served(capsys: pytest.CaptureFixture[str]) -> None:
-    assert serve_store("192.0.2.77", 29500, one_machine=False, told=False) is None
+    assert serve_store("192.0.2.77", 29500, one_machine=False, announces=False) is None
     assert capsys.readouterr().err == ""
     assert serve_store("192.0.2.77", 29500, one_machine=False) is None
     assert "at port 29500 listens on all interfaces" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from accel_callbacks.collectives.store import BoundedStore, read_keys
 from accel_callbacks.distributed import stack
 from accel_callbacks.distributed.heartbeat import Heartbeat, LostRank, is_disconnect
-from accel_callbacks.distributed.process_exit import fate_of, host_id
+from accel_callbacks.distributed.processes import fate_of, host_id
 from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.distributed.stack import StuckCalls, is_saving, place_of, stacks
 
