@@ -60,11 +60,6 @@ def shows_all_frames(environment: Mapping[str, str] = os.environ) -> bool:
 
     Args:
         environment: usually ``os.environ``.
-
-    Example:
-        >>> from accel_callbacks.error_text import shows_all_frames
-        >>> shows_all_frames({"ACCEL_FULL_TRACEBACK": "1"}), shows_all_frames({})
-        (True, False)
     """
     return environment.get(VARIABLE, "").lower() not in _OFF
 

@@ -80,12 +80,6 @@ def is_default_hook(hook: Any) -> bool:
 
     Args:
         hook: the value of ``sys.excepthook``.
-
-    Example:
-        >>> import sys
-        >>> from accel_callbacks.rank_report import is_default_hook
-        >>> is_default_hook(sys.__excepthook__), is_default_hook(print)
-        (True, False)
     """
     while getattr(hook, "__module__", None) == "torch.distributed.distributed_c10d":
         names = hook.__code__.co_freevars

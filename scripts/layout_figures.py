@@ -44,6 +44,7 @@ from typing import Any
 
 PACKAGES = ("accel_callbacks", "checkpoint_io", "loggers")
 OPENINGS = ("What", "Whether", "Say", "Which", "How")
+_BATCHES = 14  # of a walk, two a step
 IMPORT_TIME, IN_FUNCTIONS, FOR_TYPES = "import time", "in functions", "for types"
 
 
@@ -324,7 +325,7 @@ class Tracer:
 
 
 def trace_walks(folder: Path) -> None:
-    """Train for two batches and write what each call has entered to ``walks.json``."""
+    """Train for some batches and write what each call has entered to ``walks.json``."""
     import torch
 
     import accel_callbacks
@@ -363,7 +364,8 @@ def trace_walks(folder: Path) -> None:
         run = context.__enter__()
     next(iter(run.epochs(1)))
     batches = iter(loader)
-    for _ in range(2):
+    # The checks of the first steps end with the third step: what is kept is a batch after them.
+    for _ in range(_BATCHES):
         with tracer.walk("a batch"):
             batch = next(batches)
         window = accel.accumulate(model)

@@ -145,11 +145,6 @@ class explained(ContextDecorator):
 
     Args:
         operation: the name of the collective, for the error.
-
-    Example:
-        >>> from accel_callbacks.collectives import explained
-        >>> with explained("gather"):
-        ...     parts = [1]
     """
 
     __slots__ = ("_operation",)

@@ -455,7 +455,11 @@ def reduce_tensor(
         share: the sum of all weights, if there are weights.
     """
     local = dense(tensor)
-    _check_type(local.dtype, reduction)
+    unordered = local.dtype.is_complex or local.dtype is torch.uint64
+    if unordered and reduction not in ("sum", "mean"):
+        raise TypeError(
+            f"{reduction} of {local.dtype} does not exist; use another type or reduction."
+        )
     world = world_size()
     value = on_backend(local) if world > 1 else local
     value = value.to(_working_type(value, reduction), copy=True)
@@ -524,12 +528,6 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _as_tensor(data: torch.Tensor, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return data.view(like.dtype).reshape(tuple(shape)).to(like.device)
-
-
-def _check_type(dtype: torch.dtype, reduction: str) -> None:
-    ordered = reduction in ("sum", "mean") or not (dtype.is_complex or dtype is torch.uint64)
-    if not ordered:
-        raise TypeError(f"{reduction} of {dtype} does not exist; use another type or reduction.")
 
 
 def _is_whole(dtype: torch.dtype) -> bool:

@@ -43,14 +43,6 @@ def draw_base_seed(generator: torch.Generator | None) -> None:
 
     Args:
         generator: the loader's own, or ``None``.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.data.base_seed import draw_base_seed
-        >>> before = torch.get_rng_state()
-        >>> draw_base_seed(None)
-        >>> torch.equal(before, torch.get_rng_state())
-        False
     """
     device = torch.get_default_device()
     torch.empty((), dtype=torch.int64, device=device).random_(generator=generator)

@@ -99,11 +99,6 @@ def checked_config(config: DataLoaderConfiguration | None) -> DataLoaderConfigur
 
     Raises:
         TypeError: it is no :class:`DataLoaderConfiguration`.
-
-    Example:
-        >>> from accel_callbacks.data.config import checked_config
-        >>> checked_config(None).even_batches
-        True
     """
     if config is None:
         return DataLoaderConfiguration()

@@ -113,11 +113,6 @@ def _unpack(layout: Any, data: torch.Tensor) -> Any:
     return map_leaves(layout, tensor, _is_slot)
 
 
-def _bytes_of(layout: Any) -> int:
-    """Return the size of the data of a layout."""
-    return max((leaf.value.end for leaf in leaves(layout, _is_slot)), default=0)
-
-
 def _signature(layout: Any) -> Any:
     """Return a value that is equal for equal layouts; raise TypeError for other objects."""
     kind = type(layout)
@@ -236,14 +231,12 @@ class Receiver:
         if isinstance(self._layout, _Failed):
             report, self._layout = self._layout.report, None
             raise RemoteError(rank=0, where="reading the data", details=report)
-        size = _bytes_of(self._layout)
-        data = torch.empty(size, dtype=torch.uint8, device=wire, pin_memory=self._pins(wire))
+        size = max((leaf.value.end for leaf in leaves(self._layout, _is_slot)), default=0)
+        pinned = self._pinned and wire.type == "cpu"
+        data = torch.empty(size, dtype=torch.uint8, device=wire, pin_memory=pinned)
         if size:
             dist.recv(data, src=0)
         return _unpack(self._layout, data.cpu()), numbers[:4], numbers[4:]
-
-    def _pins(self, wire: torch.device) -> bool:
-        return self._pinned and wire.type == "cpu"
 
 
 class DataLoaderDispatcher(DataLoaderShard):

@@ -255,11 +255,6 @@ class CollateShare:
 
     Args:
         collate_fn: the user's, or one that calls it for each rank.
-
-    Example:
-        >>> from accel_callbacks.data.iterable import CollateShare, Part
-        >>> CollateShare(sum)(([1, 2], Part(real=4, padded=4)))[0]
-        3
     """
 
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:

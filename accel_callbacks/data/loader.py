@@ -70,13 +70,7 @@ def _shut_down(iterator: Any, owner: int) -> None:
 
 
 def stop_workers(loader: DataLoader[Any]) -> None:
-    """Shut the workers down now; the next pass starts new ones.
-
-    Example:
-        >>> from torch.utils.data import DataLoader
-        >>> from accel_callbacks.data.loader import stop_workers
-        >>> stop_workers(DataLoader(range(4)))
-    """
+    """Shut the workers down now; the next pass starts new ones."""
     known: tuple[Any, Any] = getattr(loader, "_workers_end", (None, None))
     if known[1] is not None:
         known[1]()
@@ -313,9 +307,12 @@ class DataLoaderShard(DataLoader[Any]):
         # Hot path: written past torch's DataLoader.__setattr__, which checks every name.
         here = vars(self)
         items = self._items()
+        pairs = self._source.deliver(items)
+        if self._feed is not None:
+            pairs = self._feed(pairs)
         owner = os.getpid()
         try:
-            for index, (item, delivery) in enumerate(self._deliver(items), first):
+            for index, (item, delivery) in enumerate(pairs, first):
                 if delivery is not self._delivery:  # full batches share one
                     self._change_counts(delivery)
                 here["batch_index"] = index
@@ -389,11 +386,6 @@ class DataLoaderShard(DataLoader[Any]):
         if self.persistent_workers:
             keep_workers(self)
         return items
-
-    def _deliver(self, items: Iterator[Any]) -> Iterator[tuple[Any, Delivery]]:
-        """Yield the source's batches with their counts, on the device."""
-        pairs = self._source.deliver(items)
-        return pairs if self._feed is None else self._feed(pairs)
 
     def _begin(self) -> None:
         self._before = (

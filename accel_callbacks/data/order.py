@@ -166,14 +166,7 @@ def packed_state(generator: torch.Generator) -> str:
 
 
 def set_packed_state(generator: torch.Generator, state: str) -> None:
-    """Set the state of a generator to what :func:`packed_state` returned.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.data.order import packed_state, set_packed_state
-        >>> generator = torch.Generator()
-        >>> set_packed_state(generator, packed_state(generator))
-    """
+    """Set the state of a generator to what :func:`packed_state` returned."""
     generator.set_state(torch.frombuffer(bytearray(a2b_base64(state)), dtype=torch.uint8))
 
 
@@ -231,13 +224,7 @@ def _with_arrays(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def length_of(sampler: Any) -> int | None:
-    """Return what a sampler says of its length, None if it says nothing.
-
-    Example:
-        >>> from accel_callbacks.data.order import length_of
-        >>> length_of([4, 5]), length_of(iter([4, 5]))
-        (2, None)
-    """
+    """Return what a sampler says of its length, None if it says nothing."""
     try:
         return len(sampler)
     except (TypeError, NotImplementedError):
@@ -508,39 +495,18 @@ class Draws:
 
 
 def draws_at_random(sampler: Any) -> bool:
-    """Return whether a sampler may draw from a generator.
-
-    Example:
-        >>> from torch.utils.data import RandomSampler
-        >>> from accel_callbacks.data.order import draws_at_random
-        >>> draws_at_random(RandomSampler(range(3))), draws_at_random(range(3))
-        (True, False)
-    """
+    """Return whether a sampler may draw from a generator."""
     sources = _sources_of(sampler)
     return bool(sources.kinds or sources.private)
 
 
 def draws_again(sampler: Any) -> bool:
-    """Return whether a sampler may draw other than once, when its first item is asked for.
-
-    Example:
-        >>> from torch.utils.data import RandomSampler
-        >>> from accel_callbacks.data.order import draws_again
-        >>> draws_again(RandomSampler(range(3))), draws_again(iter(range(3)))
-        (False, True)
-    """
+    """Return whether a sampler may draw other than once, when its first item is asked for."""
     return _sources_of(sampler).watched
 
 
 def own_generators(sampler: Any, loader_generator: torch.Generator | None) -> Generators:
-    """Return the generators that belong to a sampler or to its loader.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.data.order import own_generators
-        >>> len(own_generators(range(3), torch.Generator()).private)
-        1
-    """
+    """Return the generators that belong to a sampler or to its loader."""
     return Generators((), _with_loaders(_sources_of(sampler).private, loader_generator))
 
 

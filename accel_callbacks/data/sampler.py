@@ -205,41 +205,19 @@ def mix_seed(*numbers: int) -> int:
 
 
 def with_inner(sampler: Any) -> tuple[Any, Any]:
-    """Return the sampler and the sampler inside it, as a batch sampler has one.
-
-    Example:
-        >>> from accel_callbacks.data.sampler import with_inner
-        >>> with_inner(range(2))
-        (range(0, 2), None)
-    """
+    """Return the sampler and the sampler inside it, as a batch sampler has one."""
     return sampler, getattr(sampler, "sampler", None)
 
 
 def set_seed_and_epoch(sampler: Any, seed: int, epoch: int) -> None:
-    """Set the seed and the epoch of a :class:`SeedableRandomSampler`; do nothing to another one.
-
-    Example:
-        >>> from accel_callbacks import SeedableRandomSampler
-        >>> from accel_callbacks.data.sampler import set_seed_and_epoch
-        >>> sampler = SeedableRandomSampler(range(6))
-        >>> set_seed_and_epoch(sampler, 5, 2)
-        >>> sampler.initial_seed, sampler.epoch
-        (5, 2)
-    """
+    """Set the seed and the epoch of a :class:`SeedableRandomSampler`; do nothing to another one."""
     if isinstance(sampler, SeedableRandomSampler):
         sampler.initial_seed = seed
         sampler.set_epoch(epoch)
 
 
 def call_set_epoch(target: Any, epoch: int) -> bool:
-    """Call ``set_epoch`` of a sampler or dataset; return whether it has one.
-
-    Example:
-        >>> from accel_callbacks import SeedableRandomSampler
-        >>> from accel_callbacks.data.sampler import call_set_epoch
-        >>> call_set_epoch(SeedableRandomSampler(range(6)), 2), call_set_epoch(range(6), 2)
-        (True, False)
-    """
+    """Call ``set_epoch`` of a sampler or dataset; return whether it has one."""
     set_epoch = getattr(target, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)

@@ -149,11 +149,6 @@ class WorkerQuestions:
 
     Attributes:
         asked: True once it has asked, and where that cannot be noticed.
-
-    Example:
-        >>> from accel_callbacks.data.stream_checks import WorkerQuestions
-        >>> WorkerQuestions().asked  # in no worker
-        False
     """
 
     def __init__(self) -> None:

@@ -83,11 +83,6 @@ def abort_run(error: BaseException, operation: str) -> BaseException:
 
     Returns:
         ``error``, or a :class:`RemoteError` if it is only a consequence of another rank's error.
-
-    Example:
-        >>> from accel_callbacks.distributed.abort import abort_run
-        >>> abort_run(ValueError("no data"), "the run")
-        ValueError('no data')
     """
     remote_failure.forget()  # the training thread has an error already
     if not has_peers():
@@ -122,11 +117,6 @@ def explain(error: BaseException, operation: str) -> BaseException:
         A :class:`RemoteError` with the error that another rank has published, a
         :class:`LostRankError` that names a rank which died or hangs, a RuntimeError that says
         where the others are if they live but one did not come or went, or ``error``.
-
-    Example:
-        >>> from accel_callbacks.distributed.abort import explain
-        >>> explain(ValueError("no data"), "backward")
-        ValueError('no data')
     """
     known = isinstance(error, (RemoteError, DistributedOperationException))
     if not has_peers() or known or not is_disconnect(error) or hasattr(error, _EXPLAINED):
@@ -161,13 +151,6 @@ def explain_in_place(error: BaseException, operation: str) -> None:
     """Put the error that :func:`explain` returns into the message of this one.
 
     For an error that somebody else raises.
-
-    Example:
-        >>> from accel_callbacks.distributed.abort import explain_in_place
-        >>> error = ValueError("no data")
-        >>> explain_in_place(error, "the forward")
-        >>> error
-        ValueError('no data')
     """
     cause = explain(error, operation)
     if cause is not error:
@@ -198,13 +181,7 @@ def _encode(error: BaseException, operation: str) -> str:
 
 
 def group_is_aborted() -> bool:
-    """Return whether an error has aborted the default process group.
-
-    Example:
-        >>> from accel_callbacks.distributed.abort import group_is_aborted
-        >>> group_is_aborted()
-        False
-    """
+    """Return whether an error has aborted the default process group."""
     return _aborted is not None and dist.is_initialized() and _aborted() is dist.group.WORLD
 
 
@@ -214,10 +191,6 @@ def refuse_aborted_group(action: str) -> None:
     Raises:
         RemoteError: the error of another rank has, and this thread has not raised it yet.
         RuntimeError: an error has aborted the process group.
-
-    Example:
-        >>> from accel_callbacks.distributed.abort import refuse_aborted_group
-        >>> refuse_aborted_group("save_state")
     """
     remote_failure.raise_in(action)
     if group_is_aborted():
@@ -228,12 +201,7 @@ def refuse_aborted_group(action: str) -> None:
 
 
 def abort_group() -> None:
-    """Make every collective that waits for this rank fail on the other ranks, now and later.
-
-    Example:
-        >>> from accel_callbacks.distributed.abort import abort_group
-        >>> abort_group()
-    """
+    """Make every collective that waits for this rank fail on the other ranks, now and later."""
     global _aborted
     if not has_peers() or group_is_aborted():
         return
@@ -243,12 +211,7 @@ def abort_group() -> None:
 
 
 def abort_all_groups() -> None:
-    """Abort the run, and what saves in the background too: a rank that they wait for hangs.
-
-    Example:
-        >>> from accel_callbacks.distributed.abort import abort_all_groups
-        >>> abort_all_groups()
-    """
+    """Abort the run, and what saves in the background too: a rank that they wait for hangs."""
     abort_group()
     _abort(list(_exempt))
 
@@ -316,11 +279,6 @@ def abort_devices(groups: Iterable[Any] | None = None) -> bool:
 
     Args:
         groups: the process groups; all if None.
-
-    Example:
-        >>> from accel_callbacks.distributed.abort import abort_devices
-        >>> abort_devices([])
-        True
     """
     backends: list[Any] = []
     for group in _groups() if groups is None else groups:

@@ -22,12 +22,7 @@ _threads: WeakSet[threading.Thread] = WeakSet()
 
 
 def register_daemon_thread() -> None:
-    """End the current thread in order when the process exits, if it is a daemon.
-
-    Example:
-        >>> from accel_callbacks.distributed.daemon_threads import register_daemon_thread
-        >>> register_daemon_thread()  # the main thread needs no help
-    """
+    """End the current thread in order when the process exits, if it is a daemon."""
     thread = threading.current_thread()
     if not thread.daemon or thread in _threads:
         return
@@ -44,10 +39,6 @@ def end_daemon_threads() -> None:
     """Raise SystemExit in the daemon threads that train, and wait a few seconds for their end.
 
     Collectives in which they wait for other ranks are aborted.
-
-    Example:
-        >>> from accel_callbacks.distributed.daemon_threads import end_daemon_threads
-        >>> end_daemon_threads()
     """
     alive = [thread for thread in list(_threads) if thread.is_alive()]
     for thread in alive:

@@ -132,10 +132,6 @@ def meet(operation: str) -> None:
     Raises:
         RuntimeError: a rank is elsewhere, or did not come within the timeout of the group.
         RemoteError: another rank failed.
-
-    Example:
-        >>> from accel_callbacks.distributed.failures import meet
-        >>> meet("get_state_dict")
     """
     if collectives.world_size() == 1:
         return
@@ -171,10 +167,6 @@ def leave(operation: str) -> None:
     Raises:
         LostRankError: a rank has ended before, or hangs.
         RuntimeError: a rank is elsewhere, or did not come within the timeout of the group.
-
-    Example:
-        >>> from accel_callbacks.distributed.failures import leave
-        >>> leave("end_training")
     """
     meet(operation)
     show_held_warnings()  # rank 0 has posted those that it has shown
@@ -211,9 +203,12 @@ def _not_yet_at(point: str) -> list[int]:
 
 
 def _too_late(ranks: list[int], operation: str) -> RuntimeError:
+    watch = current_heartbeat()
+    places = watch.last_seen(ranks) if watch is not None else ""
+    seen = f" ({places})" if places else ""
     return RuntimeError(
         f"ranks {ranks} did not come to {operation} within the timeout of the process group"
-        f"{_last_seen(ranks)}: check what they do there, or give them longer with "
+        f"{seen}: check what they do there, or give them longer with "
         f"Accelerator(timeout=...).{dump_hang(collectives.rank())}"
     )
 
@@ -236,12 +231,6 @@ def _absent_from(point: str) -> list[int]:
         reached = collectives.store().read([f"{_KEY}/{rank}" for rank in ranks])
         return [rank for rank, last in zip(ranks, reached, strict=True) if last != point]
     return []
-
-
-def _last_seen(ranks: list[int]) -> str:
-    watch = current_heartbeat()
-    places = watch.last_seen(ranks) if watch is not None else ""
-    return f" ({places})" if places else ""
 
 
 def _others_arrive_at(point: str) -> bool:

@@ -27,11 +27,6 @@ def dump_hang(rank: int, env: Mapping[str, str] | None = None) -> str:
     Returns:
         The sentence with a space before it; empty where no variable names a place for dumps, or
         nothing was recorded.
-
-    Example:
-        >>> from accel_callbacks.distributed.flight_recorder import dump_hang
-        >>> dump_hang(0, {})
-        ''
     """
     prefix = _prefix(os.environ if env is None else env)
     if prefix is None:

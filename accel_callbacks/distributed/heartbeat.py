@@ -299,7 +299,10 @@ class Heartbeat:
         while not (self._stopped.is_set() or _outlives_group(self)):
             began = time.monotonic()
             if began - before > max(self._timeout / 2, 5 * self._interval):
-                self._forgive(began)  # this process itself was stopped, and heard nobody
+                # This process itself was stopped, and heard nobody: all silences begin anew.
+                self._answered = began
+                for peer in self._peers.values():
+                    peer.changed = began
             before = began
             self._observe()
             self._exchange()
@@ -482,11 +485,6 @@ class Heartbeat:
         self._loading = 0.0
         end_workers(patience=0.0)
 
-    def _forgive(self, now: float) -> None:
-        self._answered = now
-        for peer in self._peers.values():
-            peer.changed = now
-
     # --- waiting --------------------------------------------------------------------------------
 
     def _sleep(self, seconds: float) -> None:
@@ -531,13 +529,7 @@ _current: tuple[Heartbeat, ReferenceType[Any] | None] | None = None
 
 
 def current_heartbeat() -> Heartbeat | None:
-    """Return the heartbeat of the default group, None without one.
-
-    Example:
-        >>> from accel_callbacks.distributed.heartbeat import current_heartbeat
-        >>> current_heartbeat() is None
-        True
-    """
+    """Return the heartbeat of the default group, None without one."""
     if _current is None or _current[1] is None or not dist.is_initialized():
         return None
     return _current[0] if _current[1]() is dist.group.WORLD else None

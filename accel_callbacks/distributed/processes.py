@@ -106,14 +106,7 @@ def host_id() -> str:
 
 
 def stopped_workers(workers: Iterable[BaseProcess]) -> list[BaseProcess]:
-    """Return the worker processes that a signal has stopped, if the system tells.
-
-    Example:
-        >>> import multiprocessing
-        >>> from accel_callbacks.distributed.processes import stopped_workers
-        >>> stopped_workers(multiprocessing.active_children())
-        []
-    """
+    """Return the worker processes that a signal has stopped, if the system tells."""
     return [worker for worker in workers if _stat_of(worker.pid)[:1] in (["T"], ["t"])]
 
 
@@ -122,10 +115,6 @@ def end_workers(patience: float = _PATIENCE) -> None:
 
     Args:
         patience: seconds in which they may end by themselves.
-
-    Example:
-        >>> from accel_callbacks.distributed.processes import end_workers
-        >>> end_workers()
     """
     workers = [child for child in multiprocessing.active_children() if child.daemon]
     deadline = time.monotonic() + patience
@@ -140,11 +129,6 @@ def end_workers(patience: float = _PATIENCE) -> None:
 
 @functools.cache  # once a process
 def end_workers_at_exit() -> None:
-    """End worker processes when this one exits, before multiprocessing waits for them.
-
-    Example:
-        >>> from accel_callbacks.distributed.processes import end_workers_at_exit
-        >>> end_workers_at_exit()
-    """
+    """End worker processes when this one exits, before multiprocessing waits for them."""
     # Before multiprocessing's own exit function, whose priority is lower.
     multiprocessing.util.Finalize(None, end_workers, exitpriority=10)

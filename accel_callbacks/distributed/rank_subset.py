@@ -22,13 +22,7 @@ _gathering: WeakSet[torch.nn.Module] = WeakSet()
 
 
 def needs_all_ranks(modules: Iterable[torch.nn.Module]) -> None:
-    """Note modules whose forward gathers weights from all ranks.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.distributed.rank_subset import needs_all_ranks
-        >>> needs_all_ranks([torch.nn.Linear(1, 1)])
-    """
+    """Note modules whose forward gathers weights from all ranks."""
     _gathering.update(modules)
 
 

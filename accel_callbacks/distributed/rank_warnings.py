@@ -96,15 +96,13 @@ class _RankWarnings:
         with suppress(Exception):  # without the store each rank shows its own
             while asks and None in self.store.read(keys) and time.monotonic() < deadline:
                 time.sleep(_POLLING)
-            first_ranks = [self._first_to_show(key) if asks else rank for key in keys]
+            if asks:  # compare_set returns the rank that was the first to show it
+                first_ranks = [self.store.compare_set(key, "", rank).decode() for key in keys]
         shown = zip(held.values(), first_ranks, strict=True)
         texts = [text for text, first in shown if first == rank]
         if sys.stderr is not None:
             with suppress(OSError):
                 sys.stderr.write("".join(texts))
-
-    def _first_to_show(self, key: str) -> str:
-        return self.store.compare_set(key, "", str(self._rank)).decode()
 
 
 # Of the default group. Global, as the default group is, and as warnings are.

@@ -23,11 +23,6 @@ class RemoteFailure:
     Attributes:
         pending: returns the error to raise in the method that it is given; None without an abort.
             The hot path reads only this attribute.
-
-    Example:
-        >>> from accel_callbacks.distributed.remote_failure import RemoteFailure
-        >>> RemoteFailure().pending is None
-        True
     """
 
     __slots__ = ("_group", "pending")

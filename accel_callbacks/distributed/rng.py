@@ -150,11 +150,6 @@ def share_rng(copies: int, device: torch.device) -> None:
     Args:
         copies: number of neighbouring ranks that read the same data.
         device: the device of this process.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.distributed.rng import share_rng
-        >>> share_rng(1, torch.device("cpu"))
     """
     states = all_objects(capture_rng(device))
     first = rank() // copies * copies
@@ -163,14 +158,7 @@ def share_rng(copies: int, device: torch.device) -> None:
 
 
 def devices_of(models: Iterable[torch.nn.Module]) -> set[torch.device]:
-    """Return the devices of the parameters of models.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.distributed.rng import devices_of
-        >>> devices_of([torch.nn.Linear(1, 1)])
-        {device(type='cpu')}
-    """
+    """Return the devices of the parameters of models."""
     return {parameter.device for model in models for parameter in model.parameters()}
 
 

@@ -65,14 +65,7 @@ class Call(NamedTuple):
 
 
 def stacks() -> dict[int, list[Call]]:
-    """Return the Python frames of all threads by their identifiers, innermost first.
-
-    Example:
-        >>> import threading
-        >>> from accel_callbacks.distributed.stack import stacks
-        >>> "stacks" in [call.name for call in stacks()[threading.get_ident()]]
-        True
-    """
+    """Return the Python frames of all threads by their identifiers, innermost first."""
     if sys.version_info < (3, 12, 2):
         return _stacks_of_faulthandler()
     by_thread = {}
@@ -141,14 +134,7 @@ def place_of(calls: Sequence[Call]) -> str:
 
 
 def place_of_thread(thread: threading.Thread) -> str:
-    """Describe where a thread is now.
-
-    Example:
-        >>> import threading
-        >>> from accel_callbacks.distributed.stack import place_of_thread
-        >>> isinstance(place_of_thread(threading.current_thread()), str)
-        True
-    """
+    """Describe where a thread is now."""
     return place_of(stacks().get(thread.ident or 0, ()))
 
 
@@ -166,11 +152,6 @@ def call_of_torch(calls: Sequence[Call]) -> bool:
 
     Args:
         calls: frames of the thread, innermost first.
-
-    Example:
-        >>> from accel_callbacks.distributed.stack import call_of_torch
-        >>> call_of_torch([])
-        False
     """
     return bool(calls) and calls[0].path.startswith(f"{_TORCH}distributed")
 
@@ -184,11 +165,6 @@ class StuckCalls:
 
     Args:
         is_watched: returns whether frames of a thread, innermost first, are in such a call.
-
-    Example:
-        >>> from accel_callbacks.distributed.stack import StuckCalls, is_saving, stacks
-        >>> StuckCalls(is_saving).seconds(stacks())
-        0.0
     """
 
     def __init__(self, is_watched: Callable[[Sequence[Call]], bool]) -> None:
@@ -229,22 +205,10 @@ def _processor_ticks(thread: threading.Thread) -> int | None:
 
 
 def is_saving(calls: Sequence[Call]) -> bool:
-    """Return whether frames are in a call of a save.
-
-    Example:
-        >>> from accel_callbacks.distributed.stack import is_saving
-        >>> is_saving([])
-        False
-    """
+    """Return whether frames are in a call of a save."""
     return any(call.path.startswith(_SAVING) for call in calls)
 
 
 def waits_for_worker(calls: Sequence[Call]) -> bool:
-    """Return whether frames are in the wait of a DataLoader for a batch of its workers.
-
-    Example:
-        >>> from accel_callbacks.distributed.stack import waits_for_worker
-        >>> waits_for_worker([])
-        False
-    """
+    """Return whether frames are in the wait of a DataLoader for a batch of its workers."""
     return any(call.name == "_try_get_data" and call.path == _LOADER for call in calls)

@@ -91,12 +91,6 @@ def uses_libuv() -> bool:
 
     torch for Windows is built without it, and a store that asks for it is an error there. Most of
     torch's launcher asks for it nevertheless, whatever ``USE_LIBUV`` says (pytorch#196855).
-
-    Example:
-        >>> import os, sys
-        >>> from accel_callbacks.distributed.tcp_store import uses_libuv
-        >>> uses_libuv() or "USE_LIBUV" in os.environ or sys.platform == "win32"
-        True
     """
     default = "0" if sys.platform == "win32" else "1"
     return os.environ.get("USE_LIBUV", default) == "1"
@@ -136,11 +130,6 @@ def local_address_towards(host: str, port: int) -> str | None:
     """Return the address of this machine from which it reaches a host, None without a route.
 
     Nothing is sent.
-
-    Example:
-        >>> from accel_callbacks.distributed.tcp_store import local_address_towards
-        >>> local_address_towards("127.0.0.1", 29500)
-        '127.0.0.1'
     """
     try:
         entries = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)

@@ -170,11 +170,6 @@ def resolve_topology(
     Warns:
         UserWarning: the process group exists already, with another ``timeout`` or
             ``init_method``.
-
-    Example:
-        >>> from accel_callbacks.distributed.topology import resolve_topology
-        >>> resolve_topology(cpu=True).world_size
-        1
     """
     global _current, _group
     options = GroupOptions(backend, init_method, timeout)
@@ -292,18 +287,14 @@ def _leave_group_at_exit() -> None:
 
 def _leave_at_exit() -> None:
     end_daemon_threads()  # they use the group
-    if _ends_with_error() and _computes_on_device():
+    uncaught = getattr(sys, "last_value", None) is not None
+    if uncaught and _computes_on_device():
         # `destroy_process_group` may flush what is queued on the device, and so wait for ranks that
         # wait for this one; the launcher ends those once this process is gone.
         stop_heartbeat()
         abort_devices()
         return
     destroy_topology()
-
-
-def _ends_with_error() -> bool:
-    """Return whether an error that nothing has caught ends this process."""
-    return getattr(sys, "last_value", None) is not None
 
 
 def _computes_on_device() -> bool:
@@ -393,11 +384,6 @@ def process_rank() -> tuple[int, int, int, int]:
 
     They are read from the topology, else from a process group that the script has made, else from
     the environment. So decorators work at import time, before any Accelerator exists.
-
-    Example:
-        >>> from accel_callbacks.distributed.topology import process_rank
-        >>> process_rank()
-        (0, 1, 0, 1)
     """
     here = _current
     if here is not None:
@@ -406,12 +392,7 @@ def process_rank() -> tuple[int, int, int, int]:
 
 
 def note_copies(copies: int) -> None:
-    """Note how many neighbouring ranks read the same data, for seeds; the latest value counts.
-
-    Example:
-        >>> from accel_callbacks.distributed.topology import note_copies
-        >>> note_copies(1)
-    """
+    """Note how many neighbouring ranks read the same data, for seeds; the latest value counts."""
     global _copies
     _copies = copies
 
@@ -420,11 +401,6 @@ def process_data_rank() -> int:
     """Return the rank of this process among those that read different data.
 
     Before any Accelerator exists, the launcher's sizes of the mesh count.
-
-    Example:
-        >>> from accel_callbacks.distributed.topology import process_data_rank
-        >>> process_data_rank()
-        0
     """
     copies = _copies
     if copies is None:
@@ -487,12 +463,6 @@ def own_accelerator() -> torch.device | None:
 
     ``torch.accelerator.current_accelerator()`` alone returns what torch was built for, even where
     the machine has no such device.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.distributed.topology import own_accelerator
-        >>> (own_accelerator() is not None) == torch.accelerator.is_available()
-        True
     """
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
@@ -508,11 +478,6 @@ def pick_device(cpu: bool, local_rank: int | None, *, can_share: bool = False) -
 
     Raises:
         RuntimeError: this machine has fewer devices, and they cannot be shared.
-
-    Example:
-        >>> from accel_callbacks.distributed.topology import pick_device
-        >>> pick_device(cpu=True, local_rank=1)
-        device(type='cpu')
     """
     kind = None if cpu else own_accelerator()
     if kind is None:
@@ -546,13 +511,7 @@ def _has_one_device_per_task(local_rank: int) -> bool:
 
 
 def select_device(device: torch.device) -> None:
-    """Make a device torch's current one in this thread; do nothing for the CPU.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.distributed.topology import select_device
-        >>> select_device(torch.device("cpu"))
-    """
+    """Make a device torch's current one in this thread; do nothing for the CPU."""
     if device.type not in ("cpu", "xla"):
         # torch 2.6 has only the older name.
         select = getattr(torch.accelerator, "set_device_index", None)
@@ -560,14 +519,7 @@ def select_device(device: torch.device) -> None:
 
 
 def current_device_index() -> int:
-    """Return the index of torch's current accelerator device, 0 unless the script has set another.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.distributed.topology import current_device_index
-        >>> not torch.accelerator.is_available() or current_device_index() >= 0
-        True
-    """
+    """Return the index of torch's current accelerator, 0 unless the script has set another."""
     # torch 2.6 has only the older name.
     current = getattr(torch.accelerator, "current_device_index", None)
     return int((current or torch.accelerator.current_device_idx)())

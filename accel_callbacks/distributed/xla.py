@@ -19,11 +19,6 @@ def has_xla(env: Mapping[str, str]) -> bool:
 
     It is if torch_xla is installed, and the variables ask for it (``PJRT_DEVICE``, or what ``accel
     launch --tpu`` sets), or the machine has a TPU and no other accelerator.
-
-    Example:
-        >>> from accel_callbacks.distributed.xla import has_xla
-        >>> has_xla({})
-        False
     """
     if importlib.util.find_spec("torch_xla") is None:
         return False

@@ -82,16 +82,12 @@ class Normalizer:
             self.forget()
             self.active = self.pending = True
         if self._base is None:
-            self._base = self._agree_on_base(count, expected)
+            # About the count of one rank in a whole window: divided by it, gradients stay in the
+            # range of fp16, and a power of two loses no bit. It is agreed on once, and kept.
+            typical = float(_summed(count)) / collectives.world_size() * expected
+            self._base = 2.0 ** round(math.log2(typical)) if typical > 0 else 1.0
         self._total = self._total + count
         return loss / self._base
-
-    def _agree_on_base(self, count: Count, expected: int) -> float:
-        """Return a power of two near the mean count of a step, the same on all ranks."""
-        # About the count of one rank in a whole window: divided by it, gradients stay in the range
-        # of fp16, and a power of two loses no bit. It is agreed on once, and kept.
-        typical = float(_summed(count)) / collectives.world_size() * expected
-        return 2.0 ** round(math.log2(typical)) if typical > 0 else 1.0
 
     def factor(self) -> Count:
         """Collective, once a step: return the factor for the gradients."""

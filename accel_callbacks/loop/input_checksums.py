@@ -40,21 +40,16 @@ class InputChecksums:
     def end_step(self) -> bool:
         """End a step; return whether all data ranks had the same inputs, and others each step."""
         if self._posted is not None:
-            posted, self._posted = self._posted, None
-            return _equal(posted.values())
+            posted, self._posted = self._posted.values(), None
+            sums = dict(value.split(":") for value in posted or [])  # by data rank
+            return len(sums) > 1 and len(set(sums.values())) == 1
         if self._current is not None:
             self._steps.append(self._current)
             self._current = None
             # Inputs that stay the same, such as a whole small dataset, are meant.
             if len(set(self._steps)) == _STEPS:
-                sums = ",".join(map(str, self._steps))
+                steps = ",".join(map(str, self._steps))
                 self._posted = collectives.Posted(
-                    f"inputs of {self._name}", f"{self._data_rank}:{sums}"
+                    f"inputs of {self._name}", f"{self._data_rank}:{steps}"
                 )
         return False
-
-
-def _equal(values: list[str] | None) -> bool:
-    """Return whether several data ranks have posted, and all the same."""
-    sums = dict(value.split(":") for value in values or [])
-    return len(sums) > 1 and len(set(sums.values())) == 1

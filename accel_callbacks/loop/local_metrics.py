@@ -24,12 +24,6 @@ class LocalMetrics:
 
     No rank waits: the values are posted when they are logged, and compared at the next evaluation
     or at the end.
-
-    Example:
-        >>> from accel_callbacks.loop.local_metrics import LocalMetrics
-        >>> metrics = LocalMetrics()
-        >>> metrics.note({"val/loss": 0.5})  # before any evaluation
-        >>> metrics.compare()
     """
 
     def __init__(self) -> None:

@@ -43,13 +43,7 @@ _PATIENCE = 2.0  # seconds that an error waits for the device to tell which step
 
 
 class LoaderProgress:
-    """Compares where the training loaders are with where they were at the last micro-batch.
-
-    Example:
-        >>> from accel_callbacks.loop.loop import LoaderProgress
-        >>> LoaderProgress().remaining([])
-        (None, [])
-    """
+    """Compares where the training loaders are with where they were at the last micro-batch."""
 
     __slots__ = ("_fresh", "_places")
 
@@ -89,13 +83,7 @@ class LoaderProgress:
 
 
 class UsedLoaders:
-    """The loader of the last training pass, and the loaders of validations and tests.
-
-    Example:
-        >>> from accel_callbacks.loop.loop import UsedLoaders
-        >>> UsedLoaders().training is None
-        True
-    """
+    """The loader of the last training pass, and the loaders of validations and tests."""
 
     def __init__(self) -> None:
         self.training: DataLoaderShard | None = None
@@ -247,12 +235,12 @@ class Loop:
         """
         if self.stages:
             return self.stages[-1]
-        return "train" if torch.is_grad_enabled() and self._in_train_mode() else "validation"
-
-    def _in_train_mode(self) -> bool:
-        """Return whether a model that is trained is in train mode: of several, a teacher is not."""
+        if not torch.is_grad_enabled():
+            return "validation"
+        # Of several models, a teacher that stays in eval mode does not count.
         models = self.models if len(self.models) <= 1 else self.trained_models()
-        return not models or any(model.training for model in models)
+        trains = not models or any(model.training for model in models)
+        return "train" if trains else "validation"
 
     def trained_models(self) -> list[torch.nn.Module]:
         """Return the prepared models that have an optimizer; all of them if none has."""

@@ -41,10 +41,6 @@ class PassEnds:
 
     Attributes:
         in_pass: a prepared loader is being iterated, and its end will be noted.
-
-    Example:
-        >>> from accel_callbacks.loop.pass_ends import PassEnds
-        >>> PassEnds(lambda: (0, 5, 5), lambda: True).check("gather")  # on one rank
     """
 
     def __init__(

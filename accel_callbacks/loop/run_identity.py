@@ -134,14 +134,7 @@ class RunIdentity:
 
 
 def config_fields(config: Any) -> dict[str, Any]:
-    """Return the settings of a mapping, a dataclass or a namespace as a new dict.
-
-    Example:
-        >>> from argparse import Namespace
-        >>> from accel_callbacks.loop.run_identity import config_fields
-        >>> config_fields(Namespace(lr=0.1))
-        {'lr': 0.1}
-    """
+    """Return the settings of a mapping, a dataclass or a namespace as a new dict."""
     if isinstance(config, Namespace | SimpleNamespace):
         return dict(vars(config))
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
