@@ -137,6 +137,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             loop.require_loaded("step")
         if not window.sync:
             return None
+        # After the question for the window: a step that does nothing is no first step.
         if self._watch is not None and not self._watch.check(
             self.optimizer, closure=bool(args or kwargs)
         ):

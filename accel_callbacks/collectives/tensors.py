@@ -146,6 +146,7 @@ def _compare(operation: str, alike: list[str], sizes: list[int]) -> list[list[in
     """
     # One small all-gather of a digest in the usual case; the objects follow only if it differs.
     text = repr((alike, sizes)).encode()
+    # Python's own hash of a text differs between processes.
     digest = list(hashlib.blake2b(text, digest_size=16).digest())
     mark = torch.tensor(digest, dtype=torch.uint8, device="cpu")
     marks = gather_tensor(on_backend(mark)).reshape(world_size(), -1)

@@ -295,6 +295,7 @@ class DataLoaderShard(DataLoader[Any]):
             self._skip_pass, self.finished = False, True
             return
         self._begin()
+        # Both after the start of the pass, as a resume or a view that skips moves its first batch.
         self._batches, first = self._source.remaining(), self._source.first_batch()
         self._settle_stream()
         position = self.position

@@ -274,7 +274,9 @@ class StreamSource(Source):
             if piece is None:
                 break
             batch, part = piece
-            if part is not known:  # full batches of a single reader share one
+            # Hot path: full batches of a single reader share one part, so that the place in the
+            # stream is worked out once for all of them, and read only when a state is asked for.
+            if part is not known:
                 if known is not None:
                     place = place.after(known, pieces.count - before)
                 known, before = part, pieces.count

@@ -114,6 +114,7 @@ def _report(error: BaseException, operation: str) -> None:
             collectives.all_objects(published_text(error), operation=operation)
             return
     first = abort_run(error, operation)
+    # This rank comes to no further point, so that the others do not wait for it at theirs.
     with suppress(Exception):
         _arrive_at(None)
     if first is not error:

@@ -330,7 +330,7 @@ class Heartbeat:
         try:
             lost, report, *beats = self._store.call(lambda store: self._talk(store, ranks))
         except Exception:
-            return
+            return  # a store that does not answer is judged by its silence, in _silent()
         now = self._answered = time.monotonic()
         for rank, text in zip(ranks, beats, strict=True):
             if text is not None:
@@ -431,6 +431,7 @@ class Heartbeat:
         self.lost = lost
         text, first = json.dumps(vars(lost)), not known
         if not known:
+            # The first loss counts: others mostly follow from it, and one rank prints it.
             with suppress(Exception):
                 first = self._store.compare_set(_LOST, "", text).decode() == text
         peer = self._peers.get(-1 if lost.rank is None else lost.rank, _Peer())

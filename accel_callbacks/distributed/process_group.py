@@ -168,6 +168,7 @@ def connect(
         RuntimeError: a rank has not come within the timeout, or cannot be reached.
     """
     limit = timeout or dist.distributed_c10d.default_pg_timeout
+    # The heartbeats begin before the group: torch's own error names no rank that did not come.
     bounded = BoundedStore(dist.distributed_c10d.PrefixStore("accel_callbacks", store))
     watch = start_join_heartbeat(
         bounded,

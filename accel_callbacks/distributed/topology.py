@@ -200,6 +200,7 @@ def resolve_topology(
             show_warnings_once(_current.rank, store, outlives)
         collectives.expect_group(_current.world_size)
         collectives.explains_with(explain)
+        # Before the control group, which is made by a collective: a rank that hangs there is named.
         start_heartbeat(abort_all_groups, not outlives)
         if collectives.join_control_group():
             _leave_group_at_exit()
@@ -286,7 +287,7 @@ def _leave_group_at_exit() -> None:
 
 
 def _leave_at_exit() -> None:
-    end_daemon_threads()  # they use the group
+    end_daemon_threads()  # first, as they use the group
     uncaught = getattr(sys, "last_value", None) is not None
     if uncaught and _computes_on_device():
         # `destroy_process_group` may flush what is queued on the device, and so wait for ranks that

@@ -215,7 +215,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
         loop.end_warm_up()
         loop.end_fit()  # of a plain loop that came before, with its saves
         self._tracking.close("success")
-        loop.share_identity(run)
+        loop.share_identity(run)  # before the leases, which show the id to other runs
         self._take_over(loop.run)
         loop.settle_steps()
         loop.run = run

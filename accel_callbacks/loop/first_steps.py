@@ -168,6 +168,7 @@ class FirstSteps:
         for calls in self._calls:
             name, weights = type(self.strategy.unwrap(calls.model)).__name__, calls.weights
             if weights is None:
+                # Posted, not gathered: a rank may step alone here, and would wait for the others.
                 sums = ",".join(str(value) for value in _checksums(calls.model).values())
                 calls.weights = collectives.Posted(f"weights of {name}", sums)
             elif collectives.rank() == 0 and (values := weights.values()) is not None:
@@ -263,6 +264,7 @@ class OptimizerWatch:
             optimizer: the optimizer as the user made it.
             closure: the step computes gradients itself.
         """
+        # Before the optimizer changes the weights, and the next batch the inputs.
         self._first.share_calls()
         self._first.compare_weights()
         self._first.compare_inputs()

@@ -117,6 +117,8 @@ class PassEnds:
         watch = current_heartbeat()
         if watch is None:
             return
+        # In the store, and not by a collective: the others may be in one, which this rank would
+        # answer with another. Each rank writes its own key, so that no two writes race.
         self._checks += 1
         ranks = range(collectives.world_size())
         keys = [f"{_KEY}/{rank}" for rank in ranks]

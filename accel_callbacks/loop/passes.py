@@ -59,6 +59,8 @@ class Passes:
         run.max_epochs = total
         # Passes before the first call, such as a warm-up, do not count as epochs.
         run.epochs_done = run.first_epoch
+        # Before the question whether anything is left: a signal may have come during the start,
+        # and a rank that leaves here alone would leave the others in their first collective.
         self.boundary.vote()
         if run.epochs_done >= total:
             if run.resumed_without_model:
@@ -131,6 +133,8 @@ class Passes:
         if loop.pass_ends is not None:
             loop.pass_ends.begin()
         run.votes.withdraw("end_epoch")  # of the epoch before, whose end came first
+        # A newer pass over this loader gets another token; then this one, when it is closed, leaves
+        # the state of the loop alone.
         token = loop.enter(loader, outer=True)
         done, loader.done = loader.done, False
         loader.trained = True
