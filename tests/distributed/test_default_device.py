@@ -11,7 +11,7 @@ import torch
 from accel_callbacks import Accelerator, SeedableRandomSampler
 from accel_callbacks.collectives import any_process
 from accel_callbacks.collectives.tensors import sum_of
-from accel_callbacks.data import huggingface
+from accel_callbacks.data import sharded_stream
 from accel_callbacks.data.iterable import IterableShards
 from accel_callbacks.distributed.votes import Votes
 from accel_callbacks.loop.gradient_window import _summed
@@ -88,7 +88,7 @@ def test_uneven_steps(pool):
 def stream_from_shards():
     accel = Accelerator(cpu=True)
     with torch.device("meta"):
-        return huggingface._exchange(accel.process_index, 7)
+        return sharded_stream._exchange(accel.process_index, 7)
 
 
 def test_the_counts_of_shards(pool):
