@@ -146,9 +146,9 @@ class Passes:
         batches = loader.batches()
         if loader.resumes:
             # Imported here, because most passes begin at their start.
-            from accel_callbacks.loop.resumed_skip import told_of_skips
+            from accel_callbacks.loop.resumed_skip import checked_for_skips
 
-            batches = told_of_skips(loader, loop, batches)
+            batches = checked_for_skips(loader, loop, batches)
         asked = perf_counter()
         try:
             for batch in batches:

@@ -9,7 +9,7 @@ from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.warning import warn
 
-__all__ = ["told_of_skips"]
+__all__ = ["checked_for_skips"]
 
 _SKIPPED = (
     "the first {} batches after load_state were not trained on, and are lost: the prepared loader "
@@ -19,7 +19,7 @@ _SKIPPED = (
 )
 
 
-def told_of_skips(loader: DataLoaderShard, loop: Loop, batches: Iterator[Any]) -> Iterator[Any]:
+def checked_for_skips(loader: DataLoaderShard, loop: Loop, batches: Iterator[Any]) -> Iterator[Any]:
     """Yield the rest of a resumed epoch; warn if as many batches are idle as were done before.
 
     A batch is idle if no prepared model was called and nothing went backward. A single one is no
