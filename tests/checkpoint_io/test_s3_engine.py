@@ -52,7 +52,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[S3Server]:
 @pytest.fixture
 def script(scripts: ScriptedS3, monkeypatch: pytest.MonkeyPatch) -> ScriptedS3:
     """A server for which parts are short, so that it is sent many of them soon."""
-    monkeypatch.setattr("checkpoint_io.storage.s3.upload.part_size", lambda size: SHORT)
+    monkeypatch.setattr("checkpoint_io.storage.s3.parts.part_size", lambda size: SHORT)
     scripts.reset()
     return scripts
 

@@ -162,8 +162,14 @@ class S3Client:
         """Send a request that may be retried; errors name the cause and what to check."""
         if key is not None:
             arguments["Key"] = key
+        return await self.repeat_explained(doing, key, lambda: self.once(operation, **arguments))
+
+    async def repeat_explained(
+        self, doing: str, key: str | None, action: Callable[[], Awaitable[T]]
+    ) -> T:
+        """Run an action as `repeat` does; errors name the cause and what to check."""
         try:
-            return await self.repeat(doing, key, lambda: self.once(operation, **arguments))
+            return await self.repeat(doing, key, action)
         except Exception as error:
             explained = self.explain(error, doing, key)
             if explained is error:
@@ -392,23 +398,23 @@ def _wire_errors() -> tuple[type[BaseException], ...]:
 
 def explain(error: Exception, doing: str, place: Place, key: str | None, tried: str) -> Exception:
     """Return the error to raise in place of the client's: the cause, and what to check."""
-    where = f"{doing} {place.of(key)} at {place.endpoint} failed"
+    failure = f"{doing} {place.of(key)} at {place.endpoint} failed"
     if isinstance(error, WrongAnswer):
-        return WrongServerError(f"{where}: {error}; {_NO_STORE}")
+        return WrongServerError(f"{failure}: {error}; {_NO_STORE}")
     if isinstance(error, (CheckpointError, MemoryError, ValueError)):
         return error
     code = code_of(error)
     text = f"{code}: {_message(error)}" if code else f"{type(error).__name__}: {error}"
     if code == "NoSuchBucket":
         return CheckpointNotFoundError(
-            f"{where}: there is no bucket {place.bucket!r}; check its name, the region and "
+            f"{failure}: there is no bucket {place.bucket!r}; check its name, the region and "
             "endpoint_url"
         )
     if is_transient(error):
-        return StoreUnavailableError(f"{where}, {tried}: {text}; check the store and the network")
+        return StoreUnavailableError(f"{failure}, {tried}: {text}; check the store and the network")
     if advice := _advice(error, code):
-        return StoreAccessError(f"{where}: {text}; {advice}")
-    return CheckpointError(f"{where}: {text}")
+        return StoreAccessError(f"{failure}: {text}; {advice}")
+    return CheckpointError(f"{failure}: {text}")
 
 
 def _message(error: Exception) -> str:

@@ -267,11 +267,8 @@ async def _probe(client: S3Client, folder: str, checksum: Checksum | None) -> Co
     name = probe_name()
     key = f"{folder}/{name}" if folder else name
 
-    async def ask(question: Callable[[], Awaitable[bool]]) -> bool:
-        try:
-            return await client.repeat("probing", key, question)
-        except Exception as error:
-            raise client.explain(error, "probing", key) from error
+    def ask(question: Callable[[], Awaitable[bool]]) -> Awaitable[bool]:
+        return client.repeat_explained("probing", key, question)
 
     async def refuses(**condition: Any) -> bool:
         try:

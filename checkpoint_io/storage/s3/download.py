@@ -10,13 +10,11 @@ from typing import Any
 
 from checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError
 from checkpoint_io.storage.base import Deliver, Span, missing_error, truncated_error
-from checkpoint_io.storage.retry import Attempts
 from checkpoint_io.storage.s3.client import (
     STEP,
     S3Client,
     code_of,
     is_absent,
-    is_transient,
     status_of,
 )
 
@@ -43,8 +41,8 @@ class Fetch:
         work = self._client.start(self._read_all())
         work.add_done_callback(lambda _: self._ready.put(None))
         try:
-            while (item := self._ready.get()) is not None:
-                index, buffer = item
+            while (part := self._ready.get()) is not None:
+                index, buffer = part
                 span = self._spans[index]
                 deliver(index, memoryview(buffer)[: span.end - span.begin])
                 self._client.loop.call_soon_threadsafe(self._release, buffer)
@@ -139,35 +137,30 @@ class RangeRead:
     def __init__(self, client: S3Client, key: str, begin: int, target: memoryview[int]) -> None:
         self._client = client
         self._key = key
-        self._where = client.place.of(key)
+        self._url = client.place.of(key)
         self._at = begin
         self._end = begin + len(target)
         self._left = target
 
     async def run(self, version: Callable[[str], None]) -> None:
         """Read; pass the entity tag of each answer to `version`, which raises if it changed."""
-        attempts = Attempts(self._client.policy)
-        while True:
+
+        async def read_on() -> None:
             policy = self._client.policy
             bound = policy.connect_timeout + policy.read_timeout * (1 + len(self._left) / STEP)
-            try:
-                return await asyncio.wait_for(self._once(version), bound)
-            except Exception as error:
-                pause = attempts.pause() if is_transient(error) else None
-                if pause is None:
-                    explained = self._explained(error, attempts)
-                    if explained is error:
-                        raise
-                    raise explained from error
-            await asyncio.sleep(pause)
+            await asyncio.wait_for(self._once(version), bound)
 
-    def _explained(self, error: Exception, attempts: Attempts) -> Exception:
-        """Return the error to raise for one that ends the read."""
-        if status_of(error) == 416:  # range not satisfiable
-            return truncated_error(self._where, self._end)
-        if is_absent(error):
-            return FileNotFoundError(f"{self._where} is missing")
-        return self._client.explain(error, "reading", self._key, attempts.describe())
+        try:
+            await self._client.repeat("reading", self._key, read_on)
+        except Exception as error:
+            if status_of(error) == 416:  # range not satisfiable
+                raise truncated_error(self._url, self._end) from error
+            if is_absent(error):
+                raise FileNotFoundError(f"{self._url} is missing") from error
+            explained = self._client.explain(error, "reading", self._key)
+            if explained is error:
+                raise
+            raise explained from error
 
     async def _once(self, version: Callable[[str], None]) -> None:
         """Send one request for the rest, and keep count of what arrives."""
@@ -177,31 +170,31 @@ class RangeRead:
         body = answer["Body"]
         async with body:  # older versions of aiobotocore yield something else than the body
             version(str(answer.get("ETag", "")))
-            _check_range(answer, self._at, self._end, self._where)
+            _check_range(answer, self._at, self._end, self._url)
             while self._left:
                 piece = await body.read(min(_PIECE, len(self._left)))
                 if not piece:
-                    raise EOFError(f"{self._where}: ended at byte {self._at} of {self._end}")
+                    raise EOFError(f"{self._url}: ended at byte {self._at} of {self._end}")
                 self._left[: len(piece)] = piece
                 self._left = self._left[len(piece) :]
                 self._at += len(piece)
 
 
-def _check_range(answer: dict[str, Any], begin: int, end: int, where: str) -> None:
+def _check_range(answer: dict[str, Any], begin: int, end: int, url: str) -> None:
     """Raise if an answer holds other bytes than were requested."""
     length = answer.get("ContentLength")
     content_range = str(answer.get("ContentRange") or "")
     if content_range:
         span, _, total = content_range.removeprefix("bytes ").partition("/")
         if total.isdigit() and int(total) < end:
-            raise CorruptCheckpointError(f"{where}: truncated, {total} bytes, not {end} or more")
-        right = span == f"{begin}-{end - 1}"
+            raise CorruptCheckpointError(f"{url}: truncated, {total} bytes, not {end} or more")
+        complete = span == f"{begin}-{end - 1}"
     else:  # a complete object: right if all of it was requested
-        right = begin == 0 and length == end
-    if not right or (length is not None and length != end - begin):
+        complete = begin == 0 and length == end
+    if not complete or (length is not None and length != end - begin):
         # EOFError counts as transient, so that the request is retried
         raise EOFError(
-            f"{where}: bytes {begin} to {end} were requested, {content_range or length} came"
+            f"{url}: bytes {begin} to {end} were requested, {content_range or length} came"
         )
 
 

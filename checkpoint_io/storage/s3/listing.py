@@ -132,8 +132,8 @@ async def abort_upload(client: S3Client, key: str, upload_id: str) -> None:
 async def abort_uploads_of(client: S3Client, key: str, keep: str | None = None) -> None:
     """Abort all uploads of one key except `keep`, an upload's id, if they may be listed."""
     try:
-        async for found, upload_id in unfinished_uploads(client, key):
-            if found == key and upload_id != keep:
+        async for other_key, upload_id in unfinished_uploads(client, key):
+            if other_key == key and upload_id != keep:
                 await abort_upload(client, key, upload_id)
     except StoreAccessError:  # listing uploads requires a permission of its own
         return

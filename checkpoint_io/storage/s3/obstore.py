@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from checkpoint_io.errors import CheckpointError, CorruptCheckpointError
+from checkpoint_io.errors import CorruptCheckpointError
 from checkpoint_io.storage.base import Deliver, Span, Write, missing_error, truncated_error
 from checkpoint_io.storage.retry import RetryPolicy
 from checkpoint_io.storage.s3.client import (
@@ -26,7 +26,7 @@ from checkpoint_io.storage.s3.client import (
 )
 from checkpoint_io.storage.s3.download import Versions, head
 from checkpoint_io.storage.s3.listing import abort_uploads_of
-from checkpoint_io.storage.s3.parts import PartBudget, PartBuffer, part_size, process_budget
+from checkpoint_io.storage.s3.parts import PartBudget, PartBuffer, process_budget
 from checkpoint_io.storage.s3.upload import Transfer, warn_of_leftovers
 from checkpoint_io.threads import for_each
 
@@ -96,32 +96,27 @@ class ObstoreTransfer:
             with self._plain.upload(key, size) as write:
                 yield write
             return
-        store = self.store
-        feed = Feed(part_size(size))
-        thread = threading.Thread(
-            target=feed.run, args=(lambda: self._put(store, key, feed),), daemon=True
-        )
-        thread.start()
-        try:
-            yield feed.write
-            if size is not None and feed.written != size:
-                raise CheckpointError(
-                    f"{self._client.place.of(key)}: {feed.written} bytes instead of {size}"
-                )
-            feed.end(None)
-            thread.join()
-            feed.raise_failure()
-            with warn_of_leftovers(self._client.place.of(key)):
+        store, url = self.store, self._client.place.of(key)
+        with process_budget().entered() as budget:
+            feed = Feed(budget, PartBuffer(budget, url, size))
+            put = partial(self._put, store, key, feed)
+            thread = threading.Thread(target=feed.run, args=(put,), daemon=True)
+            thread.start()
+            try:
+                yield feed.write
+                feed.parts.check_complete()
+                feed.end(None)
+                thread.join()
+                feed.raise_failure()
+            except BaseException as error:
+                feed.end(error)
+                thread.join()
+                raise
+            finally:
+                feed.close()
                 # if an answer was lost, obstore has created a second upload without reporting it
-                self._client.run(abort_uploads_of(self._client, key))
-        except BaseException as error:
-            feed.end(error)
-            thread.join()
-            with warn_of_leftovers(self._client.place.of(key)):
-                self._client.run(abort_uploads_of(self._client, key))
-            raise
-        finally:
-            feed.close()
+                with warn_of_leftovers(url):
+                    self._client.run(abort_uploads_of(self._client, key))
 
     def _put(self, store: Any, key: str, feed: Feed) -> None:
         """Pass the parts to obstore, which aborts the upload if the feed raises."""
@@ -130,7 +125,7 @@ class ObstoreTransfer:
                 store,
                 key,
                 iter(feed),
-                chunk_size=feed.part_size,
+                chunk_size=feed.parts.part_size,
                 max_concurrency=_WRITERS,
                 use_multipart=True,
             )
@@ -157,7 +152,7 @@ class ObstoreTransfer:
 
     def _read(self, store: Any, key: str, span: Span, versions: Versions) -> memoryview[int]:
         """Read one span."""
-        where = self._client.place.of(key)
+        url = self._client.place.of(key)
         try:
             if span.end == span.begin:
                 size, tag = self._client.run(head(self._client, key))
@@ -165,12 +160,12 @@ class ObstoreTransfer:
             else:
                 size, tag, data = self._get(store, key, span)
         except FileNotFoundError:
-            raise missing_error(where) from None
+            raise missing_error(url) from None
         except Exception as error:
             raise self._explain(error, "reading", key) from error
         versions.note(key, tag)
         if size < span.end or len(data) != span.end - span.begin:
-            raise truncated_error(where, span.end)
+            raise truncated_error(url, span.end)
         return data
 
     def _get(self, store: Any, key: str, span: Span) -> tuple[int, str, memoryview[int]]:
@@ -188,21 +183,25 @@ class ObstoreTransfer:
         """Return the error to raise in place of obstore's; others are returned unchanged."""
         if not type(error).__module__.startswith("obstore") and not isinstance(error, OSError):
             return error
-        where = f"{doing} {self._client.place.of(key)} at {self._client.place.endpoint} failed"
+        failure = f"{doing} {self._client.place.of(key)} at {self._client.place.endpoint} failed"
         text = " ".join(str(error).split())[:600]
         # only the text of obstore's errors has the status and the store's error code
         if "416" in text and "Range" in text:
             return CorruptCheckpointError(f"{self._client.place.of(key)}: truncated: {text}")
         name = type(error).__name__
         if "ExpiredToken" in text:
-            return StoreAccessError(f"{where}: the credentials have expired: get new ones ({text})")
+            return StoreAccessError(
+                f"{failure}: the credentials have expired: get new ones ({text})"
+            )
         if name in ("PermissionDeniedError", "UnauthenticatedError"):
-            return StoreAccessError(f"{where}: {text}; check the credentials and their permissions")
+            return StoreAccessError(
+                f"{failure}: {text}; check the credentials and their permissions"
+            )
         if name == "InvalidPathError":
-            return ValueError(f'{where}: {text}; use transfer="fsspec" for such a path')
+            return ValueError(f'{failure}: {text}; use transfer="fsspec" for such a path')
         if "InvalidMultipartResponse" in text:
             return self._client.explain(WrongAnswer(text), doing, key)
-        return StoreUnavailableError(f"{where}: {name}: {text}")
+        return StoreUnavailableError(f"{failure}: {name}: {text}")
 
 
 def forked() -> bool:
@@ -222,11 +221,9 @@ class Feed:
     Obstore sends the parts from the memory where they are, without a copy.
     """
 
-    def __init__(self, part_size: int) -> None:
-        self.part_size = part_size
-        self._budget = process_budget()
-        self._budget.enter()
-        self._buffer = PartBuffer(self._budget, part_size)
+    def __init__(self, budget: PartBudget, parts: PartBuffer) -> None:
+        self.parts = parts
+        self._budget = budget
         self._tickets: list[_Ticket] = []
         self._changed = threading.Condition()
         self._waiting: Any = None  # the next part for obstore
@@ -245,14 +242,9 @@ class Feed:
             self._done, self._waiting = True, None
             self._changed.notify_all()
 
-    @property
-    def written(self) -> int:
-        """Return the number of bytes written so far."""
-        return self._buffer.written
-
     def write(self, data: memoryview[int]) -> None:
         """Copy bytes; wait until there is room for each full part."""
-        for buffer, length in self._buffer.fill(data):
+        for buffer, length in self.parts.fill(data):
             self._submit(buffer, length)
 
     def _submit(self, buffer: bytearray, length: int) -> None:
@@ -274,7 +266,7 @@ class Feed:
 
     def end(self, cause: BaseException | None) -> None:
         """Pass on the rest and end; with a cause, make the upload fail."""
-        buffer, length = self._buffer.take()
+        buffer, length = self.parts.take()
         if cause is None and length:
             self._submit(buffer, length)
         with self._changed:
@@ -286,8 +278,7 @@ class Feed:
         """Release the budget, also of parts that the traceback of an error still refers to."""
         for ticket in self._tickets:
             ticket.leave()
-        self._buffer.take()
-        self._budget.leave()
+        self.parts.take()
 
     def raise_failure(self) -> None:
         """Raise the error of the upload, if it failed."""
@@ -336,14 +327,14 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Raise ValueError for options that obstore would not honour."""
     config = options.get("config_kwargs") or {}
     extra = options.get("s3_additional_kwargs") or {}
-    for path, given, known in (
+    for path, section, known in (
         ("", options, _OPTIONS),
         ("client_kwargs.", options.get("client_kwargs") or {}, _CLIENT_KWARGS),
         ("config_kwargs.", config, _CONFIG_KWARGS),
         ("config_kwargs.s3.", config.get("s3") or {}, _CONFIG_S3),
         ("s3_additional_kwargs.", extra, frozenset(_S3_ADDITIONAL_KWARGS)),
     ):
-        if unknown := sorted(set(given) - known):
+        if unknown := sorted(set(section) - known):
             raise ValueError(
                 f'storage_options: transfer="obstore" does not know {path}{unknown[0]}; '
                 'leave it out or use transfer="fsspec"'
@@ -426,11 +417,11 @@ def _credentials(client: S3Client) -> Callable[[], dict[str, Any]]:
 async def _current_credentials(client: S3Client) -> dict[str, Any]:
     """Return the credentials of the client of s3fs, refreshed if necessary."""
     signer = (await client.connected())._request_signer
-    found = await signer._credentials.get_frozen_credentials()
+    frozen = await signer._credentials.get_frozen_credentials()
     expires = getattr(signer._credentials, "_expiry_time", None)
     return {
-        "access_key_id": found.access_key,
-        "secret_access_key": found.secret_key,
-        "token": found.token,
+        "access_key_id": frozen.access_key,
+        "secret_access_key": frozen.secret_key,
+        "token": frozen.token,
         "expires_at": expires,
     }

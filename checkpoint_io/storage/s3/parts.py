@@ -8,6 +8,7 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -26,11 +27,11 @@ def part_size(size: int | None) -> int:
     return max(STEP, -(-(size or 0) // (_MAX_PARTS * _MIB)) * _MIB)
 
 
-def check_part_number(number: int, where: str) -> None:
+def check_part_number(number: int, url: str) -> None:
     """Raise CheckpointError if S3 does not allow so many parts."""
     if number > _MAX_PARTS:
         raise CheckpointError(
-            f"{where}: longer than {_MAX_PARTS} parts; pass the size to create() beforehand"
+            f"{url}: longer than {_MAX_PARTS} parts; pass the size to create() beforehand"
         )
 
 
@@ -39,29 +40,40 @@ class PartBuffer:
 
     Args:
         budget: where the buffers of the parts come from.
-        part_size: length of each part but the last.
+        url: of the object, for errors.
         size: of the whole object, if known: the buffer of a small one is no larger.
 
     Attributes:
+        part_size: length of each part but the last.
         written: number of bytes so far.
     """
 
-    def __init__(self, budget: PartBudget, part_size: int, size: int | None = None) -> None:
+    def __init__(self, budget: PartBudget, url: str, size: int | None) -> None:
+        self.part_size = part_size(size)
+        self.written = 0
         self._budget = budget
-        self._part_size = part_size
+        self._url = url
         self._size = size
         self._buffer: bytearray | None = None
         self._filled = 0
-        self.written = 0
+
+    def check_complete(self) -> None:
+        """Raise CheckpointError unless as many bytes were written as were announced."""
+        if self._size is not None and self.written != self._size:
+            raise CheckpointError(
+                f"{self._url}: {self.written} bytes instead of the announced {self._size}"
+            )
 
     def fill(self, data: memoryview[int]) -> Iterator[tuple[bytearray, int]]:
         """Copy bytes; yield each part that is full, as a buffer and its used length."""
         source = np.frombuffer(data, dtype=np.uint8)
+        if self._size is not None and self.written + len(source) > self._size:
+            raise CheckpointError(f"{self._url}: more than the announced {self._size} bytes")
         at = 0
         while at < len(source):
             if self._buffer is None:
-                left = self._part_size if self._size is None else self._size - self.written
-                self._buffer = self._budget.buffer(min(left, self._part_size))
+                left = self.part_size if self._size is None else self._size - self.written
+                self._buffer = self._budget.buffer(min(left, self.part_size))
             count = min(len(self._buffer) - self._filled, len(source) - at)
             target = np.frombuffer(self._buffer, dtype=np.uint8)
             # unlike a slice assignment, numpy releases the GIL while it copies
@@ -69,7 +81,7 @@ class PartBuffer:
             at += count
             self._filled += count
             self.written += count
-            if self._filled == self._part_size:
+            if self._filled == self.part_size:
                 yield self.take()
 
     def take(self) -> tuple[bytearray, int]:
@@ -89,17 +101,18 @@ class PartBudget:
         self._spare: list[bytearray] = []
         self._changed = threading.Condition()
 
-    def enter(self) -> None:
-        """Count an upload that starts."""
+    @contextmanager
+    def entered(self) -> Iterator[PartBudget]:
+        """Count an upload for the time of the block; the last one that ends frees the memory."""
         with self._changed:
             self._uploads += 1
-
-    def leave(self) -> None:
-        """Count an upload that ended; the last one frees the memory."""
-        with self._changed:
-            self._uploads -= 1
-            if not self._uploads:
-                self._spare.clear()
+        try:
+            yield self
+        finally:
+            with self._changed:
+                self._uploads -= 1
+                if not self._uploads:
+                    self._spare.clear()
 
     def buffer(self, size: int) -> bytearray:
         """Return a buffer with arbitrary content."""

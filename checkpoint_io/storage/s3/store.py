@@ -113,13 +113,13 @@ class S3Store:
 
     def folders(self) -> list[str]:
         """List the folders directly below this prefix whose names `child` accepts."""
-        found = self._client.run(listing(self._client, self._prefix))[1]
-        return sorted(filter(is_child_name, found))
+        names = self._client.run(listing(self._client, self._prefix))[1]
+        return sorted(filter(is_child_name, names))
 
     def versions(self, name: str) -> dict[str, str]:
         """List the folders, each with the entity tag of its file of this name."""
-        found = self._client.run(self._versions(name))
-        return {folder: found[folder] for folder in sorted(filter(is_child_name, found))}
+        tags = self._client.run(self._versions(name))
+        return {folder: tags[folder] for folder in sorted(filter(is_child_name, tags))}
 
     async def _versions(self, name: str) -> dict[str, str]:
         """List everything by one request, or ask for each file if that is not enough."""
@@ -203,10 +203,10 @@ def open_s3(
         or "AWS"
     )
 
-    def make(own: bool) -> Any:
+    def make(unshared: bool) -> Any:
         # fsspec caches one filesystem per process and set of options
-        alone = {"skip_instance_cache": True} if own else {}
-        return url_to_fs(url, **{**driver_options, **alone})[0]
+        cache = {"skip_instance_cache": True} if unshared else {}
+        return url_to_fs(url, **{**driver_options, **cache})[0]
 
     client = S3Client(bucket, str(endpoint), policy, make)
     checksum = best_checksum() if sends_checksums(options) else None

@@ -9,9 +9,8 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
-from checkpoint_io.errors import CheckpointError, CheckpointWarning, UnsettledWriteError
+from checkpoint_io.errors import CheckpointWarning, UnsettledWriteError
 from checkpoint_io.storage.base import Deliver, Span, Write
-from checkpoint_io.storage.retry import Attempts
 from checkpoint_io.storage.s3.client import STEP, S3Client, StoreUnavailableError, is_transient
 from checkpoint_io.storage.s3.download import Fetch, head
 from checkpoint_io.storage.s3.listing import abort_upload, abort_uploads_of
@@ -19,7 +18,6 @@ from checkpoint_io.storage.s3.parts import (
     Checksum,
     PartBuffer,
     check_part_number,
-    part_size,
     process_budget,
     tag_of_parts,
     verify_arrival,
@@ -50,15 +48,35 @@ class ClientTransfer:
     @contextmanager
     def upload(self, key: str, size: int | None) -> Iterator[Write]:
         """Upload what is written in the block; a block that raises leaves nothing behind."""
-        work = _Upload(self._client, key, size, self._checksum)
-        try:
-            yield work.write
-            work.finish()
-        except BaseException:
-            work.abort()
-            raise
-        finally:
-            work.close()
+        url = self._client.place.of(key)
+        multipart = MultipartUpload(self._client, key, self._checksum)
+        with process_budget().entered() as budget:
+            parts = PartBuffer(budget, url, size)
+
+            def write(data: memoryview[int]) -> None:
+                for part in parts.fill(data):
+                    multipart.send(*part)
+
+            try:
+                yield write
+                parts.check_complete()
+                buffer, length = parts.take()
+                if not multipart.begun:  # all of it fits one request
+                    data = bytes(memoryview(buffer)[:length])
+                    whole = partial(put, self._client, key, data, self._checksum)
+                    self._client.run(self._client.repeat_explained("uploading", key, whole))
+                    return
+                if length:
+                    multipart.send(buffer, length)
+                multipart.complete(parts.written)
+                with warn_of_leftovers(url):
+                    multipart.abort_strays()
+            except BaseException:
+                with warn_of_leftovers(url):
+                    multipart.abort()
+                raise
+            finally:
+                parts.take()  # the traceback of an error may keep this frame
 
     def fetch(self, spans: Sequence[Span], key_of: Callable[[str], str], deliver: Deliver) -> None:
         """Read spans, several at once."""
@@ -66,70 +84,6 @@ class ClientTransfer:
 
     def reconnect(self) -> None:
         """Do nothing: the connections are those of the client."""
-
-
-class _Upload:
-    """One upload: copies bytes into parts and sends full ones in the background."""
-
-    def __init__(
-        self, client: S3Client, key: str, size: int | None, checksum: Checksum | None
-    ) -> None:
-        self._client = client
-        self._key = key
-        self._where = client.place.of(key)
-        self._size = size
-        self._checksum = checksum
-        self._budget = process_budget()
-        self._budget.enter()
-        self._multipart = MultipartUpload(client, key, checksum)
-        self._buffer = PartBuffer(self._budget, part_size(size), size)
-
-    def write(self, data: memoryview[int]) -> None:
-        """Copy bytes into parts and send those that are full."""
-        if self._size is not None and self._buffer.written + memoryview(data).nbytes > self._size:
-            raise CheckpointError(f"{self._where}: more than the announced {self._size} bytes")
-        for buffer, length in self._buffer.fill(data):
-            self._send(buffer, length)
-
-    def _send(self, buffer: bytearray, length: int) -> None:
-        """Send a part in the background, once there is room for it."""
-        self._multipart.send(buffer if length == len(buffer) else buffer[:length])
-
-    def finish(self) -> None:
-        """Wait for all parts, then publish the object."""
-        written = self._buffer.written
-        if self._size is not None and written != self._size:
-            raise CheckpointError(
-                f"{self._where}: {written} bytes instead of the announced {self._size}"
-            )
-        buffer, length = self._buffer.take()
-        if not self._multipart.begun:  # all of it fits one request
-            self._client.run(self._put_single(bytes(memoryview(buffer)[:length])))
-            return
-        if length:
-            self._send(buffer, length)
-        self._multipart.complete(written)
-        with warn_of_leftovers(self._where):
-            self._multipart.abort_strays()
-
-    async def _put_single(self, data: bytes) -> None:
-        """Upload a small object by one request."""
-        try:
-            await self._client.repeat(
-                "uploading", self._key, lambda: put(self._client, self._key, data, self._checksum)
-            )
-        except Exception as error:
-            raise self._client.explain(error, "uploading", self._key) from error
-
-    def abort(self) -> None:
-        """Abort the upload; leave nothing in the store."""
-        with warn_of_leftovers(self._where):
-            self._multipart.abort()
-
-    def close(self) -> None:
-        """Release the buffers."""
-        self._buffer.take()
-        self._budget.leave()
 
 
 class MultipartUpload:
@@ -147,10 +101,11 @@ class MultipartUpload:
         self._tasks: set[asyncio.Task[Any]] = set()
         self.begun = False
 
-    def send(self, body: bytearray) -> None:
+    def send(self, buffer: bytearray, length: int) -> None:
         """Send a part in the background, once there is room; raise the error of an earlier one."""
         if self._failed is not None:
             self._failed.result()
+        body = buffer if length == len(buffer) else buffer[:length]
         number = len(self._sent) + 1
         check_part_number(number, self._client.place.of(self._key))
         if not self.begun:
@@ -191,9 +146,7 @@ class MultipartUpload:
                 raise
 
         try:
-            answer = await self._client.repeat("uploading", self._key, begin)
-        except Exception as error:
-            raise self._client.explain(error, "uploading", self._key) from error
+            answer = await self._client.repeat_explained("uploading", self._key, begin)
         finally:
             self._tasks.discard(task)
         # set on the loop and not by the writer, whose thread may be interrupted at any point
@@ -211,11 +164,10 @@ class MultipartUpload:
             tries += 1
             return await self._try_part(number, body, text)
 
-        doing = f"uploading part {number} of"
         try:
-            entry = await self._client.repeat(doing, self._key, send)
-        except Exception as error:
-            raise self._client.explain(error, doing, self._key) from error
+            entry = await self._client.repeat_explained(
+                f"uploading part {number} of", self._key, send
+            )
         finally:
             self._tasks.discard(task)
         if tries == 1:  # after a retry, the broken connection may still read from the buffer
@@ -259,11 +211,9 @@ class MultipartUpload:
 
         After lost answers, `is_there` says whether it took place; else UnsettledWriteError.
         """
-        sending = self._client.repeat("uploading", self._key, partial(self._try_single, data))
-        try:
-            entry = await sending
-        except Exception as error:
-            raise self._client.explain(error, "uploading", self._key) from error
+        entry = await self._client.repeat_explained(
+            "uploading", self._key, partial(self._try_single, data)
+        )
         try:
             await self._complete([entry], is_there)
         except StoreUnavailableError as error:
@@ -293,8 +243,10 @@ class MultipartUpload:
         self, entries: list[dict[str, Any]], is_there: Callable[[], Awaitable[bool]]
     ) -> None:
         """Publish the object; retry as long as it is not there."""
-        attempts = Attempts(self._client.policy)
-        while True:
+        answers_lost = 0
+
+        async def complete() -> None:
+            nonlocal answers_lost
             try:
                 await self._client.once(
                     "complete_multipart_upload",
@@ -303,28 +255,28 @@ class MultipartUpload:
                     UploadId=self._id,
                     MultipartUpload={"Parts": entries},
                 )
-                return
             except Exception as error:
-                pause = attempts.pause() if is_transient(error) else None
-                if pause is None:
-                    # a lost answer: the upload is gone then (NoSuchUpload), and the object is there
-                    if attempts.made and await is_there():
-                        return
-                    tried = attempts.describe()
-                    raise self._client.explain(error, "completing", self._key, tried) from error
-            await asyncio.sleep(pause)
+                answers_lost += is_transient(error)
+                raise
+
+        try:
+            await self._client.repeat_explained("completing", self._key, complete)
+        except Exception:
+            # the upload is gone then (NoSuchUpload), and the object is there
+            if not answers_lost or not await is_there():
+                raise
 
     async def _is_there(self, entries: list[dict[str, Any]], size: int) -> bool:
         """Return whether the object exists as it was sent."""
         try:
-            found, tag = await head(self._client, self._key)
+            stored_size, tag = await head(self._client, self._key)
         except Exception:
             return False
         expected = tag_of_parts([entry["ETag"] for entry in entries])
         tag = tag.strip('"')
         # only where the store forms tags as S3 does
         comparable = expected is not None and "-" in tag and len(tag) == len(expected)
-        return found == size and (tag == expected or not comparable)
+        return stored_size == size and (tag == expected or not comparable)
 
     def abort(self) -> None:
         """Stop sending and remove the parts that arrived."""
@@ -361,14 +313,14 @@ async def put(
 
 
 @contextmanager
-def warn_of_leftovers(where: str) -> Iterator[None]:
+def warn_of_leftovers(url: str) -> Iterator[None]:
     """Turn an error in the block, which aborts an upload, into a warning."""
     # so that the error that made the upload fail is the one that is raised
     try:
         yield
     except Exception as error:
         warn(
-            f"parts of {where} may be left in the store, the next save there removes them: {error}",
+            f"parts of {url} may be left in the store, the next save there removes them: {error}",
             CheckpointWarning,
         )
 
