@@ -25,8 +25,8 @@ def free_memory(root: Path = _ROOT) -> int | None:
         >>> free_memory(Path("no/such/folder")) is None
         True
     """
-    found = [*_available(root), *_left_in_groups(root)]
-    return min(found) if found else None
+    limits = [*_available(root), *_left_in_groups(root)]
+    return min(limits) if limits else None
 
 
 def _available(root: Path) -> Iterator[int]:

@@ -56,7 +56,7 @@ class Outcome:
 
 def agree(
     group: ProcessGroupLike,
-    own: Outcome,
+    outcome: Outcome,
     headline: str,
     *,
     group_headline: str | None = None,
@@ -66,7 +66,7 @@ def agree(
 
     Args:
         group: the ranks that took the step.
-        own: this rank's outcome; its value must be plain.
+        outcome: of this rank; its value must be plain.
         headline: begins the error if the step failed.
         group_headline: begins the CheckpointError for an error of the group itself; None lets that
             error pass as it is.
@@ -78,15 +78,15 @@ def agree(
     """
     outcomes: list[Any] | None = None
     try:
-        plain = own.to_plain()
+        plain = outcome.to_plain()
         outcomes = collective(lambda: group.all_gather_object(plain), group_headline)
     finally:
         if outcomes is None:
             cleanup(False)
     if failed_ranks(outcomes):
         cleanup(True)
-        raise_failure(headline, outcomes, own)
-    return [outcome["value"] for outcome in outcomes]
+        raise_failure(headline, outcomes, outcome)
+    return [report["value"] for report in outcomes]
 
 
 def collective(call: Callable[[], T], headline: str | None) -> T:
@@ -114,14 +114,16 @@ def describe_failures(outcomes: Sequence[Mapping[str, Any]]) -> str:
     return "; ".join(f"rank {rank}: {outcomes[rank]['error']}" for rank in failed_ranks(outcomes))
 
 
-def raise_failure(headline: str, outcomes: Sequence[Mapping[str, Any]], own: Outcome) -> NoReturn:
+def raise_failure(
+    headline: str, outcomes: Sequence[Mapping[str, Any]], outcome: Outcome
+) -> NoReturn:
     """Raise on this rank for the ranks whose step failed."""
-    if own.error is not None:
-        interrupted = not isinstance(own.error, Exception)
+    if outcome.error is not None:
+        interrupted = not isinstance(outcome.error, Exception)
         # With one rank there is nothing to add to an error that already names the next step.
-        explained = isinstance(own.error, (CheckpointError, ImportError, ValueError))
+        explained = isinstance(outcome.error, (CheckpointError, ImportError, ValueError))
         if interrupted or (explained and len(outcomes) == 1):
-            raise own.error
+            raise outcome.error
     kinds = {outcomes[rank]["kind"] for rank in failed_ranks(outcomes)}
     kind = _KINDS.get(kinds.pop(), CheckpointError) if len(kinds) == 1 else CheckpointError
-    raise kind(f"{headline}: {describe_failures(outcomes)}") from own.error
+    raise kind(f"{headline}: {describe_failures(outcomes)}") from outcome.error

@@ -107,13 +107,13 @@ class BorrowedWeights(AbstractContextManager[str]):
             stack.enter_context(_kept(training, kept))
             stack.enter_context(_marked(training, reader.path))
             if hooked:
-                left = {id(one) for one in training.pre_hooks.load(training.models, reader.path)}
+                left = set(map(id, training.pre_hooks.load(training.models, reader.path)))
                 indices = [i for i in indices if id(training.models[i]) in left]
             weights = self._chosen(reader.path, state, indices)
-            given, converted = self._place(weights, reads)
+            loaded_by_model, converted = self._place(weights, reads)
         together(_WHERE, partial(_read, reader, reads, weights), changes=reads.changes)
         with shared_failure(_WHERE), torch.no_grad():
-            for index, saved in given.items():
+            for index, saved in loaded_by_model.items():
                 here = training.strategy.local_state_dict(training.models[index])
                 training.strategy.load_model_state_dict(training.models[index], {**here, **saved})
             for target, value in converted:
@@ -122,13 +122,13 @@ class BorrowedWeights(AbstractContextManager[str]):
     def _indices(self) -> list[int]:
         """Return the numbers of the models in the checkpoint."""
         prepared = zip(self._training.models, self._training.bare_models, strict=True)
-        numbers = {id(one): i for i, both in enumerate(prepared) for one in both}
-        if unknown := [one for one in self._models if id(one) not in numbers]:
+        numbers = {id(model): i for i, both in enumerate(prepared) for model in both}
+        if unknown := [model for model in self._models if id(model) not in numbers]:
             raise ValueError(
                 f"{type(unknown[0]).__name__} is not prepared, so it is not known which model of "
                 "the checkpoint it is: pass what prepare() returned."
             )
-        return sorted({numbers[id(one)] for one in self._models})
+        return sorted({numbers[id(model)] for model in self._models})
 
     def _chosen(self, path: str, state: Mapping[str, Any], indices: Sequence[int]) -> Weights:
         """Return the saved weights of each model, with the averages in their place.
@@ -166,14 +166,14 @@ class BorrowedWeights(AbstractContextManager[str]):
     ) -> tuple[Weights, list[tuple[torch.Tensor, torch.Tensor]]]:
         """Add what is read in place; return what models load themselves, and what is converted."""
         strategy = self._training.strategy
-        given: Weights = {}
+        loaded_by_model: Weights = {}
         converted: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index, saved in weights.items():
             model = self._training.models[index]
             here = strategy.local_state_dict(model)
             if not strategy.loads_in_place(model) or not all(map(reads.is_view, saved.values())):
                 part = partial(strategy.read_target, model)
-                given[index] = reads.replace(saved, part=part)
+                loaded_by_model[index] = reads.replace(saved, part=part)
                 continue
             for name, view in saved.items():
                 target = here[name]
@@ -181,7 +181,7 @@ class BorrowedWeights(AbstractContextManager[str]):
                     reads.into(name, view, target)
                 else:  # the float32 average of a half-precision weight
                     converted.append((target, reads.replace(view, parameter=target)))
-        return given, converted
+        return loaded_by_model, converted
 
 
 def _training_state(reader: CheckpointReader) -> dict[str, Any]:
@@ -219,14 +219,17 @@ def _kept(training: TrainingState, indices: Sequence[int]) -> Iterator[None]:
     strategy = training.strategy
     modules = [m for i in indices for m in training.bare_models[i].modules()]
     buffers = [(m, name, b) for m in modules for name, b in m._buffers.items()]
-    found = [p for m in modules for p in m._parameters.values()] + [b for _, _, b in buffers]
-    found = [one for one in found if not isinstance(one, AbsentWeight)]
-    found += [one for i in indices for one in held_weights(training.bare_models[i])]
-    tensors = {id(tensor): tensor for tensor in found if tensor is not None}
+    parameters = [parameter for m in modules for parameter in m._parameters.values()]
+    held = [*parameters, *(buffer for _, _, buffer in buffers)]
+    held = [tensor for tensor in held if not isinstance(tensor, AbsentWeight)]
+    held += [tensor for i in indices for tensor in held_weights(training.bare_models[i])]
+    tensors = {id(tensor): tensor for tensor in held if tensor is not None}
     copies = {key: local_part(tensor).detach().clone() for key, tensor in tensors.items()}
-    own = [training.models[i] for i in indices if not strategy.loads_in_place(training.models[i])]
+    loading = [
+        training.models[i] for i in indices if not strategy.loads_in_place(training.models[i])
+    ]
     # What a model saves beside tensors is put back in its own way.
-    states = [(model, _copied(strategy.local_state_dict(model))) for model in own]
+    states = [(model, _copied(strategy.local_state_dict(model))) for model in loading]
     try:
         yield
     finally:

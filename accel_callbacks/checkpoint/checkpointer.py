@@ -250,14 +250,14 @@ class Checkpointer:
         """
         training = self.training
         states = shared["models"].values()
-        found = [
+        adapters = [
             adapter
             for model, state in zip(training.bare_models, states, strict=False)
             for adapter in (() if state is None else adapters_of(model, state))
         ]
-        if len(found) != 1:
+        if len(adapters) != 1:
             return []
-        adapter = self._gathered(found[0])
+        adapter = self._gathered(adapters[0])
         if training.strategy.topology.rank == 0:
             with writable_folder(url) as folder:
                 _write_adapter(adapter, folder, storage_options)
@@ -306,8 +306,8 @@ class Checkpointer:
                 leases.check_recent()
                 for adapter in map(self._gathered, adapters):
                     if self._writes_files:
-                        own = () if adapter.name == "default" else (adapter.name,)
-                        folder = path_in(fspath(save_directory), *own)
+                        subfolders = () if adapter.name == "default" else (adapter.name,)
+                        folder = path_in(fspath(save_directory), *subfolders)
                         _write_adapter(adapter, folder, storage_options)
             return
         if trainable_only:
@@ -390,13 +390,13 @@ class Checkpointer:
         if input_dir is not None:
             return restore_from(self.training, fspath(input_dir), options)
         root = self.training.project.path("checkpoints")
-        found = restore_newest(self.training, root, options)
-        if found is None:
+        path = restore_newest(self.training, root, options)
+        if path is None:
             raise FileNotFoundError(
                 f"no valid checkpoint under {root}: pass the path of one, or save_state() first."
                 + describe_foreign_folder(root, storage_options)
             )
-        return found
+        return path
 
     def find(
         self, place: str, options: LoadOptions, *, newest: bool = False

@@ -132,11 +132,11 @@ def _check_tensor(name: str, here: Any, saved: Any) -> None:
         return
     shape = getattr(saved, "shape", None)
     if shape is None or tuple(here.shape) != tuple(shape):
-        there = "is no tensor" if shape is None else f"{tuple(shape)}"
+        saved_shape = "is no tensor" if shape is None else f"{tuple(shape)}"
         raise ResumeError(
-            f"{name!r} has shape {tuple(here.shape)} in the model and {there} in the checkpoint: "
-            f"build the model as the run that saved it did, {_AFRESH}, or load what fits with "
-            "load_state(path, only=...)."
+            f"{name!r} has shape {tuple(here.shape)} in the model and {saved_shape} in the "
+            f"checkpoint: build the model as the run that saved it did, {_AFRESH}, or load what "
+            "fits with load_state(path, only=...)."
         )
     if here.dtype != saved.dtype:
         raise ResumeError(
@@ -194,9 +194,9 @@ def _other_options(
     missing: set[str] = set()
     unexpected: set[str] = set()
     # Schedulers add options of their own; a wrapper may have no defaults.
-    own = set(getattr(optimizer, "defaults", ())) - _FLAGS
+    options = set(getattr(optimizer, "defaults", ())) - _FLAGS
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=False):
-        missing |= (own & group.keys()) - saved.keys()
+        missing |= (options & group.keys()) - saved.keys()
         unexpected |= saved.keys() - group.keys() - _FLAGS
     return missing, unexpected
 
@@ -222,7 +222,9 @@ def _report_class(
     text = f"{label} is {name}, and the checkpoint's is {before}"
     if misfit:
         sides = {"not saved": missing, "saved in vain": () if unsaved else unexpected}
-        names = "; ".join(f"{side}: {', '.join(sorted(own))}" for side, own in sides.items() if own)
+        names = "; ".join(
+            f"{side}: {', '.join(sorted(options))}" for side, options in sides.items() if options
+        )
         raise ResumeError(
             f"{text}, whose state does not fit ({names}): make the {kind} as the run that saved "
             f"it did, {_AFRESH}, or {rest}."
@@ -234,11 +236,14 @@ def _report_class(
 
 
 def _differences(
-    missing: Iterable[str], unexpected: Iterable[str], here: Collection[str], there: Collection[str]
+    missing: Iterable[str],
+    unexpected: Iterable[str],
+    current: Collection[str],
+    saved: Collection[str],
 ) -> str:
     """Describe the names that are on one side only, the first few with the nearest on the other."""
-    lines = [f"{name!r} is only in the checkpoint.{nearest(name, here)}" for name in unexpected]
-    lines += [f"{name!r} is only in the model.{nearest(name, there)}" for name in missing]
+    lines = [f"{name!r} is only in the checkpoint.{nearest(name, current)}" for name in unexpected]
+    lines += [f"{name!r} is only in the model.{nearest(name, saved)}" for name in missing]
     more = len(lines) - _SHOWN
     return "\n".join(lines[:_SHOWN] + ([f"and {more} more."] if more > 0 else []))
 
@@ -314,25 +319,25 @@ def rank_part(
     """
     copies = state.get("copies", 1)
     saved, here = manifest.world_size // copies, training.strategy.data_world
-    own = local if saved == here else None
+    restored = local if saved == here else None
     prepared = {
         str(i): loader
         for i, loader in enumerate(training.loaders)
         if selection.takes(f"loaders/{i}") and str(i) in state["loaders"]
     }
-    problems = _stream_problems(prepared, state["loaders"], own)
+    problems = _stream_problems(prepared, state["loaders"], restored)
     text = "".join(f"a stream does not go on exactly: {problem}; " for problem in problems)
     if saved != here:
         unit = "processes" if copies == training.strategy.copies == 1 else "data ranks"
         change = f"was saved by {saved} {unit} and is loaded by {here}"
         text += _other_world(change, min(saved, here), exact=not problems, selection=selection)
         if local is not None:
-            own = {"rng": local["rng"]}
+            restored = {"rng": local["rng"]}
     if text and strict:
         raise ResumeError(text + "pass strict=False to accept that.")
     if text:
         warn(text.removesuffix("; ") + ".")
-    return own
+    return restored
 
 
 def _stream_problems(

@@ -39,19 +39,19 @@ def fingerprints(tensors: Mapping[str, Any]) -> dict[str, list[Any]]:
         for name, tensor in tensors.items()
         if isinstance(tensor, torch.Tensor) and not tensor.is_meta
     }
-    sharded = {name: one for name, one in here.items() if collectives.is_sharded(one)}
-    samples = {name: _sample(one) for name, one in here.items() if name not in sharded}
-    found = _to_host({name: one for name, one in samples.items() if one is not None})
+    sharded = {name: tensor for name, tensor in here.items() if collectives.is_sharded(tensor)}
+    samples = {name: _sample(tensor) for name, tensor in here.items() if name not in sharded}
+    data = _to_host({name: sample for name, sample in samples.items() if sample is not None})
     if sharded:
-        found |= _gathered_samples(sharded)
+        data |= _gathered_samples(sharded)
     return {
         name: [
             list(tensor.shape),
             str(tensor.dtype),
-            hashlib.blake2b(found[name], digest_size=8).hexdigest(),
+            hashlib.blake2b(data[name], digest_size=8).hexdigest(),
         ]
         for name, tensor in here.items()
-        if name in found
+        if name in data
     }
 
 
@@ -106,9 +106,9 @@ def _gathered_samples(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     One that a rank cannot see is left out on all.
     """
     parts = {name: _part_of_sample(name, tensor) for name, tensor in tensors.items()}
-    own = _to_host({name: part.data for name, part in parts.items() if part is not None})
-    counts = {name: -(-one.numel() // _step(one)) for name, one in tensors.items()}
-    sizes = {name: counts[name] * one.dtype.itemsize for name, one in tensors.items()}
+    local_data = _to_host({name: part.data for name, part in parts.items() if part is not None})
+    counts = {name: -(-tensor.numel() // _step(tensor)) for name, tensor in tensors.items()}
+    sizes = {name: counts[name] * tensor.dtype.itemsize for name, tensor in tensors.items()}
     # Each sample after a byte that says that a rank cannot see it. Elsewhere zeros, so that the
     # maximum over the ranks is what those have that hold it: one, or several replicas.
     buffer = np.zeros(sum(sizes.values()) + len(sizes), np.uint8)
@@ -119,7 +119,8 @@ def _gathered_samples(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
             buffer[begin] = 1
         elif len(part.places):
             rows = buffer[slots[name]].reshape(counts[name], -1)
-            rows[part.places] = np.frombuffer(own[name], np.uint8).reshape(len(part.places), -1)
+            held = np.frombuffer(local_data[name], np.uint8)
+            rows[part.places] = held.reshape(len(part.places), -1)
         begin = end
     whole = _maximum(torch.from_numpy(buffer)).numpy()
     return {name: whole[at].tobytes() for name, at in slots.items() if not whole[at.start - 1]}
@@ -140,14 +141,14 @@ def _to_host(samples: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     devices: dict[torch.device, list[str]] = {}
     for name, sample in samples.items():
         devices.setdefault(sample.device, []).append(name)
-    found: dict[str, bytes] = {}
+    data_of: dict[str, bytes] = {}
     for names in devices.values():
         data = torch.cat([samples[name] for name in names]).cpu().numpy().tobytes()
         begin = 0
         for name in names:
             end = begin + samples[name].numel()
-            found[name], begin = data[begin:end], end
-    return found
+            data_of[name], begin = data[begin:end], end
+    return data_of
 
 
 def check_same_model(saved: Mapping[str, list[Any]], here: Mapping[str, Any]) -> None:

@@ -55,11 +55,11 @@ def open_folder(root: str, storage_options: Mapping[str, Any] | None = None) -> 
     require_neighbour("checkpoint_io")
     import checkpoint_io
 
-    told: set[str] = set()
+    noticed: set[str] = set()
 
     def tell(text: str) -> None:
-        if text not in told:
-            told.add(text)
+        if text not in noticed:
+            noticed.add(text)
             notice(text)
 
     return checkpoint_io.CheckpointFolder(root, storage_options=storage_options, on_warning=tell)
@@ -87,13 +87,13 @@ class LoadFailed(Exception):
         self.error, self.damaged, self.changed, self.text = error, damaged, changed, text
 
 
-def together(where: str, action: Callable[[], T], *, changes: bool = False) -> T:
+def together(label: str, action: Callable[[], T], *, changes: bool = False) -> T:
     """Collective: return the result of an action if it succeeds on all ranks.
 
     The ranks wait in the group of saves, whose timeout allows for a slow action on one of them.
 
     Args:
-        where: shown in the errors of the other ranks.
+        label: shown in the errors of the other ranks.
         action: called on each rank; errors that are no ``Exception`` are not shared.
         changes: the action changes prepared objects, so that a success on one rank is a change.
 
@@ -122,9 +122,10 @@ def together(where: str, action: Callable[[], T], *, changes: bool = False) -> T
     if not failed:
         return result
     rank, first = failed[0]
-    shown = error or RemoteError(rank=rank, where=where, details=first.details)
+    shown = error or RemoteError(rank=rank, where=label, details=first.details)
     many = len(reports) > 1
-    text = "; ".join(f"rank {one}: {r.text}" if many else r.text for one, r in failed)
+    texts = (f"rank {number}: {report.text}" if many else report.text for number, report in failed)
+    text = "; ".join(texts)
     damaged = all(report.damaged for report in reports)
     raise LoadFailed(shown, damaged, any(report.changed for report in reports), text) from error
 

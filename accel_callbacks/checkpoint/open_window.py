@@ -61,14 +61,16 @@ def read_window(
     }
     saved = reader.manifest.world_size // reader.state.get("copies", 1)
     same = saved == training.strategy.data_world
-    own = local.get("window") if same and local is not None else None
-    if own is not None and own.get("averaged_over", saved) != training.strategy.averaged_over:
-        own = None  # each rank had seen a part of the tokens of its data rank alone
-    if own is not None and not _any_sharded(selection, own["gradients"], parameters):
-        found = {selection.weight(name): value for name, value in own["gradients"].items()}
-        here = [(name, one) for name, one in parameters.items() if name in found]
-        gradients = {name: found[name].to(one.device) for name, one in here}
-        state = own
+    window = local.get("window") if same and local is not None else None
+    if window is not None and window.get("averaged_over", saved) != training.strategy.averaged_over:
+        window = None  # each rank had seen a part of the tokens of its data rank alone
+    if window is not None and not _any_sharded(selection, window["gradients"], parameters):
+        gradients = {
+            name: gradient.to(parameters[name].device)
+            for saved_name, gradient in window["gradients"].items()
+            if (name := selection.weight(saved_name)) in parameters
+        }
+        state = window
     else:
         parts = _windows_of_all(reader)
         if not parts:
@@ -120,14 +122,14 @@ def _windows_of_all(reader: CheckpointReader) -> list[tuple[CheckpointReader, di
     """Return the windows of all ranks of the save, with views; none if no window was open."""
     import checkpoint_io
 
-    found = []
+    windows = []
     for rank in range(reader.manifest.world_size):
-        one = checkpoint_io.CheckpointReader(reader.source.store, reader.manifest, rank)
-        window = (one.local_state or {}).get("window")
+        rank_reader = checkpoint_io.CheckpointReader(reader.source.store, reader.manifest, rank)
+        window = (rank_reader.local_state or {}).get("window")
         if window is None:  # the ranks enter and leave windows together
             return []
-        found.append((one, window))
-    return found
+        windows.append((rank_reader, window))
+    return windows
 
 
 def _means(

@@ -192,17 +192,17 @@ def chosen_project(
         return ProjectConfiguration(folder)
     if not isinstance(config, ProjectConfiguration):
         raise TypeError(f"project_config={config!r} must be a ProjectConfiguration.")
-    own = replace(config)
+    project = replace(config)
     if folder is None:
-        return own
-    if own.project_dir is None:
-        own.set_directories(folder)
-    elif os.fspath(folder) != own.root:
+        return project
+    if project.project_dir is None:
+        project.set_directories(folder)
+    elif os.fspath(folder) != project.root:
         raise ValueError(
-            f"project_dir={os.fspath(folder)!r} and project_config={own.root!r} name two folders: "
-            "give one of them, not both."
+            f"project_dir={os.fspath(folder)!r} and project_config={project.root!r} name two "
+            "folders: give one of them, not both."
         )
-    return own
+    return project
 
 
 class NamedFolder:
@@ -323,8 +323,8 @@ def number_of(path: str) -> int | None:
         >>> number_of("runs/checkpoints/checkpoint_12"), number_of("runs/best")
         (12, None)
     """
-    found = _NUMBERED.fullmatch(base_name(path))
-    return int(found[1]) if found else None
+    match = _NUMBERED.fullmatch(base_name(path))
+    return int(match[1]) if match else None
 
 
 def _highest(folder: CheckpointFolder) -> int:

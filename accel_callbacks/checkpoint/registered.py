@@ -74,7 +74,7 @@ class PreHooks:
             hook(left, weights, output_dir)
             owners = _owners_after(hook, owners, before, weights)
         for index in range(len(models)):
-            kept = index in owners and any(one is models[index] for one in left)
+            kept = index in owners and any(model is models[index] for model in left)
             result[index] = weights[owners.index(index)] if kept else None
         return result
 
@@ -96,8 +96,8 @@ def _add(hooks: OrderedDict[int, Hook], hook: Hook, form: str) -> RemovableHandl
 
 def _owners_after(hook: Hook, owners: list[int], before: list[Any], after: list[Any]) -> list[int]:
     """Return the model index of each weight that is left, by identity, or by place if all are."""
-    known = {id(one): owner for one, owner in zip(before, owners, strict=True)}
-    if any(id(one) not in known for one in after):
+    known = {id(weight): owner for weight, owner in zip(before, owners, strict=True)}
+    if any(id(weight) not in known for weight in after):
         if len(after) == len(before):
             return owners
         name = getattr(hook, "__qualname__", repr(hook))
@@ -105,7 +105,7 @@ def _owners_after(hook: Hook, owners: list[int], before: list[Any], after: list[
             f"the save hook {name} left {len(after)} of {len(before)} weights, some of them new: "
             "edit or replace them in their place, or take out what the hook saves itself."
         )
-    return [known[id(one)] for one in after]
+    return [known[id(weight)] for weight in after]
 
 
 class Registered:
@@ -133,8 +133,8 @@ class Registered:
         """The names of the saved states."""
         return list(self._objects)
 
-    def __contains__(self, one: Any) -> bool:
-        return self._name_of(one) is not None
+    def __contains__(self, obj: Any) -> bool:
+        return self._name_of(obj) is not None
 
     def add(self, *objects: Any, **named: Any) -> None:
         """Register objects once each; those without a name get the name of their class.
@@ -142,14 +142,14 @@ class Registered:
         Raises:
             ValueError: an object lacks ``state_dict`` or ``load_state_dict``, or a name is taken.
         """
-        _check([*((str(i), one) for i, one in enumerate(objects)), *named.items()])
-        for name, one in named.items():
-            self._add_named(name, one)
-        for one in objects:
-            if self._name_of(one) is None:
-                name = self._free_name(type(one).__qualname__)
+        _check([*((str(i), obj) for i, obj in enumerate(objects)), *named.items()])
+        for name, obj in named.items():
+            self._add_named(name, obj)
+        for obj in objects:
+            if self._name_of(obj) is None:
+                name = self._free_name(type(obj).__qualname__)
                 self._unnamed.append(name)
-                self._put(name, one)
+                self._put(name, obj)
 
     def clear(self) -> None:
         """Forget all objects, and states that were loaded for objects not registered."""
@@ -159,32 +159,32 @@ class Registered:
         self._unclaimed_unnamed: list[str] = []
         self._undo: list[Callable[[], Any]] | None = None
 
-    def _add_named(self, name: str, one: Any) -> None:
-        known = self._name_of(one)
+    def _add_named(self, name: str, obj: Any) -> None:
+        known = self._name_of(obj)
         if known == name and known not in self._unnamed:
             return
         if known is not None and known not in self._unnamed:
-            raise ValueError(f"{_show(one)} is registered as {known!r} already: use one name.")
+            raise ValueError(f"{_show(obj)} is registered as {known!r} already: use one name.")
         if known is not None:
             self._unnamed.remove(known)
             del self._objects[known]
         if name in self._objects:
             other = _show(self._objects[name])
             raise ValueError(
-                f"{name!r} is taken by {other}: register {_show(one)} by another name."
+                f"{name!r} is taken by {other}: register {_show(obj)} by another name."
             )
-        self._put(name, one)
+        self._put(name, obj)
 
-    def _put(self, name: str, one: Any) -> None:
-        self._objects[name] = one
+    def _put(self, name: str, obj: Any) -> None:
+        self._objects[name] = obj
         if name in self._unclaimed:
             warn(
                 f"the checkpoint that was loaded holds a state of {name!r}, which is not restored: "
                 "register objects before load_state() and run().",
             )
 
-    def _name_of(self, one: Any) -> str | None:
-        return next((name for name, known in self._objects.items() if known is one), None)
+    def _name_of(self, obj: Any) -> str | None:
+        return next((name for name, known in self._objects.items() if known is obj), None)
 
     def _free_name(self, wanted: str) -> str:
         name, number = wanted, 1
@@ -201,7 +201,7 @@ class Registered:
         return {
             "objects": {
                 **self._unclaimed,
-                **{name: one.state_dict() for name, one in self._objects.items()},
+                **{name: obj.state_dict() for name, obj in self._objects.items()},
             },
             "unnamed": [*self._unnamed, *kept],
         }
@@ -240,18 +240,18 @@ class Registered:
         self._unclaimed = {k: v for k, v in states.items() if k not in sources.values()}
         self._unclaimed_unnamed = [name for name in saved["unnamed"] if name in self._unclaimed]
 
-    def _load_one(self, one: Any, state: Any) -> None:
+    def _load_one(self, obj: Any, state: Any) -> None:
         if self._undo is not None:
             # On the CPU, because the device may have no memory for a second copy.
-            host = map_tensors(one.state_dict(), lambda tensor: tensor.detach().cpu())
-            self._undo.append(partial(one.load_state_dict, copy.deepcopy(host)))
-        one.load_state_dict(state)
+            host = map_tensors(obj.state_dict(), lambda tensor: tensor.detach().cpu())
+            self._undo.append(partial(obj.load_state_dict, copy.deepcopy(host)))
+        obj.load_state_dict(state)
 
     def _by_position(self, saved: Mapping[str, Any]) -> dict[str, str]:
         """Pair unnamed objects with unnamed states by order, if there are equally many."""
-        here = [name for name in self._unnamed if name not in saved["objects"]]
-        there = [name for name in saved["unnamed"] if name not in self._objects]
-        return dict(zip(here, there, strict=True)) if len(here) == len(there) else {}
+        names = [name for name in self._unnamed if name not in saved["objects"]]
+        saved_names = [name for name in saved["unnamed"] if name not in self._objects]
+        return dict(zip(names, saved_names, strict=True)) if len(names) == len(saved_names) else {}
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
@@ -263,7 +263,7 @@ class Registered:
         except BaseException:
             self._unclaimed, self._unclaimed_unnamed = unclaimed
             for restore in reversed(undo):
-                # The first error is the one to report.
+                # The first error is the obj to report.
                 with suppress(Exception):
                     restore()
             raise
@@ -274,9 +274,9 @@ class Registered:
 def _check(candidates: list[tuple[str, Any]]) -> None:
     """Raise one error for all objects that cannot be saved."""
     lacking = [
-        f"  {name}: {_show(one)} lacks {' and '.join(missing)}"
-        for name, one in candidates
-        if (missing := [m for m in ("state_dict", "load_state_dict") if not _has(one, m)])
+        f"  {name}: {_show(obj)} lacks {' and '.join(missing)}"
+        for name, obj in candidates
+        if (missing := [m for m in ("state_dict", "load_state_dict") if not _has(obj, m)])
     ]
     if lacking:
         raise ValueError(
@@ -285,12 +285,12 @@ def _check(candidates: list[tuple[str, Any]]) -> None:
         )
 
 
-def _has(one: Any, method: str) -> bool:
-    return not isinstance(one, type) and callable(getattr(one, method, None))
+def _has(obj: Any, method: str) -> bool:
+    return not isinstance(obj, type) and callable(getattr(obj, method, None))
 
 
-def _show(one: Any) -> str:
-    return f"the class {one.__qualname__}" if isinstance(one, type) else type(one).__qualname__
+def _show(obj: Any) -> str:
+    return f"the class {obj.__qualname__}" if isinstance(obj, type) else type(obj).__qualname__
 
 
 def _doubt(text: str, strict: bool) -> None:

@@ -56,15 +56,15 @@ class Selection:
 
     def weight(self, name: str) -> str:
         """Return the name here of a saved parameter ``"<model>.<name>"``."""
-        index, _, own = name.partition(".")
+        index, _, parameter_name = name.partition(".")
         if not self.renames or not index.isdecimal():
             return name  # a parameter of no model is named by its position
-        key = self._rename(f"models/{index}/{own}")
+        key = self._rename(f"models/{index}/{parameter_name}")
         parts = key.split("/", 2)
         if len(parts) != 3 or parts[0] != "models" or not parts[1].isdecimal():
             raise ValueError(
-                f"rename= turns models/{index}/{own} into {key!r}: the keys of weights are "
-                "models/<number>/<name>, before and after."
+                f"rename= turns models/{index}/{parameter_name} into {key!r}: the keys of weights "
+                "are models/<number>/<name>, before and after."
             )
         return f"{parts[1]}.{parts[2]}"
 
@@ -102,7 +102,7 @@ class Selection:
         return chosen
 
     def _named(self, objects: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: one for name, one in objects.items() if self.takes(f"registered/{name}")}
+        return {name: obj for name, obj in objects.items() if self.takes(f"registered/{name}")}
 
     def _renamed_models(self, models: Mapping[str, Any]) -> dict[str, Any]:
         renamed: dict[str, Any] = {k: {} if v is not None else None for k, v in models.items()}
@@ -170,4 +170,4 @@ def all_keys(state: Mapping[str, Any]) -> Iterator[str]:
             if weights is None:
                 yield f"{section}/{name}"
             else:
-                yield from (f"{section}/{name}/{own}" for own in weights)
+                yield from (f"{section}/{name}/{weight_name}" for weight_name in weights)

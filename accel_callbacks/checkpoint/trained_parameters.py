@@ -71,7 +71,8 @@ def require_prepared_steps(training: TrainingState) -> None:
         True
     """
     loop, steps = training.loop, training.loop.unprepared_steps
-    text = next((text for one in steps.unprepared if (text := _unprepared(training, one))), None)
+    texts = (_unprepared(training, optimizer) for optimizer in steps.unprepared)
+    text = next(filter(None, texts), None)
     for optimizer in steps.bypassed:
         text = (
             f"{type(optimizer).__name__} was stepped past the object that prepare() returned for "
@@ -143,17 +144,17 @@ def _leaves(tree: Any) -> Iterator[Any]:
 
 def _is_saved_as(leaf: Any, parameter: torch.Tensor) -> bool:
     """Return whether a leaf of a state is a parameter, or a copy of it or its only element."""
-    own = local_part(parameter.detach())
-    if own.is_meta:
+    local = local_part(parameter.detach())
+    if local.is_meta:
         return False
     if isinstance(leaf, (int, float)):
-        return own.numel() == 1 and own.item() == leaf
+        return local.numel() == 1 and local.item() == leaf
     if not isinstance(leaf, torch.Tensor):
         return False
     leaf = local_part(leaf.detach())
-    if leaf.untyped_storage()._cdata == own.untyped_storage()._cdata:
+    if leaf.untyped_storage()._cdata == local.untyped_storage()._cdata:
         return True
-    return leaf.shape == own.shape and torch.equal(leaf.to(own), own)
+    return leaf.shape == local.shape and torch.equal(leaf.to(local), local)
 
 
 def _describe(optimizer: str, orphans: Sequence[torch.Tensor]) -> str:
@@ -180,6 +181,6 @@ def _describe(optimizer: str, orphans: Sequence[torch.Tensor]) -> str:
 def _owner(parameter: torch.Tensor) -> torch.nn.Module | None:
     """Return the largest module that has a parameter; it looks through all objects."""
     # By type, because isinstance asks proxies, which may import what they stand for.
-    modules = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]
-    owners = [one for one in modules if any(p is parameter for p in one.parameters())]
+    modules = [obj for obj in gc.get_objects() if issubclass(type(obj), torch.nn.Module)]
+    owners = [module for module in modules if any(p is parameter for p in module.parameters())]
     return max(owners, key=lambda module: len(list(module.modules())), default=None)

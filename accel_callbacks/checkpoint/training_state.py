@@ -118,7 +118,7 @@ class TrainingState:
         names = parameter_names(self.bare_models)
         # First: a stream that is asked for its position may draw its next samples.
         random = loop.random_at_stop if loop.run.epoch_open else None
-        rng, own = random or self.random_state()
+        rng, loader_generators = random or self.random_state()
         shared: dict[str, Any] = {
             "models": _numbered([strategy.local_state_dict(model) for model in self.models]),
             "optimizers": _numbered(
@@ -132,15 +132,15 @@ class TrainingState:
             "trackers": self.tracking.state_dict(),
             "registered": self.registered.state_dict(),
         }
-        for state, generators in zip(shared["loaders"].values(), own, strict=False):
+        for state, generators in zip(shared["loaders"].values(), loader_generators, strict=False):
             state["order"]["generators"] = generators
         if strategy.copies > 1:
             shared["copies"] = strategy.copies  # of each data rank's local state
         local: dict[str, Any] = {"rng": rng}
         classes = {kind: self.class_names(kind) for kind in ("optimizers", "schedulers")}
         shared["classes"] = {kind: _numbered(names) for kind, names in classes.items()}
-        files = enumerate(map(pretrained_files, self.bare_models))
-        if configured := {str(index): own for index, own in files if own}:
+        model_files = enumerate(map(pretrained_files, self.bare_models))
+        if configured := {str(index): files for index, files in model_files if files}:
             shared["model_files"] = configured
         if options := loop.dispatch.options():
             shared["callback_options"] = options
@@ -172,9 +172,9 @@ class TrainingState:
         for optimizer in self.optimizers:
             states = getattr(optimizer.optimizer, "state", {}).values()  # engines may have none
             tensors += [v for state in states if isinstance(state, dict) for v in state.values()]
-        there = [t for t in tensors if isinstance(t, torch.Tensor) and not t.is_meta]
-        sharded: list[Any] = [tensor for tensor in there if collectives.is_sharded(tensor)]
-        whole = sum(tensor.nbytes for tensor in there if not collectives.is_sharded(tensor))
+        present = [t for t in tensors if isinstance(t, torch.Tensor) and not t.is_meta]
+        sharded: list[Any] = [tensor for tensor in present if collectives.is_sharded(tensor)]
+        whole = sum(tensor.nbytes for tensor in present if not collectives.is_sharded(tensor))
         shards: int = sum(tensor.to_local().nbytes for tensor in sharded)
         return shards + whole // self.strategy.topology.world_size
 
@@ -222,12 +222,12 @@ class TrainingState:
             shared: from :meth:`capture`; changed in place.
             local: the same.
         """
-        rng, own = self.random_state()
+        rng, loader_generators = self.random_state()
         # Where a stream drew samples ahead to tell its position, a resumed one draws them again.
         if rng == before or before != local["rng"]:
             return
         local["rng"] = rng
-        for state, generators in zip(shared["loaders"].values(), own, strict=False):
+        for state, generators in zip(shared["loaders"].values(), loader_generators, strict=False):
             state["order"]["generators"] = generators
 
     def _run_position(self) -> dict[str, Any]:
@@ -255,14 +255,18 @@ class TrainingState:
             for index, model in enumerate(self.models)
             for name, gradient in self.strategy.open_gradients(model).items()
         }
-        sharded = {n: one for n, one in gradients.items() if collectives.is_sharded(one)}
+        sharded = {
+            name: gradient
+            for name, gradient in gradients.items()
+            if collectives.is_sharded(gradient)
+        }
         window = self.loop.window
         local = {
             "position": window.position,
             "divisor": window.divisor,
             "normalizer": window.normalizer.state_dict(),
             "averaged_over": self.strategy.averaged_over,
-            "gradients": {n: one for n, one in gradients.items() if n not in sharded},
+            "gradients": {name: gradients[name] for name in gradients if name not in sharded},
             "logged": self.tracking.row.state_dict(),
         }
         return local, sharded
@@ -296,7 +300,7 @@ class TrainingState:
         chosen = full
         if trainable_only:
             # They hold what was learned, whether or not they are frozen now.
-            trained = {id(p) for one in self.optimizers for p in one.optimizer.state}
+            trained = {id(p) for optimizer in self.optimizers for p in optimizer.optimizer.state}
             chosen = [
                 without_frozen(weights, model, trained)
                 for weights, model in zip(full, self.bare_models, strict=True)
@@ -369,18 +373,18 @@ def split_local_states(loaders: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         ({'0': {'own': {'world': 2}, 'position': 4}}, {'stream': {'own': {'world': 2}}})
     """
     streams = {key: state["stream"] for key, state in loaders.items() if "stream" in state}
-    own = {key: stream for key, stream in streams.items() if "own" in stream}
-    for key, stream in own.items():
+    rank_streams = {key: stream for key, stream in streams.items() if "own" in stream}
+    for key, stream in rank_streams.items():
         loaders[key]["stream"] = {"own": stream["own"]}
-    return own
+    return rank_streams
 
 
 def with_local_state(
     loaders: Mapping[str, Mapping[str, Any]], local: Mapping[str, Any] | None, key: str
 ) -> dict[str, Any]:
     """Return the state of a loader, with this rank's own part if there is one."""
-    own = ({} if local is None else local.get("streams", {})).get(key)
-    return {**loaders[key], **({} if own is None else {"stream": own})}
+    stream = ({} if local is None else local.get("streams", {})).get(key)
+    return {**loaders[key], **({} if stream is None else {"stream": stream})}
 
 
 def without_frozen(
@@ -423,8 +427,8 @@ class ExtraFiles:
     def labels(self) -> dict[str, Any]:
         """Return metadata that name the files, empty if there are none."""
         files = self._files()
-        found = sorted(name for name in files if files[name] != self._before.get(name))
-        return {"extra_files": found} if found else {}
+        changed = sorted(name for name in files if files[name] != self._before.get(name))
+        return {"extra_files": changed} if changed else {}
 
     def _files(self) -> dict[str, tuple[int, ...]]:
         if self._path is None or not os.path.isdir(self._path):

@@ -457,24 +457,24 @@ class BackgroundSaver:
         """Raise on all ranks if the ended save failed on any."""
         self._handle = None
         known = handle.read
-        own = Outcome(None, handle.exception())
-        report = {**own.to_plain(), "known": known}
+        outcome = Outcome(None, handle.exception())
+        report = {**outcome.to_plain(), "known": known}
         try:
             # The group of the saving thread is idle now and has the longest timeout: the thread of
             # another rank may still be busy with cleaning up.
             outcomes = self._thread_group.all_gather_object(report)
         except Exception as problem:
-            if own.error is not None:
-                raise own.error from problem
+            if outcome.error is not None:
+                raise outcome.error from problem
             raise CheckpointError(
                 f"the save to {handle.url} has ended here, but the other ranks do not answer"
             ) from problem
         failed = failed_ranks(outcomes)
         if all(outcomes[rank]["known"] for rank in failed):
             return  # nothing failed, or each failed rank has asked its handle already
-        if own.error is not None:
-            raise own.error
-        raise_failure(f"saving to {handle.url} failed", outcomes, own)
+        if outcome.error is not None:
+            raise outcome.error
+        raise_failure(f"saving to {handle.url} failed", outcomes, outcome)
 
     def _pending_here(self) -> SaveHandle | None:
         """Return the pending save; a forked child has none."""
@@ -548,9 +548,9 @@ def _register_before_executors(function: Callable[[], None]) -> None:
 
 def _wait_at_exit() -> None:
     """Wait for pending saves, then print the errors that were not asked for."""
-    own = [save for save in list(_watched) if save.process == os.getpid()]
+    pending = [save for save in list(_watched) if save.process == os.getpid()]
     try:
-        for save in own:
+        for save in pending:
             if not save.ended(_NOTICE_DELAY):
                 _print(f"waiting for the save to {save.url} before exiting; Ctrl-C aborts it")
                 save.ended()
@@ -562,7 +562,7 @@ def _wait_at_exit() -> None:
     for thread, saves in list(_saving_threads.items()):
         saves.put(None)
         thread.join(_NOTICE_DELAY)
-    errors = [(save.url, save.unread) for save in own if save.unread is not None]
+    errors = [(save.url, save.unread) for save in pending if save.unread is not None]
     for url, error in errors:
         _print(f"the save to {url} FAILED, and the script ended without asking for its outcome:")
         traceback.print_exception(error, file=sys.stderr)

@@ -106,8 +106,8 @@ def _age_of(manifest: Manifest) -> Age:
 def id_of(store: Store) -> str | None:
     """Return the id of the checkpoint in a folder, None if there is no readable one."""
     try:
-        found = _ID.search(_head(store))
-        return found[1].decode("ascii") if found else manifest_of(store, tensors=False).id
+        match = _ID.search(_head(store))
+        return match[1].decode("ascii") if match else manifest_of(store, tensors=False).id
     except (CheckpointError, FileNotFoundError, NotADirectoryError):
         return None
 
@@ -175,12 +175,12 @@ class Scanner:
                 name: age for name, (token, age) in self._ages.items() if token == tokens[name]
             }
         changed = [name for name in tokens if name not in known]
-        found = dict(zip(changed, self._each(self._age, changed), strict=True))
+        looked_up = dict(zip(changed, self._each(self._age, changed), strict=True))
         with self._guard:
-            for name, age in found.items():
+            for name, age in looked_up.items():
                 if age is not None and tokens[name]:
                     self._ages[name] = tokens[name], age
-        return {name: known[name] if name in known else found[name] for name in tokens}
+        return {name: known[name] if name in known else looked_up[name] for name in tokens}
 
     def _each(self, action: Callable[[str], T], names: Sequence[str]) -> list[T]:
         """Apply an action to each name, concurrently where each call is a round trip."""
@@ -234,12 +234,12 @@ class Scanner:
         store = self._store.child(name)
         try:
             head = _head(store)
-            if found := _AGE.match(head):
-                return int(found[1]), found[2].decode("ascii")
+            if match := _AGE.match(head):
+                return int(match[1]), match[2].decode("ascii")
             try:
                 return _age_of(self._manifest(name, store))
             except CorruptCheckpointError:
-                found = _GENERATION.search(head)
-                return (int(found[1]), "") if found else None
+                match = _GENERATION.search(head)
+                return (int(match[1]), "") if match else None
         except (CheckpointError, FileNotFoundError, NotADirectoryError):
             return None

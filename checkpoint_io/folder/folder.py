@@ -288,8 +288,8 @@ class CheckpointFolder:
             mode: "min" or "max".
         """
         check_mode(mode)
-        found = ranked(self.list(), metric, mode)
-        return found[0] if found else None
+        best_first = ranked(self.list(), metric, mode)
+        return best_first[0] if best_first else None
 
     def survey(self) -> builtins.list[FolderEntry]:
         """Return the status of every folder in this one, with the reason if it is not valid."""
@@ -341,12 +341,12 @@ class CheckpointFolder:
         busy = _named(in_progress, names, "in_progress", _ignore)
         entries = [entry for entry in survey if entry.name not in busy]
         valid = [entry.info for entry in entries if entry.status == "valid"]
-        own = [info for info in valid if info.manifest.metadata.get("run_id") == run_id]
-        own.sort(key=age_order)
-        kept = _named(protect, names, "protect", report) | {info.name for info in own[-1:]}
-        kept |= _newer_broken(entries, own)
+        of_run = [info for info in valid if info.manifest.metadata.get("run_id") == run_id]
+        of_run.sort(key=age_order)
+        kept = _named(protect, names, "protect", report) | {info.name for info in of_run[-1:]}
+        kept |= _newer_broken(entries, of_run)
         if callable(keep):
-            kept |= {info.name for info in keep(own)}
+            kept |= {info.name for info in keep(of_run)}
         else:  # a str is itself a collection, of letters
             paths = [keep] if isinstance(keep, (str, os.PathLike)) else keep
             kept |= _named(paths, names, "keep", report)
@@ -354,11 +354,11 @@ class CheckpointFolder:
 
 
 def _newer_broken(
-    entries: Sequence[FolderEntry], own: Sequence[CheckpointInfo]
+    entries: Sequence[FolderEntry], of_run: Sequence[CheckpointInfo]
 ) -> builtins.set[str]:
     """Return the names of broken checkpoints that are newer than the run's newest valid one."""
     # kept, because a user may still repair them, for example by copying a file again
-    newest = own[-1].manifest.generation if own else -1
+    newest = of_run[-1].manifest.generation if of_run else -1
     return {
         entry.name
         for entry in entries
@@ -370,20 +370,20 @@ def _named(
     paths: Paths, names: Sequence[str], option: str, report: Callable[[str], None]
 ) -> builtins.set[str]:
     """Return the names in a folder that paths stand for; report those that stand for none."""
-    found: set[str] = set()
+    matching: set[str] = set()
     for path in paths:
         # APFS and NTFS take names that differ in case for one
         wanted = base_name(path).casefold()
         same = {name for name in names if name.casefold() == wanted}
         if not same:
-            there = ", ".join(names[-_MOST_LISTED:]) or "nothing"
+            listed = ", ".join(names[-_MOST_LISTED:]) or "nothing"
             more = "..., " if len(names) > _MOST_LISTED else ""
             report(
                 f"{option}={os.fspath(path)!r} names no checkpoint of this folder, which has "
-                f"{more}{there}: it keeps nothing"
+                f"{more}{listed}: it keeps nothing"
             )
-        found |= same
-    return found
+        matching |= same
+    return matching
 
 
 def _ignore(text: str) -> None:
@@ -457,9 +457,9 @@ class Fallback(Generic[T]):
             skip: paths to exclude.
         """
         tried: list[list[str]] = []
-        while (found := self._next(tried, skip)) is not None:
-            tried.append(found)
-            done, value = self._try(found[0], attempt)
+        while (newest := self._next(tried, skip)) is not None:
+            tried.append(newest)
+            done, value = self._try(newest[0], attempt)
             if done:
                 return value  # type: ignore[return-value]
         if self._touched:
@@ -488,8 +488,8 @@ class Fallback(Generic[T]):
             if looked.error is not None and not isinstance(looked.error, Exception):
                 raise looked.error
             raise CheckpointError(f"could not list {self._url}: {answer[1]}") from looked.error
-        found, self._broken = answer[0]
-        return None if found is None else list(found)
+        newest, self._broken = answer[0]
+        return None if newest is None else list(newest)
 
     def _look(
         self, tried: Collection[list[str]], skip: Collection[str]
@@ -499,7 +499,7 @@ class Fallback(Generic[T]):
         while True:
             entries = self._survey()
             valid, broken = self._sort(entries)
-            left = [one for one in valid if one not in tried and one[0] not in skip]
+            left = [pair for pair in valid if pair not in tried and pair[0] not in skip]
             # A prune removes what was just listed, because a save has made a newer one: as long as
             # the folder changes, it is too early to say that there is none.
             seen = {(entry.path, entry.status) for entry in entries}

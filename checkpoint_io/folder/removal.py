@@ -118,7 +118,7 @@ def _saves(names: Sequence[str]) -> set[str]:
 
 def _owner(store: Store, names: Sequence[str], save: str) -> str | None:
     """Return the run of a save, "" if its files name none, None if all of them are cut off."""
-    found = None
+    run_id = None
     for name in names:
         if (
             save_id_of(name) == save
@@ -127,8 +127,8 @@ def _owner(store: Store, names: Sequence[str], save: str) -> str | None:
         ):
             if owner:
                 return owner
-            found = owner
-    return found
+            run_id = owner
+    return run_id
 
 
 def _label(store: Store, name: str) -> str | None:

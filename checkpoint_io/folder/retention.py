@@ -149,13 +149,13 @@ def score_of(info: CheckpointInfo, metric: str | None) -> float | None:
     metadata = info.manifest.metadata
     score = metadata.get("score")
     if isinstance(score, dict) and (metric is None or score.get("monitor") == metric):
-        found = score.get("value")
+        number = score.get("value")
     else:
-        found = score if metric is None else metadata.get(metric)
-    if isinstance(found, bool) or not isinstance(found, (int, float)):
+        number = score if metric is None else metadata.get(metric)
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
         return None
     try:
-        value = float(found)
+        value = float(number)
     except OverflowError:  # an int that is too large for a float
         return None
     return None if math.isnan(value) else value

@@ -154,13 +154,13 @@ class Manifest:
 
     def tensors_of_file(self, index: int) -> list[tuple[str, Chunk]]:
         """Return key and chunk of every chunk in one file, in byte order."""
-        found = [
+        chunks = [
             (key, chunk)
             for key, tensor in self.tensors.items()
             for chunk in tensor.chunks
             if chunk.file == index
         ]
-        return sorted(found, key=lambda item: (item[1].begin, item[1].end))
+        return sorted(chunks, key=lambda item: (item[1].begin, item[1].end))
 
 
 class LazyManifest(Manifest):

@@ -38,37 +38,37 @@ _RANK = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 _ID = re.compile(r"[0-9a-f]{8,64}", re.ASCII)
 
 
-def parse_manifest(data: bytes, where: str) -> Manifest:
-    """Parse the bytes of a manifest; `where` names it in errors."""
-    return parse_document(jsonio.loads(data, where), data, where)
+def parse_manifest(data: bytes, label: str) -> Manifest:
+    """Parse the bytes of a manifest; `label` names it in errors."""
+    return parse_document(jsonio.loads(data, label), data, label)
 
 
-def parse_document(document: Any, data: bytes, where: str) -> Manifest:
+def parse_document(document: Any, data: bytes, label: str) -> Manifest:
     """Parse a manifest whose JSON is decoded already; `data` are its bytes."""
     try:
-        head = _parse_head(document, data, where)
+        head = _parse_head(document, data, label)
         tensors = _parse_tensors(document.get("tensors"), head["files"], head["part_size"])
         aliases = _aliases(document.get("aliases"), tensors)
     except _Invalid as problem:
-        raise CorruptCheckpointError(f"{where}: {problem}") from None
+        raise CorruptCheckpointError(f"{label}: {problem}") from None
     return Manifest(**head, tensors=tensors, aliases=aliases)
 
 
-def parse_without_tensors(data: bytes, where: str, whole: Callable[[], Manifest]) -> Manifest:
+def parse_without_tensors(data: bytes, label: str, whole: Callable[[], Manifest]) -> Manifest:
     """Parse a manifest, but for its tensors and aliases; these are taken from `whole()` if needed.
 
     The digest is checked over all bytes, so damage is noticed anywhere.
     """
-    document = _decode_without_tensors(data, where)
+    document = _decode_without_tensors(data, label)
     try:
-        head = _parse_head(document, data, where)
+        head = _parse_head(document, data, label)
         _typed(document.get("tensors"), dict, "tensors")
     except _Invalid as problem:
-        raise CorruptCheckpointError(f"{where}: {problem}") from None
+        raise CorruptCheckpointError(f"{label}: {problem}") from None
     return LazyManifest(head, whole)
 
 
-def _decode_without_tensors(data: bytes, where: str) -> Any:
+def _decode_without_tensors(data: bytes, label: str) -> Any:
     """Decode the JSON of a manifest, without that of its tensors where they come last."""
     # Tensors are nearly all of a large manifest. Their entries hold no objects, so that the first
     # brace that closes after they begin ends them, unless it is in a key. Any other order of fields
@@ -76,13 +76,13 @@ def _decode_without_tensors(data: bytes, where: str) -> Any:
     at = data.rfind(_TENSORS)
     if at > 0 and data.find(b"}", at) == len(data) - 2 and data.endswith(b"}"):
         with suppress(CorruptCheckpointError):  # it was not a field of the manifest itself
-            document = jsonio.loads(data[:at] + b"}", where)
+            document = jsonio.loads(data[:at] + b"}", label)
             if isinstance(document, dict) and "tensors" not in document:
                 return {**document, "tensors": {}}
-    return jsonio.loads(data, where)
+    return jsonio.loads(data, label)
 
 
-def _parse_head(document: Any, data: bytes, where: str) -> dict[str, Any]:
+def _parse_head(document: Any, data: bytes, label: str) -> dict[str, Any]:
     """Parse the version, then check the digest, then parse all other fields but the tensors."""
     _typed(document, dict, "the manifest")
     if document.get("format") != FORMAT:
@@ -91,7 +91,7 @@ def _parse_head(document: Any, data: bytes, where: str) -> dict[str, Any]:
     if version not in READABLE:
         advice = "upgrade accel-callbacks" if version > VERSION else "save it again"
         raise ManifestVersionError(
-            f"{where} has format version {version}, this package reads versions {READABLE[0]} to "
+            f"{label} has format version {version}, this package reads versions {READABLE[0]} to "
             f"{VERSION}: {advice}"
         )
     if not digest_matches(data):
@@ -103,7 +103,7 @@ def _parse_head(document: Any, data: bytes, where: str) -> dict[str, Any]:
     identity = _typed(document.get("id"), str, "id")
     if not _ID.fullmatch(identity):
         raise _Invalid(f"id {identity!r:.80} is not hexadecimal")
-    metadata = decode_tree(_typed(document.get("metadata"), dict, "metadata"), None, where)
+    metadata = decode_tree(_typed(document.get("metadata"), dict, "metadata"), None, label)
     return {
         "id": identity,
         "generation": _integer(document.get("generation"), "generation"),

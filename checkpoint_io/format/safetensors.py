@@ -169,16 +169,16 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
-def empty(dtype: str, shape: Sequence[int], where: str) -> torch.Tensor:
+def empty(dtype: str, shape: Sequence[int], label: str) -> torch.Tensor:
     """Allocate a CPU tensor for a safetensors dtype name."""
     if dtype not in DTYPES:
-        raise CheckpointError(f"{where}: torch {torch.__version__} has no dtype for {dtype}")
+        raise CheckpointError(f"{label}: torch {torch.__version__} has no dtype for {dtype}")
     return torch.empty(tuple(shape), dtype=DTYPES[dtype], device="cpu")
 
 
-def parse_header(data: bytes, size: int, where: str) -> tuple[dict[str, str], dict[str, Slot]]:
+def parse_header(data: bytes, size: int, label: str) -> tuple[dict[str, str], dict[str, Slot]]:
     """Parse a header (without its 8 length bytes); return metadata and slots."""
-    document = jsonio.loads(data, where)
+    document = jsonio.loads(data, label)
     try:
         if type(document) is not dict:
             raise ValueError("not an object")
@@ -188,14 +188,14 @@ def parse_header(data: bytes, size: int, where: str) -> tuple[dict[str, str], di
         base = 8 + len(data)
         slots = {key: _slot(entry, base) for key, entry in document.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CorruptCheckpointError(f"{where}: bad safetensors header ({error!r:.200})") from None
+        raise CorruptCheckpointError(f"{label}: bad safetensors header ({error!r:.200})") from None
     position = base
     for slot in sorted(slots.values(), key=lambda slot: (slot.begin, slot.end)):
         if slot.begin != position:
-            raise CorruptCheckpointError(f"{where}: tensors overlap or leave a hole")
+            raise CorruptCheckpointError(f"{label}: tensors overlap or leave a hole")
         position = slot.end
     if position != size:
-        raise CorruptCheckpointError(f"{where}: {size} bytes long, its header says {position}")
+        raise CorruptCheckpointError(f"{label}: {size} bytes long, its header says {position}")
     return metadata, slots
 
 

@@ -226,20 +226,20 @@ _ENCODERS: dict[type, Callable[[TreeEncoder, Any, Path], Any]] = {
 }
 
 
-def decode_tree(value: Any, tensors: Mapping[str, torch.Tensor] | None, where: str) -> Any:
-    """Decode a tree that may refer to `tensors`; `where` names it in errors."""
+def decode_tree(value: Any, tensors: Mapping[str, torch.Tensor] | None, label: str) -> Any:
+    """Decode a tree that may refer to `tensors`; `label` names it in errors."""
     try:
-        return _Decoder(tensors or {}, where).decode(value)
+        return _Decoder(tensors or {}, label).decode(value)
     except RecursionError:
-        raise CorruptCheckpointError(f"{where}: the state is nested too deeply") from None
+        raise CorruptCheckpointError(f"{label}: the state is nested too deeply") from None
 
 
 class _Decoder:
     """The inverse of `TreeEncoder`; the input is not trusted."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], where: str) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], label: str) -> None:
         self._tensors = tensors
-        self._where = where
+        self._label = label
 
     def decode(self, value: Any) -> Any:
         """Decode a JSON value."""
@@ -255,12 +255,12 @@ class _Decoder:
         if tag is None:
             return {key: self.decode(item) for key, item in value.items()}
         if len(value) != 1 or tag not in _DECODERS:
-            raise CorruptCheckpointError(f"{self._where}: unknown tag {tag!r:.80}")
+            raise CorruptCheckpointError(f"{self._label}: unknown tag {tag!r:.80}")
         try:
             return _DECODERS[tag](self, value[tag])
         except (TypeError, ValueError, KeyError, binascii.Error) as error:
             raise CorruptCheckpointError(
-                f"{self._where}: bad value under {tag} ({error!r:.200})"
+                f"{self._label}: bad value under {tag} ({error!r:.200})"
             ) from None
 
     def _items(self, items: Any) -> list[Any]:
@@ -285,10 +285,10 @@ class _Decoder:
 
     def _dtype(self, name: Any) -> torch.dtype:
         """Return a dtype by its name; raise for any other attribute of torch."""
-        found = getattr(torch, name, None) if isinstance(name, str) else None
-        if not isinstance(found, torch.dtype):
+        dtype = getattr(torch, name, None) if isinstance(name, str) else None
+        if not isinstance(dtype, torch.dtype):
             raise ValueError(f"no dtype {name!r:.80} in this torch")
-        return found
+        return dtype
 
 
 _DECODERS: dict[str, Callable[[_Decoder, Any], Any]] = {

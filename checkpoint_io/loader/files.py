@@ -42,24 +42,24 @@ def retry_if_replaced(store: Store, action: Callable[[Manifest], T]) -> T:
 
 def manifest_of(store: Store, *, tensors: bool = True) -> Manifest:
     """Read the manifest of a checkpoint folder; without `tensors`, they are read when needed."""
-    where = f"{store.url}/{MANIFEST}"
+    url = f"{store.url}/{MANIFEST}"
 
     def parse(data: bytes) -> Manifest:
         with collector_paused():
             if tensors:
-                return parse_manifest(data, where)
+                return parse_manifest(data, url)
             # the bytes are not kept: a scan may hold the manifests of a hundred checkpoints
-            return parse_without_tensors(data, where, lambda: _same(store, digest_of(data)))
+            return parse_without_tensors(data, url, lambda: _same(store, digest_of(data)))
 
     try:
-        data = _manifest_bytes(store, where, _SAVES)
+        data = _manifest_bytes(store, url, _SAVES)
         try:
             return parse(data)
         except (CorruptCheckpointError, ManifestVersionError):
             # bits can flip on the way here: damage is what a second read finds too
             store.forget(MANIFEST)
             store.reconnect()
-            again = _manifest_bytes(store, where, _SAVES)
+            again = _manifest_bytes(store, url, _SAVES)
             if again == data:
                 raise
     except (FileNotFoundError, NotADirectoryError):
@@ -78,17 +78,17 @@ def _same(store: Store, digest: str) -> Manifest:
     return manifest
 
 
-def _manifest_bytes(store: Store, where: str, tries: int) -> bytes:
+def _manifest_bytes(store: Store, url: str, tries: int) -> bytes:
     """Read one version of the manifest, which a save may replace at any moment."""
     with store.open(MANIFEST) as reader:
         if reader.size > jsonio.MAX_JSON_BYTES:
-            raise CorruptCheckpointError(f"{where}: {reader.size} bytes is no manifest")
+            raise CorruptCheckpointError(f"{url}: {reader.size} bytes is no manifest")
         try:
             return bytes(reader.read(0, reader.size))
         except CorruptCheckpointError:
             if tries <= 1:
                 raise
-    return _manifest_bytes(store, where, tries - 1)
+    return _manifest_bytes(store, url, tries - 1)
 
 
 def _absence(store: Store) -> str:

@@ -108,8 +108,8 @@ class CheckpointReader:
         self.manifest = manifest
         self.source = Source(store, manifest)  # for the rest of this package
         self._prefix = local_prefix(rank)
-        own = manifest.rank_objects.get(rank)
-        self._names = [manifest.shared_objects] + ([] if own is None else [own])
+        local_objects = manifest.rank_objects.get(rank)
+        self._names = [manifest.shared_objects] + ([] if local_objects is None else [local_objects])
         self._trees = [
             (self.source.where(name), _parse(data, self.source.where(name)))
             for name, data in _read_objects(self.source, self._names)
@@ -145,7 +145,7 @@ class CheckpointReader:
     def decoded(self, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """Return both states, with these tensors (by key) in place of references."""
         with collector_paused():
-            states = [_decode(tree, tensors, where) for where, tree in self._trees]
+            states = [_decode(tree, tensors, label) for label, tree in self._trees]
         return states[0], states[1] if len(states) > 1 else None
 
     def keys(self) -> list[str]:
@@ -196,11 +196,11 @@ class CheckpointReader:
         if not full or group is None or group.world_size == 1:
             check_files(self.source, files, full=full, progress=progress)
             return
-        own = Outcome.of(lambda: self._claim(files, pairs))
+        outcome = Outcome.of(lambda: self._claim(files, pairs))
         # a rank that fails has nothing to verify, and must not keep the others waiting
-        claims = group.all_gather_object(own.value)
-        if own.error is not None:
-            raise own.error
+        claims = group.all_gather_object(outcome.value)
+        if outcome.error is not None:
+            raise outcome.error
         check_share(self.source, claims, group.rank, progress=progress)
 
     def _claim(
@@ -219,11 +219,11 @@ class CheckpointReader:
 
     def files_of(self, keys: Iterable[str]) -> list[int]:
         """Return the indices of the files that hold some tensors or this reader's JSON."""
-        found = {n for n, entry in enumerate(self.manifest.files) if entry.name in self._names}
+        files_read = {n for n, entry in enumerate(self.manifest.files) if entry.name in self._names}
         tensors, stored = self.manifest.tensors, self.manifest.aliases.get
         for key in keys:
-            found.update([chunk.file for chunk in tensors[stored(key, key)].chunks])
-        return sorted(found)
+            files_read.update([chunk.file for chunk in tensors[stored(key, key)].chunks])
+        return sorted(files_read)
 
     def replaced(self) -> bool:
         """Return whether another save has replaced this checkpoint since it was opened."""
@@ -298,7 +298,7 @@ class _Views(Mapping[str, Any]):
 def _read_objects(source: Source, names: Sequence[str]) -> list[tuple[str, bytes]]:
     """Read and verify some JSON files."""
     numbers = {entry.name: index for index, entry in enumerate(source.manifest.files)}
-    found: list[Bytes] = []
+    buffers: list[Bytes] = []
     wants = []
     for name in names:
         index = numbers[name]
@@ -307,26 +307,26 @@ def _read_objects(source: Source, names: Sequence[str]) -> list[tuple[str, bytes
             raise CorruptCheckpointError(
                 f"{source.where(name)}: {entry.size} bytes of JSON are refused"
             )
-        found.append(np.empty(entry.size, dtype=np.uint8))
-        wants.append(Want(index, 0, entry.covered, entry.checksums, "", Flat(found[-1])))
+        buffers.append(np.empty(entry.size, dtype=np.uint8))
+        wants.append(Want(index, 0, entry.covered, entry.checksums, "", Flat(buffers[-1])))
     source.transfer(wants)
-    return [(name, data.tobytes()) for name, data in zip(names, found, strict=True)]
+    return [(name, data.tobytes()) for name, data in zip(names, buffers, strict=True)]
 
 
-def _parse(data: bytes, where: str) -> Any:
+def _parse(data: bytes, label: str) -> Any:
     """Return the state in a JSON file, still encoded."""
     with collector_paused():
-        document = jsonio.loads(data, where)
+        document = jsonio.loads(data, label)
     if not isinstance(document, dict) or "state" not in document:
-        raise CorruptCheckpointError(f"{where}: there is no state in it")
+        raise CorruptCheckpointError(f"{label}: there is no state in it")
     return document["state"]
 
 
-def _decode(tree: Any, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _decode(tree: Any, tensors: Mapping[str, Any], label: str) -> dict[str, Any]:
     """Decode a state; raise CorruptCheckpointError if it is not a dict."""
-    state = decode_tree(tree, tensors, where)
+    state = decode_tree(tree, tensors, label)
     if not isinstance(state, dict):
-        raise CorruptCheckpointError(f"{where}: the state is not a dict")
+        raise CorruptCheckpointError(f"{label}: the state is not a dict")
     return state
 
 

@@ -211,7 +211,7 @@ class Request:
 class _Plan:
     """The saved tensors to read into the caller's targets, and those to read into new ones."""
 
-    given: dict[str, Any] = field(default_factory=dict)  # the caller's targets by saved key
+    targets: dict[str, Any] = field(default_factory=dict)  # the caller's targets by saved key
     fresh: dict[str, None] = field(default_factory=dict)  # an ordered set of saved keys
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -293,7 +293,7 @@ class Loading:
             with collector_paused():
                 plan = _plan_new(reader, request) if new else _plan_into(reader, request)
             self._plan, self._keys = plan, list(plan.fresh)
-            self._targets = {key: _as_tensor(key, value) for key, value in plan.given.items()}
+            self._targets = {key: _as_tensor(key, value) for key, value in plan.targets.items()}
             reader.source.check_targets(self._targets.items(), request.cast)
         self._files = reader.files_of([*self._targets, *self._keys])
 
@@ -330,8 +330,8 @@ class Loading:
             return Checkpoint(reader.path, state, local_state, reader.manifest)
 
         def value(view: TensorView) -> Any:
-            if view.key in plan.given:
-                return plan.given[view.key]
+            if view.key in plan.targets:
+                return plan.targets[view.key]
             return as_leaf(view, tensors[view.stored_key]) if view.key in plan.fresh else view
 
         with collector_paused():
@@ -397,7 +397,7 @@ def _plan_into(reader: CheckpointReader, request: Request) -> _Plan:
     others = [key for key in keys if key not in in_scope] + local
     unmatched = unmatched_patterns(request.only, [*keys, *local], reader.path, request.strict)
     return _Plan(
-        given={saved: wanted[name] for name, saved in matched.pairs},
+        targets={saved: wanted[name] for name, saved in matched.pairs},
         fresh={key: None for key in others if selected(key)},
         missing=matched.missing + unmatched,
         unexpected=matched.unexpected,
@@ -408,12 +408,12 @@ def _wanted(into: Mapping[Any, Any], saved: Any) -> tuple[dict[str, Any], set[st
     """Return the caller's tensors by key, and the keys where the caller has a plain value."""
     wanted: dict[str, Any] = {}
     replaced: set[str] = set()
-    for path, leaf, there in pair_leaves(into, saved):
+    for path, leaf, saved_leaf in pair_leaves(into, saved):
         if not isinstance(leaf, (torch.Tensor, np.ndarray)):
-            replaced.update(view.key for view in views_in(there))
+            replaced.update(view.key for view in views_in(saved_leaf))
             continue
         # the view knows its key; one is built only for a path that the saved tree lacks
-        name = there.key if isinstance(there, TensorView) else shared_key(path)
+        name = saved_leaf.key if isinstance(saved_leaf, TensorView) else shared_key(path)
         wanted[_free(name, wanted)] = leaf
     return wanted, replaced
 

@@ -52,11 +52,11 @@ class Matched:
         ]
         return "; ".join(texts)
 
-    def require(self, where: str) -> None:
+    def require(self, url: str) -> None:
         """Raise `StateMismatchError` if a name is missing or unexpected."""
         if self.missing or self.unexpected:
             raise StateMismatchError(
-                f"{where}: the names do not match: {self.describe()}; nothing was changed. Select "
+                f"{url}: the names do not match: {self.describe()}; nothing was changed. Select "
                 "with only=, translate with rename=, or pass strict=False to load what matches"
             )
 
@@ -127,7 +127,7 @@ def reusable(only: Only | None) -> Only | None:
 
 
 def unmatched_patterns(
-    only: Only | None, available: Sequence[str], where: str, strict: bool
+    only: Only | None, available: Sequence[str], url: str, strict: bool
 ) -> list[str]:
     """Return the patterns that select nothing, none for a function; with `strict`, raise."""
     if only is None or callable(only):
@@ -137,7 +137,7 @@ def unmatched_patterns(
     if unmatched and strict:
         hints = [repr(pattern) + _hint(pattern, available) for pattern in unmatched]
         raise StateMismatchError(
-            f"{where}: in only=, no saved tensor matches {', '.join(hints)}; nothing was "
+            f"{url}: in only=, no saved tensor matches {', '.join(hints)}; nothing was "
             "changed: correct the pattern, or pass strict=False"
         )
     return unmatched
@@ -167,8 +167,8 @@ def nearest(name: str, names: Sequence[str]) -> str | None:
     if len(names) > _COMPARED:
         ending = name.rsplit("/", 1)[-1].rsplit(".", 1)[-1]
         names = [other for other in names if other.endswith(ending)][:_COMPARED]
-    found = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return found[0] if found else None
+    similar = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return similar[0] if similar else None
 
 
 def _hint(name: str, names: Sequence[str]) -> str:

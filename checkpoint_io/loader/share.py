@@ -67,12 +67,12 @@ def check_share(
         CorruptCheckpointError: a part of this rank's share is damaged, or the ranks have opened
             different checkpoints.
     """
-    given = [claim for claim in claims if claim is not None]
-    if any(claim["digest"] != source.manifest.digest for claim in given):
+    submitted = [claim for claim in claims if claim is not None]
+    if any(claim["digest"] != source.manifest.digest for claim in submitted):
         raise CorruptCheckpointError(
             f"{source.store.url} was replaced while the ranks opened it: load it again"
         )
-    if not any(claim["needed"] for claim in given):
+    if not any(claim["needed"] for claim in submitted):
         return
     with collector_paused():
         parts = _Parts.of(source.manifest)
@@ -94,11 +94,11 @@ def deal(positions: Integers, sizes: Integers, claims: Sequence[Claim | None]) -
         claims: of all ranks; None of a rank that takes no share.
     """
     owners = np.full(len(positions), -1, dtype=np.int64)
-    given = {rank: claim for rank, claim in enumerate(claims) if claim is not None}
-    takers = list(given)
-    needs = {claim["needed"] for claim in given.values()}  # mostly the same for all ranks
+    submitted = {rank: claim for rank, claim in enumerate(claims) if claim is not None}
+    takers = list(submitted)
+    needs = {claim["needed"] for claim in submitted.values()}  # mostly the same for all ranks
     needed = _sums(positions, [(1, _unpacked(data)) for data in needs]) > 0
-    reads = {rank: _unpacked(claim["reads"]) for rank, claim in given.items()}
+    reads = {rank: _unpacked(claim["reads"]) for rank, claim in submitted.items()}
     # of each part: the sum of the marks of the ranks that read it, which names their set
     readers = _sums(positions, [(_mark(rank), ranges) for rank, ranges in reads.items()])
     wanted = np.flatnonzero(needed)
@@ -250,5 +250,5 @@ def _hits(ranges: Integers, positions: Integers) -> np.ndarray[Any, np.dtype[np.
     if not len(ranges):
         return np.zeros(len(positions), dtype=bool)
     at = np.searchsorted(ranges[:, 0], positions, side="right") - 1
-    found: np.ndarray[Any, np.dtype[np.bool_]] = (at >= 0) & (positions < ranges[at, 1])
-    return found
+    hits: np.ndarray[Any, np.dtype[np.bool_]] = (at >= 0) & (positions < ranges[at, 1])
+    return hits

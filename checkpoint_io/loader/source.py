@@ -309,12 +309,12 @@ def _placements(entry: TensorEntry, target: torch.Tensor, axes: Axes | None) -> 
     if is_dtensor(target):
         return _placements_of_dtensor(entry, target)
     wanted = axes_of((0,) * len(entry.shape), entry.shape) if axes is None else axes
-    found = []
+    placements = []
     for number, chunk in enumerate(entry.chunks):
         cut = within(wanted, chunk.offsets, chunk.shape) if chunk.checksums else None
         if cut is not None:
-            found.append(Placement(number, cut[0], target[cut[1]]))
-    return found
+            placements.append(Placement(number, cut[0], target[cut[1]]))
+    return placements
 
 
 def _placements_of_dtensor(entry: TensorEntry, target: torch.Tensor) -> list[Placement]:

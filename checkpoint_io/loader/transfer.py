@@ -133,15 +133,15 @@ class Transfer:
     def ranges(self) -> list[tuple[int, int, int]]:
         """Return the wanted parts as file, first and last byte (exclusive); neighbours joined."""
         numbers = {entry.name: number for number, entry in enumerate(self._manifest.files)}
-        found: list[tuple[int, int, int]] = []
+        ranges: list[tuple[int, int, int]] = []
         for span, contents in zip(self._spans, self._contents, strict=True):
             file = numbers[span.name]
             for part in contents:
-                if found and found[-1][0] == file and found[-1][2] == part.begin:
-                    found[-1] = (file, found[-1][1], part.end)
+                if ranges and ranges[-1][0] == file and ranges[-1][2] == part.begin:
+                    ranges[-1] = (file, ranges[-1][1], part.end)
                 else:
-                    found.append((file, part.begin, part.end))
-        return found
+                    ranges.append((file, part.begin, part.end))
+        return ranges
 
     def run(self, progress: TransferProgress | None = None) -> None:
         """Read everything; raise the first error, after which some sinks may hold bytes."""

@@ -146,15 +146,15 @@ def _as_written(entry: FileEntry, head: bytes, held: _Rows) -> bool:
     return whole and [*first] == ["__metadata__"] and head[8:].rstrip(b" ") == start + end
 
 
-def _compare(where: str, entry: FileEntry, head: bytes, held: _Rows) -> None:
+def _compare(label: str, entry: FileEntry, head: bytes, held: _Rows) -> None:
     """Parse one header and compare it with the manifest."""
     if int.from_bytes(head[:8], "little") != len(head) - 8:
-        raise CorruptCheckpointError(f"{where}: the length of its header is not the one saved")
-    _, slots = parse_header(head[8:], entry.size, where)
-    found = sorted((s.begin, s.end, name, s.dtype, s.shape) for name, s in slots.items())
-    if found != held:
-        wrong = set(held) - set(found) or set(found) - set(held)
+        raise CorruptCheckpointError(f"{label}: the length of its header is not the one saved")
+    _, slots = parse_header(head[8:], entry.size, label)
+    rows = sorted((s.begin, s.end, name, s.dtype, s.shape) for name, s in slots.items())
+    if rows != held:
+        wrong = set(held) - set(rows) or set(rows) - set(held)
         raise CorruptCheckpointError(
-            f"{where}: its header does not agree with the manifest"
+            f"{label}: its header does not agree with the manifest"
             f"{in_tensors(row[2] for row in sorted(wrong))}; load an older checkpoint"
         )

@@ -163,10 +163,10 @@ class Commit:
             state = "absent"
         elif outcome.error is not None:
             current = Outcome.of(lambda: _current_manifest(self._store))
-            found = current.value.id if isinstance(current.value, Manifest) else None
+            current_id = current.value.id if isinstance(current.value, Manifest) else None
             # "absent" has the files removed, and a manifest that still arrives would name them.
             state = "unknown" if current.error or not self._settled(outcome.error) else "absent"
-            state = "committed" if found == self._save_id else state
+            state = "committed" if current_id == self._save_id else state
         plain = {**outcome.to_plain(), "value": None}
         return {"state": state, "manifest": self._data, "outcome": plain}
 
@@ -230,7 +230,7 @@ def _assemble(
             row.append((chunk[0] + base, *chunk[1:]) if base else chunk)
     created = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
     present = {file["name"] for file in files}
-    own = {str(rank): objects_name(save_id, rank) for rank in range(len(reports))}
+    rank_objects = {str(rank): objects_name(save_id, rank) for rank in range(len(reports))}
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -245,7 +245,7 @@ def _assemble(
         "aliases": aliases,
         "objects": {
             "shared": objects_name(save_id, None),
-            "ranks": {rank: name for rank, name in own.items() if name in present},
+            "ranks": {rank: name for rank, name in rank_objects.items() if name in present},
         },
         "tensors": tensors,
     }

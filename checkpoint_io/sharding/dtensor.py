@@ -125,11 +125,11 @@ def _chunk(runs: list[Run], parts: int) -> list[list[Run]]:
 
 def _cut(runs: list[Run], begin: int, end: int) -> list[Run]:
     """Return the runs between two positions."""
-    found = []
+    cut = []
     position = 0
     for start, length in runs:
         low, high = max(begin, position), min(end, position + length)
         if low < high:
-            found.append((start + low - position, high - low))
+            cut.append((start + low - position, high - low))
         position += length
-    return found
+    return cut

@@ -117,9 +117,10 @@ class LocalTensors:
         if not math.prod(shape):
             nothing = torch.empty(shape, dtype=tensor.dtype, device="cpu")
             return WriteBox(key, offsets, nothing, shape)
-        found = next(box for box in self._boxes[key] if box.offsets == offsets)
+        local_box = next(box for box in self._boxes[key] if box.offsets == offsets)
         view = local_of(tensor)
-        for dim, (start, length) in enumerate(zip(found.local_offsets, found.shape, strict=True)):
+        extents = zip(local_box.local_offsets, local_box.shape, strict=True)
+        for dim, (start, length) in enumerate(extents):
             view = view.narrow(dim, start, length)
         return WriteBox(key, offsets, view, shape)
 

@@ -162,20 +162,20 @@ def is_child_name(name: str) -> bool:
     return True
 
 
-def missing_error(where: str) -> CorruptCheckpointError:
+def missing_error(url: str) -> CorruptCheckpointError:
     """Return the error for a file that should be there and is not."""
-    return CorruptCheckpointError(f"{where} is missing, though the manifest names it")
+    return CorruptCheckpointError(f"{url} is missing, though the manifest names it")
 
 
-def truncated_error(where: str, end: int) -> CorruptCheckpointError:
+def truncated_error(url: str, end: int) -> CorruptCheckpointError:
     """Return the error for a file that is too short for the requested bytes."""
-    return CorruptCheckpointError(f"{where}: truncated, ends before byte {end}")
+    return CorruptCheckpointError(f"{url}: truncated, ends before byte {end}")
 
 
-def conflict_error(where: str) -> CheckpointConflictError:
+def conflict_error(url: str) -> CheckpointConflictError:
     """Return the error for a conditional write that another writer won."""
     return CheckpointConflictError(
-        f"{where} was changed by another save meanwhile: give each job a folder of its own"
+        f"{url} was changed by another save meanwhile: give each job a folder of its own"
     )
 
 

@@ -136,9 +136,9 @@ class FsspecStore:
             self._put(name, data, exclusive)
             if self._holds(name, data):
                 return
-            found = self._content(name)
+            stored = self._content(name)
             # what is a whole manifest is another save's, which has replaced ours meanwhile
-            if expected is not None and (not digest_matches(data) or digest_matches(found or b"")):
+            if expected is not None and (not digest_matches(data) or digest_matches(stored or b"")):
                 raise conflict_error(f"{self.url}/{name}")
             self._put_back(name, before)
             exclusive = expected == ""
@@ -286,10 +286,10 @@ class FsspecStore:
             entries = self._driver.request(lambda fs: _listed(fs, self._path))
         except (FileNotFoundError, NotADirectoryError):
             return
-        own = self._path.strip("/")
+        folder = self._path.strip("/")
         for entry in entries:
             full = entry["name"].strip("/")
-            if entry["type"] == kind and full != own:
+            if entry["type"] == kind and full != folder:
                 yield full.rsplit("/", 1)[-1], int(entry.get("size") or 0)
 
     def sizes(self) -> dict[str, int]:
@@ -357,10 +357,10 @@ class _Reader:
         self.size = size
 
 
-def _damaged_error(where: str, kept: str) -> CheckpointError:
+def _damaged_error(url: str, kept: str) -> CheckpointError:
     """Return the error for an object that arrives damaged each time."""
     return CheckpointError(
-        f"{where} arrives damaged each time, and the store does not refuse it ({kept}): check the "
+        f"{url} arrives damaged each time, and the store does not refuse it ({kept}): check the "
         "network and the memory of this machine"
     )
 
@@ -398,8 +398,8 @@ class Driver:
         self._make = make or (lambda: filesystem)
         self._filesystem = filesystem
         self._pid = os.getpid()
-        own = filesystem.protocol
-        protocols = {own} if isinstance(own, str) else set(own)
+        named = filesystem.protocol
+        protocols = {named} if isinstance(named, str) else set(named)
         self.threads = 8 if getattr(filesystem, "async_impl", False) else 1
         self.keeps_objects = bool(protocols & OBJECT_STORES)
         self.is_private = "memory" in protocols
@@ -438,8 +438,8 @@ class Driver:
             return _MEMORY_LOCKS.setdefault(os.getpid(), Lock())
         # kept on the filesystem: one lock per connection, however many stores share it; vars() of a
         # driver that caches is a view of its class
-        own: dict[str, Any] = object.__getattribute__(self.fs, "__dict__")
-        lock: AbstractContextManager[Any] = own.setdefault("_checkpoint_io_lock", Lock())
+        attributes: dict[str, Any] = object.__getattribute__(self.fs, "__dict__")
+        lock: AbstractContextManager[Any] = attributes.setdefault("_checkpoint_io_lock", Lock())
         return lock
 
     def request(self, action: Callable[[Any], T]) -> T:
@@ -498,7 +498,7 @@ def is_transient(error: Exception) -> bool:
     if isinstance(error, tuple(wire)) or str(error) == "Socket is closed":  # paramiko's OSError
         return True
     status = [getattr(error, name, None) for name in ("status", "status_code", "code")]
-    return any(isinstance(found, int) and found in TRANSIENT_STATUS for found in status)
+    return any(isinstance(code, int) and code in TRANSIENT_STATUS for code in status)
 
 
 def _own_instance(fs: Any) -> Any:
@@ -509,10 +509,10 @@ def _own_instance(fs: Any) -> Any:
         inner = _own_instance(inner)
         if "fs" in options:
             options["fs"] = inner
-    made = type(fs)(*fs.storage_args, **options)
+    instance = type(fs)(*fs.storage_args, **options)
     if inner is not None and "fs" not in options:
-        made.fs = inner
-    return made
+        instance.fs = inner
+    return instance
 
 
 def _removes(fs: Any) -> bool:
@@ -524,8 +524,8 @@ def _removes(fs: Any) -> bool:
     if modules.isdisjoint(base):
         return True
     methods = ("rm", "_rm", "rm_file", "_rm_file")
-    own = [kind for kind in type(fs).__mro__ if kind.__module__ not in base]
-    return any(method in vars(kind) for kind in own for method in methods)
+    classes = [kind for kind in type(fs).__mro__ if kind.__module__ not in base]
+    return any(method in vars(kind) for kind in classes for method in methods)
 
 
 def _channel(fs: Any) -> Any:

@@ -197,19 +197,21 @@ class Lease:
 
     @property
     def _place(self) -> tuple[str, str]:
-        own = _this_process()
-        return f"{own.machine}/{own.pid}", self.url
+        process = _this_process()
+        return f"{process.machine}/{process.pid}", self.url
 
     def _take(self, on_conflict: OnConflict) -> _Grant | LeaseHolder:
         """Write this process into the record, or return the holder."""
-        own = _this_process()
+        process = _this_process()
         in_the_way: list[tuple[LeaseHolder, bool | None]] = []
         taken: list[LeaseHolder] = []
 
         def decide(holder: LeaseHolder | None) -> LeaseHolder | None:
             in_the_way.clear()
             taken.clear()
-            if holder is not None and not (holder.is_same(own) or _was_inherited(self.url, holder)):
+            if holder is not None and not (
+                holder.is_same(process) or _was_inherited(self.url, holder)
+            ):
                 lives = self._watch.lives(holder)
                 if lives is not False and on_conflict != "take_over":
                     in_the_way.append((holder, lives))
@@ -218,7 +220,7 @@ class Lease:
             since = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
             taken.append(
                 replace(
-                    own,
+                    process,
                     number=number,
                     run_id=self._run_id,
                     run_name=self._run_name,
@@ -232,7 +234,7 @@ class Lease:
         if taken and not self._record.compares:
             time.sleep(_SETTLE)
             current = self._record.read()
-            if current is not None and not current.is_same(own):
+            if current is not None and not current.is_same(process):
                 in_the_way.append((current, None))
         if not in_the_way:
             return _Grant(self._record, taken[0], self.url)
@@ -322,8 +324,8 @@ _exit_hook: list[Callable[[], None]] = []
 class _Grant:
     """A lease that this process holds, and the thread that renews it."""
 
-    def __init__(self, record: _Record, own: LeaseHolder, url: str) -> None:
-        self.own = own
+    def __init__(self, record: _Record, holder: LeaseHolder, url: str) -> None:
+        self.own = holder
         self.lost: LeaseHolder | None = None
         self.users = 0
         self._record = record

@@ -210,12 +210,12 @@ class LocalStore:
 
     def sizes(self) -> dict[str, int]:
         """List the regular files; links are not listed."""
-        found = {}
+        sizes = {}
         for entry in self._scan():
             with suppress(FileNotFoundError):  # removed since the folder was read
                 if entry.is_file(follow_symlinks=False):
-                    found[entry.name] = entry.stat(follow_symlinks=False).st_size
-        return found
+                    sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
+        return sizes
 
     def folders(self) -> list[str]:
         """List the folders; links are not listed."""

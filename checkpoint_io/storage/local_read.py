@@ -131,8 +131,8 @@ class LocalReader:
             position += len(target)
         return True
 
-    def _shrunk(self, found: int, wanted: int) -> CorruptCheckpointError:
-        return CorruptCheckpointError(f"{self._path}: truncated, ends at byte {found} of {wanted}")
+    def _shrunk(self, size: int, wanted: int) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"{self._path}: truncated, ends at byte {size} of {wanted}")
 
 
 @contextmanager

@@ -77,7 +77,7 @@ class DcpSource:
         chosen = _choose(paths, part, self.where)
         storage = _storage(metadata, self.where)
         chunks = [e.fields.get("chunks") for e in tensors.values() if isinstance(e, Record)]
-        if sum(len(one) for one in chunks if isinstance(one, list)) > len(storage):
+        if sum(len(rows) for rows in chunks if isinstance(rows, list)) > len(storage):
             raise CorruptCheckpointError(f"{self.where}/{DCP_METADATA} names more than is stored")
         self._pieces: dict[str, list[_Piece]] = {}
         self.infos: dict[str, WeightInfo] = {}
@@ -140,23 +140,23 @@ class _Part:
 def _read_metadata(store: Store) -> Record:
     """Return the content of `.metadata`."""
     file = WeightFile(store, DCP_METADATA, DCP_METADATA)
-    found = read_inert(file.read_bytes(MAX_HEADER), file.where)
-    if not isinstance(found, Record) or not found.kind.endswith(".Metadata"):
+    metadata = read_inert(file.read_bytes(MAX_HEADER), file.where)
+    if not isinstance(metadata, Record) or not metadata.kind.endswith(".Metadata"):
         raise CorruptCheckpointError(
             f"{file.where} is not the metadata of torch.distributed.checkpoint"
         )
-    return found
+    return metadata
 
 
-def _mapping(metadata: Record, name: str, where: str) -> dict[Any, Any]:
+def _mapping(metadata: Record, name: str, location: str) -> dict[Any, Any]:
     """Return one of the tables of the metadata."""
     table = metadata.fields.get(name)
     if not isinstance(table, dict):
-        raise CorruptCheckpointError(f"{where}/{DCP_METADATA} has no table {name}")
+        raise CorruptCheckpointError(f"{location}/{DCP_METADATA} has no table {name}")
     return table
 
 
-def _path_of(key: Any, planned: Any, where: str) -> Path:
+def _path_of(key: Any, planned: Any, location: str) -> Path:
     """Return the keys that lead to an entry in the state; a flat name is a single key."""
     path = planned.get(key) if isinstance(planned, dict) else None
     if not isinstance(path, tuple) or not path:
@@ -167,71 +167,71 @@ def _path_of(key: Any, planned: Any, where: str) -> Path:
         if sum(map(len, words)) < len(key) + len(path) and ".".join(words) == key:
             return words
     raise CorruptCheckpointError(
-        f"{where}/{DCP_METADATA}: an entry is not where its name says; copy the folder again"
+        f"{location}/{DCP_METADATA}: an entry is not where its name says; copy the folder again"
     )
 
 
-def _choose(paths: Mapping[str, Path], part: str | None, where: str) -> dict[str, str]:
+def _choose(paths: Mapping[str, Path], part: str | None, location: str) -> dict[str, str]:
     """Return the names of the weights, each with the key under which it is stored."""
     prefix: Path = tuple(part.split(".")) if part else ()
-    found = {key: path for key, path in paths.items() if path[: len(prefix)] == prefix}
+    matching = {key: path for key, path in paths.items() if path[: len(prefix)] == prefix}
     while part is None:
-        first = {path[len(prefix)] for path in found.values() if len(path) > len(prefix) + 1}
-        flat = any(len(path) == len(prefix) + 1 for path in found.values())
+        first = {path[len(prefix)] for path in matching.values() if len(path) > len(prefix) + 1}
+        flat = any(len(path) == len(prefix) + 1 for path in matching.values())
         step = next((name for name in _MODELS if name in first), None)
         if step is None and len(first) == 1 and not flat and prefix in ((), ("models",)):
             (step,) = first
         if step is None:
             break
         prefix = (*prefix, step)
-        found = {key: path for key, path in found.items() if path[: len(prefix)] == prefix}
-    names = {".".join(path[len(prefix) :]): key for key, path in found.items()}
+        matching = {key: path for key, path in matching.items() if path[: len(prefix)] == prefix}
+    names = {".".join(path[len(prefix) :]): key for key, path in matching.items()}
     if not names or "" in names:
         top = sorted({path[0] for path in paths.values()})
         raise CheckpointNotFoundError(
-            f"{where}: its state has no part {part!r}; it has {', '.join(top[:8])}"
+            f"{location}: its state has no part {part!r}; it has {', '.join(top[:8])}"
         )
     return names
 
 
-def _storage(metadata: Record, where: str) -> dict[tuple[str, tuple[int, ...]], Record]:
+def _storage(metadata: Record, location: str) -> dict[tuple[str, tuple[int, ...]], Record]:
     """Return the storage entry of each piece by its key and its offset in the tensor."""
-    table = _mapping(metadata, "storage_data", where)
-    found: dict[tuple[str, tuple[int, ...]], Record] = {}
+    table = _mapping(metadata, "storage_data", location)
+    entries: dict[tuple[str, tuple[int, ...]], Record] = {}
     for index, place in table.items():
         if isinstance(index, Record) and isinstance(place, Record):
             key, offset = index.fields.get("fqn"), index.fields.get("offset")
             if isinstance(key, str):
-                with _described(key, where):
-                    found[key, () if offset is None else natural_numbers(offset)] = place
-    return found
+                with _described(key, location):
+                    entries[key, () if offset is None else natural_numbers(offset)] = place
+    return entries
 
 
 def _check_files(pieces: Iterable[_Piece], store: Store) -> None:
     """Raise CorruptCheckpointError if files are too short for the pieces that they should hold."""
     present, claimed = store.sizes(), Counter[str]()
     for piece in pieces:
-        where, size = f"{store.url}/{piece.file}", present.get(piece.file)
+        url, size = f"{store.url}/{piece.file}", present.get(piece.file)
         claimed[piece.file] += piece.end - piece.begin
         if size is None:
             raise CorruptCheckpointError(
-                f"{where} is missing, though {DCP_METADATA} names it: copy all files again"
+                f"{url} is missing, though {DCP_METADATA} names it: copy all files again"
             )
         if piece.end > size or claimed[piece.file] > size:
             raise CorruptCheckpointError(
-                f"{where} is cut off, or not of this folder: by {DCP_METADATA} it holds "
+                f"{url} is cut off, or not of this folder: by {DCP_METADATA} it holds "
                 f"{max(piece.end, claimed[piece.file])} bytes, and it has {size}; copy it again"
             )
 
 
-def _described(key: str, where: str) -> AbstractContextManager[None]:
+def _described(key: str, location: str) -> AbstractContextManager[None]:
     """Raise CorruptCheckpointError, with the tensor's key, for an error in the block."""
-    return described(f"{where}/{DCP_METADATA}: its entry of {key!r:.80} is not understood")
+    return described(f"{location}/{DCP_METADATA}: its entry of {key!r:.80} is not understood")
 
 
-def _info(entry: Record, key: str, where: str) -> WeightInfo:
+def _info(entry: Record, key: str, location: str) -> WeightInfo:
     """Return dtype and shape of a tensor."""
-    with _described(key, where):
+    with _described(key, location):
         properties = entry.fields["properties"]
         stored = properties.state
         name = stored["dtype"] if isinstance(stored, dict) else stored[0]
@@ -246,11 +246,11 @@ def _pieces(
     key: str,
     storage: Mapping[tuple[str, tuple[int, ...]], Record],
     info: WeightInfo,
-    where: str,
+    location: str,
 ) -> list[_Piece]:
     """Return the pieces of a tensor; raise unless they fill it without overlap."""
-    with _described(key, where):
-        found = []
+    with _described(key, location):
+        pieces = []
         if math.prod(max(n, 1) for n in info.shape) * info.dtype.itemsize >= 2**63:
             raise ValueError("no tensor is that large")
         chunks = entry.fields["chunks"]
@@ -271,9 +271,9 @@ def _pieces(
                 raise ValueError("a piece is longer than its bytes")
             if not isinstance(file := place.fields["relative_path"], str):
                 raise ValueError("its file has no name")
-            found.append(_Piece(offsets, sizes, child_name(file), begin, begin + length))
-        _check_boxes(found, info.shape)
-        return found
+            pieces.append(_Piece(offsets, sizes, child_name(file), begin, begin + length))
+        _check_boxes(pieces, info.shape)
+        return pieces
 
 
 def _check_boxes(pieces: Sequence[_Piece], shape: tuple[int, ...]) -> None:

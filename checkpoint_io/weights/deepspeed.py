@@ -311,30 +311,30 @@ def _files(store: Store, names: Iterable[str], kind: re.Pattern[str]) -> list[We
     return [WeightFile(store, name, name) for name in ordered]
 
 
-def _require_ranks(archives: Sequence[TorchArchive], count: int, where: str = "") -> None:
+def _require_ranks(archives: Sequence[TorchArchive], count: int, location: str = "") -> None:
     """Raise CorruptCheckpointError unless there is a file of each rank."""
     labels = [archive.file.label for archive in archives]
     kinds = [re.sub(r"(?<=zero_pp_rank_)\d+", "N", label) for label in labels]
     if len(labels) != count or len(set(kinds)) != 1 or len(set(labels)) != count:
-        where = archives[0].file.store.url if archives else where
+        location = archives[0].file.store.url if archives else location
         raise CorruptCheckpointError(
-            f"{where}: {count} ranks have written it, and files of {len(labels)} are there "
+            f"{location}: {count} ranks have written it, and files of {len(labels)} are there "
             f"({', '.join(labels[:3]) or 'none'}): copy all files again"
         )
 
 
-def _refuse_split(names: Iterable[str], where: str) -> None:
+def _refuse_split(names: Iterable[str], location: str) -> None:
     """Raise CheckpointError for models that are cut by more than ZeRO."""
     for name in names:
         match = _is_model(name) or _OPTIMIZER.fullmatch(name)
         if (match is not None and int(match["part"])) or _SPLIT.fullmatch(name):
             raise CheckpointError(
-                f"{where} is split by tensor or pipeline parallelism, or has experts ({name:.80}), "
-                "and ZeRO's data parallelism alone is read: make one file of it with DeepSpeed's "
-                "own tools, such as ds_to_universal.py"
+                f"{location} is split by tensor or pipeline parallelism, or has experts "
+                f"({name:.80}), and ZeRO's data parallelism alone is read: make one file of it "
+                "with DeepSpeed's own tools, such as ds_to_universal.py"
             )
 
 
-def _described(where: str, part: str) -> AbstractContextManager[None]:
+def _described(location: str, part: str) -> AbstractContextManager[None]:
     """Raise CorruptCheckpointError, with the part of the checkpoint, for an error in the block."""
-    return described(f"{where}: {part} are not as DeepSpeed writes them")
+    return described(f"{location}: {part} are not as DeepSpeed writes them")

@@ -96,17 +96,17 @@ def _open_folder(
 
 def _open_file(store: Store, present: Mapping[str, WeightFile], name: str) -> WeightSource:
     """Open one file, or the files that an index names."""
-    where = f"{store.url}/{name}"
+    url = f"{store.url}/{name}"
     if _SAFETENSORS.fullmatch(name):
-        return SafetensorsSource(where, [present[name]])
+        return SafetensorsSource(url, [present[name]])
     if _TORCH.fullmatch(name):
-        return TorchSource(where, [present[name]])
+        return TorchSource(url, [present[name]])
     weight_map = _weight_map(present[name])
     labels = sorted(set(weight_map.values()))
     files = [present.get(label) or WeightFile(store, label, label) for label in labels]
     if all(map(_SAFETENSORS.fullmatch, labels)):
-        return SafetensorsSource(where, files, weight_map)
-    return TorchSource(where, files, weight_map)
+        return SafetensorsSource(url, files, weight_map)
+    return TorchSource(url, files, weight_map)
 
 
 def _weight_map(file: WeightFile) -> dict[str, str]:
@@ -159,15 +159,15 @@ def _blobs_of(folder: str) -> dict[str, tuple[str, str]]:
     if not found_snapshots:
         return {}
     blobs = os.path.join(head, "blobs")
-    found = {}
+    blobs_by_name = {}
     try:
         names = os.listdir(folder)
     except OSError:
         return {}
     for name in names:
         if (blob := _blob(folder, name, blobs)) is not None:
-            found[name] = (blobs, blob)
-    return found
+            blobs_by_name[name] = (blobs, blob)
+    return blobs_by_name
 
 
 def _blob(folder: str, name: str, blobs: str) -> str | None:
@@ -223,14 +223,14 @@ class CheckpointSource:
         if folder is None:
             return None
         manifest = self._reader.manifest
-        found = {}
+        places = {}
         for key in self.infos:
             entry = manifest.tensors[self._views[key].stored_key]
             if len(entry.chunks) == 1 and entry.chunks[0].shape == entry.shape:
                 chunk = entry.chunks[0]
                 file = os.path.join(folder, manifest.files[chunk.file].name)
-                found[key] = (file, chunk.begin)
-        return found
+                places[key] = (file, chunk.begin)
+        return places
 
     def read(self, wanted: Wanted, progress: TransferProgress) -> None:
         """Read into the targets; every byte is verified."""
@@ -240,22 +240,23 @@ class CheckpointSource:
         progress.add(sum(self.infos[key].nbytes for key, _ in wanted))
 
 
-def _model_in(state: Mapping[str, Any], index: int, where: str) -> Mapping[Any, Any]:
+def _model_in(state: Mapping[str, Any], index: int, location: str) -> Mapping[Any, Any]:
     """Return the state dict of one model in the state of a checkpoint."""
     models = state.get("models")
     if isinstance(models, Mapping):
-        found = models.get(str(index), models.get(index))
+        model = models.get(str(index), models.get(index))
     elif isinstance(models, (list, tuple)):
-        found = models[index] if 0 <= index < len(models) else None
+        model = models[index] if 0 <= index < len(models) else None
     else:
-        found = state.get("model") if index == 0 else None
-    if found is None:
+        model = state.get("model") if index == 0 else None
+    if model is None:
         raise CheckpointNotFoundError(
-            f"{where} has no model {index}: its state has {', '.join(map(str, state)) or 'nothing'}"
-            "; model_index= selects one of models/0, models/1, ..."
+            f"{location} has no model {index}: its state has "
+            f"{', '.join(map(str, state)) or 'nothing'}; model_index= selects one of models/0, "
+            "models/1, ..."
         )
-    if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
+    if not isinstance(model, Mapping) or not all(isinstance(key, str) for key in model):
         raise CorruptCheckpointError(
-            f"{where}: its model {index} is not a dict of names to tensors"
+            f"{location}: its model {index} is not a dict of names to tensors"
         )
-    return found
+    return model

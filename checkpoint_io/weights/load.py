@@ -325,13 +325,13 @@ def _check_move(tensor: torch.Tensor, name: str, device: torch.device) -> None:
 
 def _slots_of(model: torch.nn.Module) -> dict[int, list[Slot]]:
     """Return, by the id of a tensor, all slots of modules that hold it."""
-    found: dict[int, list[Slot]] = {}
+    slots: dict[int, list[Slot]] = {}
     for module in model.modules():
         for owner in (module._parameters, module._buffers):
             for key, value in owner.items():
                 if value is not None:
-                    found.setdefault(id(value), []).append((owner, key))
-    return found
+                    slots.setdefault(id(value), []).append((owner, key))
+    return slots
 
 
 def _without_tied(matched: Matched, targets: ModelTargets) -> Matched:
@@ -378,12 +378,12 @@ def _check_ties(
     """Raise StateMismatchError if different values are stored for the names of one tensor."""
     stored: dict[int, dict[str, str]] = {}
     for name, saved in pairs:
-        found = stored.setdefault(id(targets.tensors[name]), {})
-        found.setdefault(source.tied.get(saved, saved), name)
-    for found in stored.values():
-        if len(found) > 1 and not _alike(list(found), source):
+        names_of = stored.setdefault(id(targets.tensors[name]), {})
+        names_of.setdefault(source.tied.get(saved, saved), name)
+    for names_of in stored.values():
+        if len(names_of) > 1 and not _alike(list(names_of), source):
             raise StateMismatchError(
-                f"{' and '.join(found.values())} are one tensor in the model (tied), and "
+                f"{' and '.join(names_of.values())} are one tensor in the model (tied), and "
                 f"{source.where} has different ones; nothing was changed: untie them, or load "
                 "only one of them"
             )
@@ -439,8 +439,8 @@ def _map(
         )
     views: dict[str, torch.Tensor] = {}
     for names in rounds:
-        found = map_tensors(source, names.values())
-        views.update((name, found[stored]) for name, stored in names.items())
+        mapped_tensors = map_tensors(source, names.values())
+        views.update((name, mapped_tensors[stored]) for name, stored in names.items())
     return views, rest
 
 
@@ -473,7 +473,7 @@ def _convertible(info: WeightInfo, tensor: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _mixture_on_failure(where: str, targets: ModelTargets) -> Iterator[None]:
+def _mixture_on_failure(location: str, targets: ModelTargets) -> Iterator[None]:
     """Turn an error into TornLoadError if the model has been changed."""
     try:
         yield
@@ -483,7 +483,7 @@ def _mixture_on_failure(where: str, targets: ModelTargets) -> Iterator[None]:
         if not targets.changed:
             raise
         raise TornLoadError(
-            f"loading {where} failed midway, and the model may hold a mixture: load weights "
+            f"loading {location} failed midway, and the model may hold a mixture: load weights "
             f"again before using it ({type(error).__name__}: {error})"
         ) from error
 

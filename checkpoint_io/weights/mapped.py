@@ -71,23 +71,23 @@ def map_tensors(
     """
     if isinstance(source, (str, os.PathLike)):
         source = open_weights(source, 0, None)
-    found = mappable(source)
-    wanted = list(names) if names is not None else [*found.infos, *found.tied]
+    weights = mappable(source)
+    wanted = list(names) if names is not None else [*weights.infos, *weights.tied]
     by_file: dict[int, dict[str, Slot]] = {}
     for name in wanted:
-        stored = found.tied.get(name, name)
-        number, slot = found.slot(stored)
+        stored = weights.tied.get(name, name)
+        number, slot = weights.slot(stored)
         if misaligned(slot):
             raise CheckpointError(
-                f"{found.where}: {stored} cannot be mapped, it starts at byte {slot.begin}, no "
+                f"{weights.where}: {stored} cannot be mapped, it starts at byte {slot.begin}, no "
                 f"multiple of the {DTYPES[slot.dtype].itemsize} of an element: load it, or save "
                 "the weights again with save_model"
             )
         by_file.setdefault(number, {})[stored] = slot
     mapped: dict[str, torch.Tensor] = {}
     for number, slots in by_file.items():
-        mapped.update(_map_file(found.files[number], slots))
-    return {name: mapped[found.tied.get(name, name)] for name in wanted}
+        mapped.update(_map_file(weights.files[number], slots))
+    return {name: mapped[weights.tied.get(name, name)] for name in wanted}
 
 
 def mappable(source: WeightSource) -> SafetensorsSource:
@@ -120,7 +120,7 @@ def read_ahead(source: SafetensorsSource, names: Iterable[str]) -> None:
     for name in names:
         number, slot = source.slot(name)
         spans.setdefault(number, []).append((slot.begin, slot.end))
-    total = sum(end - begin for found in spans.values() for begin, end in found)
+    total = sum(end - begin for ranges in spans.values() for begin, end in ranges)
     if not hasattr(os, "posix_fadvise") or total > (free_memory() or 0):
         return
     paths = [

@@ -81,12 +81,12 @@ def merge_weights(
         UnsupportedStateError: a tensor has a dtype that safetensors lacks.
     """
     limit = parse_size(max_shard_size)
-    found = _open(os.fspath(source), part, model_index, storage_options)
+    weights = _open(os.fspath(source), part, model_index, storage_options)
     store = open_store(destination, storage_options)
-    _check_destination(found, store, overwrite)
-    tied = {**_shared(found), **found.tied}
+    _check_destination(weights, store, overwrite)
+    tied = {**_shared(weights), **weights.tied}
     infos = {
-        key: _converted(key, info, dtype) for key, info in found.infos.items() if key not in tied
+        key: _converted(key, info, dtype) for key, info in weights.infos.items() if key not in tied
     }
     items = [(key, torch.empty(i.shape, dtype=i.dtype, device="meta")) for key, i in infos.items()]
     with TransferProgress("reading", 0, False) as quiet:
@@ -94,14 +94,14 @@ def merge_weights(
         def whole(name: str) -> torch.Tensor:
             info = infos[name]
             target = torch.empty(info.shape, dtype=info.dtype, device="cpu")
-            found.read([(name, target)], quiet)
+            weights.read([(name, target)], quiet)
             return target
 
         files = write_files(
             store, plan_files(items, tied, {"format": "pt"}, limit), whole, progress
         )
     total = sum(tensor.nbytes for _, tensor in items)
-    return Merged(files, len(items), len(tied), total, getattr(found, "skipped", []))
+    return Merged(files, len(items), len(tied), total, getattr(weights, "skipped", []))
 
 
 def _open(

@@ -48,7 +48,7 @@ class SafetensorsSource:
     """The tensors of some safetensors files.
 
     Args:
-        where: the location, for messages.
+        url: of the files, for messages.
         files: the files; their headers are read immediately.
         weight_map: names to labels of files, from an index; other tensors are ignored.
 
@@ -57,9 +57,9 @@ class SafetensorsSource:
     """
 
     def __init__(
-        self, where: str, files: Sequence[WeightFile], weight_map: Mapping[str, str] | None = None
+        self, url: str, files: Sequence[WeightFile], weight_map: Mapping[str, str] | None = None
     ) -> None:
-        self.where = where
+        self.where = url
         self.files = files
         self._slots: dict[str, tuple[int, Slot]] = {}
         self.tied: dict[str, str] = {}
@@ -70,7 +70,7 @@ class SafetensorsSource:
                     self._slots[key] = (number, slot)
             # `save_model` notes tied names as metadata; any other text there names no tensor
             self.tied.update((k, kept) for k, kept in metadata.items() if kept in slots)
-        check_weight_map(where, weight_map, self._slots.keys())
+        check_weight_map(url, weight_map, self._slots.keys())
         self.tied = {
             key: kept
             for key, kept in self.tied.items()
@@ -158,12 +158,12 @@ def read_header(file: WeightFile) -> tuple[dict[str, str], dict[str, Slot]]:
         return header_of(reader, file.where)
 
 
-def header_of(reader: RangeReader, where: str) -> tuple[dict[str, str], dict[str, Slot]]:
+def header_of(reader: RangeReader, location: str) -> tuple[dict[str, str], dict[str, Slot]]:
     """Read and check the header of an open file."""
     length = int.from_bytes(bytes(reader.read(0, min(8, reader.size))), "little")
     if length > min(MAX_HEADER, reader.size - 8):
-        raise CorruptCheckpointError(f"{where}: its header does not fit the file")
-    return parse_header(bytes(reader.read(8, 8 + length)), reader.size, where)
+        raise CorruptCheckpointError(f"{location}: its header does not fit the file")
+    return parse_header(bytes(reader.read(8, 8 + length)), reader.size, location)
 
 
 def _transfer(file: WeightFile, reads: Sequence[_Read], progress: TransferProgress) -> None:

@@ -116,13 +116,13 @@ class _ModelSave:
         self._store: Store | None = None
         self._order: list[str] = []
 
-    def agree(self, own: Outcome, what: str) -> list[Any]:
+    def agree(self, outcome: Outcome, what: str) -> list[Any]:
         """Gather the outcome of a step; raise on all ranks if it failed on any."""
-        if own.error is not None and self._group.world_size == 1:
-            raise own.error
+        if outcome.error is not None and self._group.world_size == 1:
+            raise outcome.error
         undone = ", nothing was written" if what == "plan" else ""
         headline = f"saving a model to {os.fspath(self._url)} failed{undone}"
-        return agree(self._group, own, headline)
+        return agree(self._group, outcome, headline)
 
     def plan(
         self,
@@ -188,7 +188,7 @@ def _untie(
 
 def check_spread(tensors: Mapping[str, torch.Tensor], group: ProcessGroupLike) -> list[list[Any]]:
     """Return names, shapes and dtypes of the DTensors; check that `group` can gather them."""
-    found = []
+    sharded = []
     for name, tensor in tensors.items():
         if not is_dtensor(tensor):
             continue
@@ -203,8 +203,8 @@ def check_spread(tensors: Mapping[str, torch.Tensor], group: ProcessGroupLike) -
                 f"state_dict[{name!r}] is sharded over ranks without the one that writes (rank 0): "
                 "pass a group whose first rank holds a part of it"
             )
-        found.append([name, list(tensor.shape), str(tensor.dtype)])
-    return sorted(found)
+        sharded.append([name, list(tensor.shape), str(tensor.dtype)])
+    return sorted(sharded)
 
 
 class DTensorGather:

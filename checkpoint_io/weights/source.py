@@ -95,11 +95,11 @@ class WeightFile:
             return bytes(reader.read(0, reader.size))
 
 
-def check_weight_map(where: str, weight_map: Mapping[str, str] | None, found: Set[str]) -> None:
+def check_weight_map(url: str, weight_map: Mapping[str, str] | None, stored: Set[str]) -> None:
     """Raise CorruptCheckpointError if the shards lack a tensor that the index names."""
-    if absent := (weight_map or {}).keys() - found:
+    if absent := (weight_map or {}).keys() - stored:
         raise CorruptCheckpointError(
-            f"{where}: the shards do not hold {', '.join(sorted(absent)[:3])}, though the "
+            f"{url}: the shards do not hold {', '.join(sorted(absent)[:3])}, though the "
             "index names them; save the model again"
         )
 

@@ -48,7 +48,7 @@ class TorchSource:
     """The tensors of some files of `torch.save`.
 
     Args:
-        where: the location, for messages.
+        url: of the files, for messages.
         files: the files; they are read immediately (mapped into memory if they are local).
         weight_map: names to labels of files, from an index.
 
@@ -58,20 +58,20 @@ class TorchSource:
     """
 
     def __init__(
-        self, where: str, files: Sequence[WeightFile], weight_map: Mapping[str, str] | None = None
+        self, url: str, files: Sequence[WeightFile], weight_map: Mapping[str, str] | None = None
     ) -> None:
-        self.where = where
+        self.where = url
         self.tied: dict[str, str] = {}
         self._state: dict[str, torch.Tensor] = {}
         for file in files:
             for key, tensor in read_torch_file(file).items():
                 if weight_map is None or weight_map.get(key) == file.label:
                     self._state[key] = tensor
-        check_weight_map(where, weight_map, self._state.keys())
+        check_weight_map(url, weight_map, self._state.keys())
         storages = [tensor.untyped_storage() for tensor in self._state.values()]
         held = {storage.data_ptr(): storage.nbytes() for storage in storages}
         wanted = sum(tensor.nbytes for tensor in self._state.values())
-        refuse_repetition(wanted, sum(held.values()), where)
+        refuse_repetition(wanted, sum(held.values()), url)
         self.infos = {key: WeightInfo(t.dtype, tuple(t.shape)) for key, t in self._state.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -100,17 +100,17 @@ def read_torch_file(file: WeightFile) -> dict[str, torch.Tensor]:
     return _state_dict(document, file.where)
 
 
-def read_restricted(reader: RangeReader, where: str) -> Any:
+def read_restricted(reader: RangeReader, location: str) -> Any:
     """Return what one `torch.save` wrote into a part of a file, with the same restrictions."""
     stream = io.BufferedReader(RangeFile(reader), _READ_AHEAD)
     try:
-        refuse_compressed(stream, where)
+        refuse_compressed(stream, location)
         stream.seek(0)
         return torch.load(stream, map_location="cpu", weights_only=True)
     except (OSError, MemoryError, CorruptCheckpointError):
         raise
     except Exception as error:  # torch raises errors of many types for damaged input
-        raise _refusal(where, error) from error
+        raise _refusal(location, error) from error
 
 
 def load_restricted(file: str | os.PathLike[str] | IO[bytes], map_location: Any = None) -> Any:
@@ -125,23 +125,23 @@ def load_restricted(file: str | os.PathLike[str] | IO[bytes], map_location: Any 
     """
     with ExitStack() as stack:
         if isinstance(file, (str, os.PathLike)):
-            where = os.fspath(file)
-            folder, name = split_path(where)
+            location = os.fspath(file)
+            folder, name = split_path(location)
             store = open_store(folder or ".")
             reader = stack.enter_context(WeightFile(store, name, name).open())
             stream: IO[bytes] = io.BufferedReader(RangeFile(reader), _READ_AHEAD)
         else:
-            stream, where = file, str(getattr(file, "name", "the open file"))
+            stream, location = file, str(getattr(file, "name", "the open file"))
         try:
             if stream.read(4) == b"PK\x03\x04":
-                refuse_compressed(stream, where)
+                refuse_compressed(stream, location)
             stream.seek(0)
             with torch.serialization.safe_globals(_array_parts()):
                 return torch.load(stream, map_location=map_location, weights_only=True)
         except (OSError, MemoryError, CorruptCheckpointError):
             raise
         except Exception as error:  # torch raises errors of many types for damaged input
-            raise _refusal(where, error) from error
+            raise _refusal(location, error) from error
 
 
 def _array_parts() -> list[Any]:
@@ -166,48 +166,48 @@ def _unpickle(file: WeightFile, reader: RangeReader, is_zip: bool) -> Any:
     return torch.load(stream, map_location="cpu", weights_only=True)
 
 
-def refuse_compressed(stream: IO[bytes], where: str) -> None:
+def refuse_compressed(stream: IO[bytes], location: str) -> None:
     """Refuse compressed archives, which torch.save never writes."""
     # a small one could expand until it fills the memory
     with zipfile.ZipFile(stream) as archive:
         if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
             raise CorruptCheckpointError(
-                f"{where} was refused: it is a compressed archive, which torch.save does not "
+                f"{location} was refused: it is a compressed archive, which torch.save does not "
                 "write; save its weights again with save_model"
             )
 
 
-def refuse_repetition(wanted: int, held: int, where: str) -> None:
+def refuse_repetition(wanted: int, held: int, location: str) -> None:
     """Raise CorruptCheckpointError if a few stored bytes would fill the memory.
 
     Args:
         wanted: bytes of all tensors.
         held: bytes that are stored.
-        where: the location, for messages.
+        location: of the files, for messages.
     """
     if wanted > _MAX_REPEATS * held + _SMALL:
         raise CorruptCheckpointError(
-            f"{where} was refused: its tensors would take {wanted} bytes, and it stores {held} of "
-            "them (expanded tensors); save contiguous ones"
+            f"{location} was refused: its tensors would take {wanted} bytes, and it stores {held} "
+            "of them (expanded tensors); save contiguous ones"
         )
 
 
-def _refusal(where: str, error: Exception) -> CorruptCheckpointError:
+def _refusal(location: str, error: Exception) -> CorruptCheckpointError:
     """Return the error that explains why a file was not read."""
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if type(error).__name__ == "UnpicklingError":
         return CorruptCheckpointError(
-            f"{where} was refused: it is damaged, or holds Python objects that only full "
+            f"{location} was refused: it is damaged, or holds Python objects that only full "
             f"unpickling can create, which may run code ({error!s:.300}). Only tensors in plain "
             "containers are read; if you trust the file, save its weights again with save_model or "
             "torch.save(model.state_dict())"
         )
     return CorruptCheckpointError(
-        f"{where}: torch cannot read it ({type(error).__name__}: {reason:.300}); copy it again"
+        f"{location}: torch cannot read it ({type(error).__name__}: {reason:.300}); copy it again"
     )
 
 
-def _state_dict(document: Any, where: str) -> dict[str, torch.Tensor]:
+def _state_dict(document: Any, location: str) -> dict[str, torch.Tensor]:
     """Return the state dict in the content of a file."""
     if isinstance(document, Mapping):
         inner = [document[key] for key in _WRAPPERS if isinstance(document.get(key), Mapping)]
@@ -217,7 +217,7 @@ def _state_dict(document: Any, where: str) -> dict[str, torch.Tensor]:
     keys = [str(key) for key in document][:5] if isinstance(document, Mapping) else []
     held = f"a dict with {', '.join(keys)}" if keys else f"a {type(document).__name__}"
     raise CorruptCheckpointError(
-        f"{where} holds {held}, not a dict of names to tensors (nor one under "
+        f"{location} holds {held}, not a dict of names to tensors (nor one under "
         f"{', '.join(_WRAPPERS)}): save model.state_dict() alone"
     )
 
@@ -276,13 +276,13 @@ class RangeFile(io.RawIOBase):
 
 
 def read_inert(
-    document: bytes, where: str, kind: str = "the metadata of torch.distributed.checkpoint"
+    document: bytes, location: str, kind: str = "the metadata of torch.distributed.checkpoint"
 ) -> Any:
     """Read a pickle as plain values, :class:`Name`, :class:`Record` and :class:`PersistentId`.
 
     Args:
         document: the pickle.
-        where: its location, for messages.
+        location: of it, for messages.
         kind: what it should be, for messages.
 
     Raises:
@@ -292,7 +292,7 @@ def read_inert(
         return _Machine().run(document)
     except Exception as error:  # pickletools raises errors of many types for damaged input
         raise CorruptCheckpointError(
-            f"{where}: it cannot be read as {kind} "
+            f"{location}: it cannot be read as {kind} "
             f"({type(error).__name__}: {error!s:.200}); copy it again"
         ) from error
 
