@@ -18,12 +18,6 @@ def free_memory(root: Path = _ROOT) -> int | None:
 
     Args:
         root: where ``proc`` and ``sys`` are.
-
-    Example:
-        >>> from pathlib import Path
-        >>> from checkpoint_io.memory import free_memory
-        >>> free_memory(Path("no/such/folder")) is None
-        True
     """
     limits = [*_available(root), *_left_in_groups(root)]
     return min(limits) if limits else None

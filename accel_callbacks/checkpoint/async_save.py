@@ -47,13 +47,6 @@ class SaveGroup(_AllRanks):
 
     All ranks acquire and release it at the same places of the script. With one rank there is no
     group.
-
-    Example:
-        >>> from accel_callbacks.checkpoint.async_save import SaveGroup
-        >>> group = SaveGroup()
-        >>> with group.acquired():
-        ...     group.all_gather_object("here")
-        ['here']
     """
 
     def __init__(self) -> None:
@@ -145,11 +138,6 @@ class SaveControl(_AllRanks):
 
     Args:
         group: for the thread that saves.
-
-    Example:
-        >>> from accel_callbacks.checkpoint.async_save import SaveControl, SaveGroup
-        >>> SaveControl(SaveGroup()).on_any(True)
-        True
     """
 
     def __init__(self, group: SaveGroup) -> None:
@@ -183,11 +171,6 @@ class SaveCallbacks:
             unless this returns True.
         cleanup: called on the thread that saves once the checkpoint is durable, on each rank; its
             error is a warning. For slow work, such as the removal of older checkpoints.
-
-    Example:
-        >>> from accel_callbacks.checkpoint.async_save import SaveCallbacks
-        >>> SaveCallbacks(on_saved=print).on_failed is None
-        True
     """
 
     on_saved: Callable[[str], None] | None = None
@@ -204,13 +187,6 @@ class BackgroundSaves:
     Attributes:
         pending: True while a save is in progress or its end was not observed yet; the same on all
             ranks.
-
-    Example:
-        >>> from accel_callbacks.checkpoint.async_save import BackgroundSaves
-        >>> saves = BackgroundSaves(fire=print)
-        >>> saves.poll()
-        >>> saves.pending
-        False
     """
 
     def __init__(self, fire: Callable[..., None]) -> None:
@@ -373,14 +349,7 @@ class BackgroundSaves:
 
 
 def check_when_busy(when_busy: str) -> None:
-    """Raise ValueError unless ``when_busy`` is ``"wait"`` or ``"skip"``.
-
-    Example:
-        >>> from accel_callbacks.checkpoint.async_save import check_when_busy
-        >>> check_when_busy("later")
-        Traceback (most recent call last):
-        ValueError: when_busy='later' is unknown; use 'wait' or 'skip'.
-    """
+    """Raise ValueError unless ``when_busy`` is ``"wait"`` or ``"skip"``."""
     if when_busy not in ("wait", "skip"):
         raise ValueError(f"when_busy={when_busy!r} is unknown; use 'wait' or 'skip'.")
 

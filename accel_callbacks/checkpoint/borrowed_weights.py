@@ -48,21 +48,6 @@ class BorrowedWeights(AbstractContextManager[str]):
         ResumeError: the checkpoint does not fit the models.
         checkpoint_io.CheckpointError: it is missing, unfinished or corrupt.
         RemoteError: another rank failed.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks import Accelerator
-        >>> from accel_callbacks.checkpoint.borrowed_weights import BorrowedWeights
-        >>> accel = Accelerator(cpu=True)
-        >>> model = accel.prepare(torch.nn.Linear(1, 1))
-        >>> _ = torch.nn.init.constant_(model.bias, 1.0)
-        >>> path = accel.save_state("memory://doc-borrowed/c")
-        >>> _ = torch.nn.init.constant_(model.bias, 2.0)
-        >>> with BorrowedWeights(accel.training_state, [model], path):
-        ...     model.bias.item()
-        1.0
-        >>> model.bias.item()
-        2.0
     """
 
     def __init__(
@@ -114,8 +99,10 @@ class BorrowedWeights(AbstractContextManager[str]):
         together(_WHERE, partial(_read, reader, reads, weights), changes=reads.changes)
         with shared_failure(_WHERE), torch.no_grad():
             for index, saved in loaded_by_model.items():
-                here = training.strategy.local_state_dict(training.models[index])
-                training.strategy.load_model_state_dict(training.models[index], {**here, **saved})
+                current = training.strategy.local_state_dict(training.models[index])
+                training.strategy.load_model_state_dict(
+                    training.models[index], {**current, **saved}
+                )
             for target, value in converted:
                 local_part(target).data.copy_(local_part(value))
 
@@ -147,8 +134,8 @@ class BorrowedWeights(AbstractContextManager[str]):
         compare_frozen(training, state, indices, strict=False)
         for index, averages in self._averages(state["callbacks"]).items():
             if index in weights:
-                here = training.strategy.local_state_dict(training.models[index])
-                weights[index].update({n: v for n, v in averages.items() if n in here})
+                current = training.strategy.local_state_dict(training.models[index])
+                weights[index].update({n: v for n, v in averages.items() if n in current})
         return weights
 
     def _averages(self, saved: Mapping[str, Any]) -> Weights:
@@ -170,13 +157,13 @@ class BorrowedWeights(AbstractContextManager[str]):
         converted: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index, saved in weights.items():
             model = self._training.models[index]
-            here = strategy.local_state_dict(model)
+            targets = strategy.local_state_dict(model)
             if not strategy.loads_in_place(model) or not all(map(reads.is_view, saved.values())):
                 part = partial(strategy.read_target, model)
                 loaded_by_model[index] = reads.replace(saved, part=part)
                 continue
             for name, view in saved.items():
-                target = here[name]
+                target = targets[name]
                 if target.dtype == view.dtype:
                     reads.into(name, view, target)
                 else:  # the float32 average of a half-precision weight

@@ -39,7 +39,7 @@ from accel_callbacks.modeling.adapters import (
 )
 
 if TYPE_CHECKING:
-    from checkpoint_io import CheckpointFolder, CheckpointReader, Manifest, SaveJob
+    from checkpoint_io import CheckpointFolder, CheckpointReader
 
 __all__ = ["Checkpointer"]
 
@@ -142,6 +142,9 @@ class Checkpointer:
             RemoteError: a hook or the state of a callback failed on another rank; likewise.
         """
         require_neighbour("checkpoint_io")
+        import checkpoint_io
+        from checkpoint_io.saver.commit import fixed_or_next
+
         check_when_busy(when_busy)
         loop = self.training.loop
         loop.require_loaded("save_state")
@@ -169,7 +172,13 @@ class Checkpointer:
                 "before_write": loop.leases.check,
             }
             if isinstance(target, str):
-                job = _prepare_save(url, shared, storage_options, options)
+                job = checkpoint_io.prepare_save(
+                    url,
+                    shared,
+                    next_generation=fixed_or_next(None),
+                    storage_options=storage_options,
+                    **options,
+                )
             else:
                 job = target.prepare_save(step, shared, **options)
             callbacks = _checked(callbacks or SaveCallbacks(), loop.leases.check)
@@ -282,16 +291,7 @@ class Checkpointer:
         progress: bool | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write the weights of a model; see ``Accelerator.save_model``.
-
-        Example:
-            >>> import os, tempfile, torch
-            >>> from accel_callbacks import Accelerator
-            >>> folder = tempfile.mkdtemp()
-            >>> Accelerator(cpu=True).save_model(torch.nn.Linear(1, 1), folder)
-            >>> os.listdir(folder)
-            ['model.safetensors']
-        """
+        """Write the weights of a model; see ``Accelerator.save_model``."""
         _refuse_pickle(safe_serialization)
         remote_failure.raise_in("save_model")
         training = self.training
@@ -328,17 +328,7 @@ class Checkpointer:
     def save_tensors(
         self, obj: Any, f: str | PathLike[str], safe_serialization: bool = True
     ) -> None:
-        """Write tensors as one safetensors file on the main rank; see ``Accelerator.save``.
-
-        Example:
-            >>> import tempfile, torch
-            >>> from safetensors.torch import load_file
-            >>> from accel_callbacks import Accelerator
-            >>> path = tempfile.mkdtemp() + "/mean.safetensors"
-            >>> Accelerator(cpu=True).save({"mean": torch.ones(2)}, path)
-            >>> load_file(path)
-            {'mean': tensor([1., 1.])}
-        """
+        """Write tensors as one safetensors file on the main rank; see ``Accelerator.save``."""
         _refuse_pickle(safe_serialization)
         remote_failure.raise_in("save")
         if isinstance(obj, Mapping) and any(map(collectives.is_sharded, obj.values())):
@@ -358,8 +348,10 @@ class Checkpointer:
     @property
     def _writes_files(self) -> bool:
         """True on the rank that writes what is written once, or once a node."""
-        here = self.training.strategy.topology
-        return (here.local_rank if self.training.project.save_on_each_node else here.rank) == 0
+        topology = self.training.strategy.topology
+        return (
+            topology.local_rank if self.training.project.save_on_each_node else topology.rank
+        ) == 0
 
     # --- loading ------------------------------------------------------------------------------
 
@@ -427,23 +419,6 @@ class Checkpointer:
             first: the newest, if it was opened before.
         """
         return restore_newest(self.training, root, options, skip, first)
-
-
-def _prepare_save(
-    url: str,
-    shared: Mapping[str, Any],
-    storage_options: Mapping[str, Any] | None,
-    options: Mapping[str, Any],
-) -> SaveJob:
-    """Prepare a save to a path of its own, one generation after the checkpoint there."""
-    import checkpoint_io
-
-    def following(previous: Manifest | None) -> int:
-        return 1 if previous is None else previous.generation + 1
-
-    return checkpoint_io.prepare_save(
-        url, shared, next_generation=following, storage_options=storage_options, **options
-    )
 
 
 def _checked(callbacks: SaveCallbacks, check: Callable[[], None]) -> SaveCallbacks:

@@ -60,19 +60,19 @@ def chosen_indices(
         ResumeError: the numbers of prepared and saved objects differ, or a selected one is not
             prepared.
     """
-    saved, here = len(state[kind]), len(getattr(training, kind))
+    saved, prepared = len(state[kind]), len(getattr(training, kind))
     if not selection.partial:
-        if saved != here:
+        if saved != prepared:
             raise ResumeError(
-                f"the checkpoint holds {saved} {kind}, but {here} were prepared: prepare the "
+                f"the checkpoint holds {saved} {kind}, but {prepared} were prepared: prepare the "
                 "same objects as the run that saved it, before loading; or load a part of it "
                 "with only=."
             )
-        return list(range(here))
+        return list(range(prepared))
     chosen = sorted(int(key) for key in state[kind])
-    if chosen and chosen[-1] >= here:
+    if chosen and chosen[-1] >= prepared:
         raise ResumeError(
-            f"only= selects {kind}/{chosen[-1]} of the checkpoint, but {here} {kind} were "
+            f"only= selects {kind}/{chosen[-1]} of the checkpoint, but {prepared} {kind} were "
             "prepared: prepare it before loading, or select less."
         )
     return chosen
@@ -126,29 +126,29 @@ def fitting_weights(
     return fitting
 
 
-def _check_tensor(name: str, here: Any, saved: Any) -> None:
+def _check_tensor(name: str, current: Any, saved: Any) -> None:
     # Only the module itself knows the form of its extra state.
-    if name.rpartition(".")[2] == "_extra_state" or not isinstance(here, torch.Tensor):
+    if name.rpartition(".")[2] == "_extra_state" or not isinstance(current, torch.Tensor):
         return
     shape = getattr(saved, "shape", None)
-    if shape is None or tuple(here.shape) != tuple(shape):
+    if shape is None or tuple(current.shape) != tuple(shape):
         saved_shape = "is no tensor" if shape is None else f"{tuple(shape)}"
         raise ResumeError(
-            f"{name!r} has shape {tuple(here.shape)} in the model and {saved_shape} in the "
+            f"{name!r} has shape {tuple(current.shape)} in the model and {saved_shape} in the "
             f"checkpoint: build the model as the run that saved it did, {_AFRESH}, or load what "
             "fits with load_state(path, only=...)."
         )
-    if here.dtype != saved.dtype:
+    if current.dtype != saved.dtype:
         raise ResumeError(
-            f"{name!r} is {here.dtype} in the model and {saved.dtype} in the checkpoint: convert "
-            "the model before prepare(), or load the weights with load_checkpoint_in_model."
+            f"{name!r} is {current.dtype} in the model and {saved.dtype} in the checkpoint: "
+            "convert the model before prepare(), or load the weights with load_checkpoint_in_model."
         )
 
 
-def _check_same(name: str, here: torch.Tensor, saved: Any) -> None:
+def _check_same(name: str, current: torch.Tensor, saved: Any) -> None:
     """Refuse another value of a weight that stays in its file, and is not written to."""
     stored = saved if isinstance(saved, torch.Tensor) else saved.read()
-    if not torch.equal(here.view(torch.uint8), stored.view(torch.uint8)):
+    if not torch.equal(current.view(torch.uint8), stored.view(torch.uint8)):
         raise ResumeError(
             f"{name!r} is offloaded to disk, and the checkpoint has another value of it, which "
             "cannot be loaded there: dispatch the model with these weights "
@@ -173,9 +173,13 @@ def check_classes(
     saved_classes = state.get("classes", {})
     for kind in ("optimizers", "schedulers"):
         for index in indices[kind]:
-            here = training.class_names(kind)[index]
+            class_name = training.class_names(kind)[index]
             saved = saved_classes.get(kind, {}).get(str(index))
-            if here is None or here == saved or (saved is None and kind == "schedulers"):
+            if (
+                class_name is None
+                or class_name == saved
+                or (saved is None and kind == "schedulers")
+            ):
                 continue
             if kind == "optimizers":
                 optimizer = training.optimizers[index]
@@ -184,7 +188,7 @@ def check_classes(
             else:
                 before, now = state[kind][str(index)], training.schedulers[index].state_dict()
                 missing, unexpected = now.keys() - before.keys(), before.keys() - now.keys()
-            _report_class(f"{kind[:-1]} {index}", here, saved, missing, unexpected, strict)
+            _report_class(f"{kind[:-1]} {index}", class_name, saved, missing, unexpected, strict)
 
 
 def _other_options(
@@ -203,14 +207,14 @@ def _other_options(
 
 def _report_class(
     label: str,
-    here: str,
+    class_name: str,
     saved: str | None,
     missing: Collection[str],
     unexpected: Collection[str],
     strict: bool,
 ) -> None:
     """Raise or warn of an optimizer or scheduler of another class than the saved one."""
-    name, saved_name = (path and path.rpartition(".")[2] for path in (here, saved))
+    name, saved_name = (path and path.rpartition(".")[2] for path in (class_name, saved))
     unsaved = saved is None  # its options may have been added by a scheduler
     moved = name == saved_name  # to another module, or the script was run as one
     misfit = bool(missing) or (bool(unexpected) and not unsaved and not moved)
@@ -277,9 +281,9 @@ def compare_frozen(
     differing = []
     for index in indices:
         saved = state.get("frozen", {}).get(str(index), {})
-        here = training.strategy.local_state_dict(training.models[index]) if saved else {}
-        check_same_model(saved, here)
-        if text := differing_weights(saved, here):
+        weights = training.strategy.local_state_dict(training.models[index]) if saved else {}
+        check_same_model(saved, weights)
+        if text := differing_weights(saved, weights):
             differing.append(f"of model {index}, {text}")
     if not differing:
         return
@@ -318,8 +322,8 @@ def rank_part(
         ResumeError: the resume is not exact, and ``strict``.
     """
     copies = state.get("copies", 1)
-    saved, here = manifest.world_size // copies, training.strategy.data_world
-    restored = local if saved == here else None
+    saved_ranks, data_ranks = manifest.world_size // copies, training.strategy.data_world
+    restored = local if saved_ranks == data_ranks else None
     prepared = {
         str(i): loader
         for i, loader in enumerate(training.loaders)
@@ -327,10 +331,12 @@ def rank_part(
     }
     problems = _stream_problems(prepared, state["loaders"], restored)
     text = "".join(f"a stream does not go on exactly: {problem}; " for problem in problems)
-    if saved != here:
+    if saved_ranks != data_ranks:
         unit = "processes" if copies == training.strategy.copies == 1 else "data ranks"
-        change = f"was saved by {saved} {unit} and is loaded by {here}"
-        text += _other_world(change, min(saved, here), exact=not problems, selection=selection)
+        change = f"was saved by {saved_ranks} {unit} and is loaded by {data_ranks}"
+        text += _other_world(
+            change, min(saved_ranks, data_ranks), exact=not problems, selection=selection
+        )
         if local is not None:
             restored = {"rng": local["rng"]}
     if text and strict:

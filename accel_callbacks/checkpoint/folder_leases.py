@@ -34,14 +34,6 @@ class FolderLeases:
     Attributes:
         is_main_process: this process holds them.
         run: the run whose folders all ranks know to be held.
-
-    Example:
-        >>> from accel_callbacks import Accelerator
-        >>> from accel_callbacks.checkpoint.folder_leases import FolderLeases
-        >>> leases, run = FolderLeases("refuse"), Accelerator(cpu=True).current_run
-        >>> leases.hold([("memory://doc-leases", None)], run)
-        >>> leases.check()
-        >>> leases.release()
     """
 
     def __init__(self, on_conflict: OnConflict, *, is_main_process: bool = True) -> None:

@@ -26,21 +26,14 @@ def fingerprints(tensors: Mapping[str, Any]) -> dict[str, list[Any]]:
     Tensors without values are left out. One copy from each device. Collective if some are sharded
     (then they must be so on all ranks): the samples are gathered, in one all-reduce, and never a
     tensor, so that the fingerprint is that of the whole tensor.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.checkpoint.frozen_weights import fingerprints
-        >>> shape, dtype, digest = fingerprints({"weight": torch.ones(2, 3)})["weight"]
-        >>> shape, dtype, len(digest)
-        ([2, 3], 'torch.float32', 16)
     """
-    here = {
+    present = {
         name: tensor.detach()
         for name, tensor in tensors.items()
         if isinstance(tensor, torch.Tensor) and not tensor.is_meta
     }
-    sharded = {name: tensor for name, tensor in here.items() if collectives.is_sharded(tensor)}
-    samples = {name: _sample(tensor) for name, tensor in here.items() if name not in sharded}
+    sharded = {name: tensor for name, tensor in present.items() if collectives.is_sharded(tensor)}
+    samples = {name: _sample(tensor) for name, tensor in present.items() if name not in sharded}
     data = _to_host({name: sample for name, sample in samples.items() if sample is not None})
     if sharded:
         data |= _gathered_samples(sharded)
@@ -50,7 +43,7 @@ def fingerprints(tensors: Mapping[str, Any]) -> dict[str, list[Any]]:
             str(tensor.dtype),
             hashlib.blake2b(data[name], digest_size=8).hexdigest(),
         ]
-        for name, tensor in here.items()
+        for name, tensor in present.items()
         if name in data
     }
 
@@ -151,53 +144,36 @@ def _to_host(samples: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     return data_of
 
 
-def check_same_model(saved: Mapping[str, list[Any]], here: Mapping[str, Any]) -> None:
+def check_same_model(saved: Mapping[str, list[Any]], weights: Mapping[str, Any]) -> None:
     """Raise if frozen weights of the checkpoint are not in the model, or have another shape.
 
     Args:
         saved: the fingerprints in the checkpoint, by name.
-        here: the weights of the model.
+        weights: of the model.
 
     Raises:
         ResumeError: it is another model.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.checkpoint.frozen_weights import check_same_model, fingerprints
-        >>> saved = fingerprints({"weight": torch.ones(2)})
-        >>> check_same_model(saved, {"weight": torch.ones(3)})
-        Traceback (most recent call last):
-        accel_callbacks.errors.ResumeError: the checkpoint was saved without frozen weights, over \
-another model: 'weight' had shape (2,) and has (3,) here. Build the model that the run was \
-started with.
     """
     start = "the checkpoint was saved without frozen weights, over another model: "
     end = " Build the model that the run was started with."
     for name, (shape, _, _) in saved.items():
-        if name not in here:
-            raise ResumeError(f"{start}{name!r} is not in this one.{nearest(name, here)}{end}")
-        if tuple(here[name].shape) != tuple(shape):
-            now = tuple(here[name].shape)
+        if name not in weights:
+            raise ResumeError(f"{start}{name!r} is not in this one.{nearest(name, weights)}{end}")
+        if tuple(weights[name].shape) != tuple(shape):
+            now = tuple(weights[name].shape)
             raise ResumeError(f"{start}{name!r} had shape {tuple(shape)} and has {now} here.{end}")
 
 
-def differing_weights(saved: Mapping[str, list[Any]], here: Mapping[str, Any]) -> str:
+def differing_weights(saved: Mapping[str, list[Any]], weights: Mapping[str, Any]) -> str:
     """Describe frozen weights whose values are not those of the save; empty if there are none.
 
     Collective if some are sharded.
 
     Args:
         saved: the fingerprints in the checkpoint, by name.
-        here: the weights of the model.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.checkpoint.frozen_weights import differing_weights, fingerprints
-        >>> saved = fingerprints({"weight": torch.ones(2), "bias": torch.ones(1)})
-        >>> differing_weights(saved, {"weight": torch.zeros(2), "bias": torch.ones(1)})
-        "1 of 2 frozen weights differ ('weight')"
+        weights: of the model.
     """
-    now = fingerprints({name: here[name] for name in saved if name in here})
+    now = fingerprints({name: weights[name] for name in saved if name in weights})
     changed = [name for name, mark in now.items() if mark != list(saved[name])]
     if not changed:
         return ""

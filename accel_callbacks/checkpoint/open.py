@@ -99,11 +99,6 @@ def together(label: str, action: Callable[[], T], *, changes: bool = False) -> T
 
     Raises:
         LoadFailed: on all ranks, if the action failed on one.
-
-    Example:
-        >>> from accel_callbacks.checkpoint.open import together
-        >>> together("counting", lambda: 3)
-        3
     """
     group = SaveGroup()
     group.acquire()
@@ -167,13 +162,6 @@ def open_one(url: str, storage_options: Mapping[str, Any] | None = None) -> Chec
 
     Raises:
         LoadFailed: a rank cannot open it.
-
-    Example:
-        >>> from accel_callbacks import Accelerator
-        >>> from accel_callbacks.checkpoint.open import open_one
-        >>> path = Accelerator(cpu=True).save_state("memory://doc-reading/c")
-        >>> open_one(path).state["run"]["global_step"]
-        0
     """
     require_neighbour("checkpoint_io")
     import checkpoint_io
@@ -201,11 +189,6 @@ def open_newest(folder: CheckpointFolder, skip: Collection[str] = ()) -> Checkpo
 
     Raises:
         checkpoint_io.CorruptCheckpointError: all checkpoints are damaged.
-
-    Example:
-        >>> from accel_callbacks.checkpoint.open import open_folder, open_newest
-        >>> open_newest(open_folder("memory://doc-reading/nothing")) is None
-        True
     """
     import checkpoint_io
 
@@ -240,16 +223,7 @@ def same_for_all(reader: CheckpointReader) -> CheckpointReader:
 
 
 def describe_foreign(url: str, storage_options: Mapping[str, Any] | None = None) -> str | None:
-    """Describe a folder that holds no checkpoint of ours, with advice; None if it is unknown.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from accel_callbacks.checkpoint.open import describe_foreign
-        >>> folder = tempfile.mkdtemp()
-        >>> _ = pathlib.Path(folder, "optimizer.bin").write_bytes(b"")
-        >>> describe_foreign(folder).partition(",")[0]
-        'was saved by Hugging Face Accelerate'
-    """
+    """Describe a folder that holds no checkpoint of ours, with advice; None if it is unknown."""
     names = _names_in(url, storage_options)
     if names is None:
         return "is a file: give the folder of the checkpoint"
@@ -257,13 +231,7 @@ def describe_foreign(url: str, storage_options: Mapping[str, Any] | None = None)
 
 
 def describe_foreign_folder(root: str, storage_options: Mapping[str, Any] | None = None) -> str:
-    """Describe the newest folder of a folder, by name, as a sentence; empty if it is unknown.
-
-    Example:
-        >>> from accel_callbacks.checkpoint.open import describe_foreign_folder
-        >>> describe_foreign_folder("memory://doc-reading/nothing")
-        ''
-    """
+    """Describe the newest folder of a folder, by name, as a sentence; empty if it is unknown."""
     for name in sorted(_names_in(root, storage_options) or (), reverse=True)[:_MOST_FOLDERS]:
         if kind := describe_foreign(f"{root.rstrip('/')}/{name}", storage_options):
             return f" {name} {kind}."

@@ -146,13 +146,7 @@ class ProjectConfiguration:
 
 
 def path_in(root: str, *names: object) -> str:
-    """Return a path (or URL) inside of a folder.
-
-    Example:
-        >>> from accel_callbacks.checkpoint.project import path_in
-        >>> path_in("memory://", "checkpoints")
-        'memory://checkpoints'
-    """
+    """Return a path (or URL) inside of a folder."""
     # "memory://" is a root, whose slashes belong to it.
     if not root.endswith("://"):
         root = root.rstrip("/") + "/"
@@ -161,8 +155,8 @@ def path_in(root: str, *names: object) -> str:
 
 def _whole_path(path: str) -> str:
     """Return an absolute path, or a URL, with slashes and none at its end."""
-    here = local_path(path)
-    whole = path if here is None else os.path.abspath(here).replace(os.sep, "/")
+    local = local_path(path)
+    whole = path if local is None else os.path.abspath(local).replace(os.sep, "/")
     return whole.rstrip("/")
 
 
@@ -180,13 +174,6 @@ def chosen_project(
     Raises:
         TypeError: ``config`` is no ProjectConfiguration.
         ValueError: the two name different folders.
-
-    Example:
-        >>> from accel_callbacks.checkpoint.project import ProjectConfiguration, chosen_project
-        >>> chosen_project("runs/digits", None).root
-        'runs/digits'
-        >>> chosen_project("runs/digits", ProjectConfiguration(total_limit=2)).root
-        'runs/digits'
     """
     if config is None:
         return ProjectConfiguration(folder)
@@ -206,14 +193,7 @@ def chosen_project(
 
 
 class NamedFolder:
-    """A folder of checkpoints whose next one has a given name instead of its step.
-
-    Example:
-        >>> from accel_callbacks.checkpoint.open import open_folder
-        >>> from accel_callbacks.checkpoint.project import NamedFolder
-        >>> NamedFolder(open_folder("memory://doc-named"), "checkpoint_0").path(200)
-        'memory://doc-named/checkpoint_0'
-    """
+    """A folder of checkpoints whose next one has a given name instead of its step."""
 
     def __init__(self, folder: CheckpointFolder, name: str) -> None:
         self._folder = folder
@@ -240,11 +220,6 @@ class SavePlace:
         metadata: JSON values that mark it as named here.
         callbacks: called when the save ends.
         started: called once the save has started.
-
-    Example:
-        >>> from accel_callbacks.checkpoint.project import SavePlace
-        >>> SavePlace("runs/before").metadata
-        {}
     """
 
     target: str | CheckpointFolder
@@ -267,15 +242,6 @@ def project_save(
 
     Raises:
         RemoteError: rank 0 could not list the folder.
-
-    Example:
-        >>> from accel_callbacks import Accelerator, ProjectConfiguration
-        >>> from accel_callbacks.checkpoint.open import open_folder
-        >>> from accel_callbacks.checkpoint.project import project_save
-        >>> config = ProjectConfiguration("memory://doc-saves", automatic_checkpoint_naming=True)
-        >>> folder = open_folder(config.path("checkpoints"))
-        >>> project_save(config, Accelerator(cpu=True).current_run, folder).target.path(0)
-        'memory://doc-saves/checkpoints/checkpoint_0'
     """
     callbacks = _retention(folder, config.total_limit, run)
     if not config.automatic_checkpoint_naming:
@@ -291,23 +257,17 @@ def project_save(
     return SavePlace(target, {**_MARK, "iteration": number}, callbacks, started)
 
 
-def refuse_each_node(config: ProjectConfiguration, here: Topology) -> None:
+def refuse_each_node(config: ProjectConfiguration, topology: Topology) -> None:
     """Refuse to write one checkpoint to disks of which each node sees only its own.
 
     Args:
         config: the project.
-        here: tells how many nodes there are.
+        topology: tells how many nodes there are.
 
     Raises:
         ValueError: ``save_on_each_node``, and there are several nodes.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks import ProjectConfiguration, Topology
-        >>> from accel_callbacks.checkpoint.project import refuse_each_node
-        >>> refuse_each_node(ProjectConfiguration("runs"), Topology(torch.device("cpu")))
     """
-    if config.save_on_each_node and here.local_world_size < here.world_size:
+    if config.save_on_each_node and topology.local_world_size < topology.world_size:
         raise ValueError(
             "save_on_each_node=True: a training state is one checkpoint that all processes write "
             "together, and needs a place that all nodes see, such as a shared disk or s3://. "
@@ -316,13 +276,7 @@ def refuse_each_node(config: ProjectConfiguration, here: Topology) -> None:
 
 
 def number_of(path: str) -> int | None:
-    """Return the number of a checkpoint that was named automatically, None for others.
-
-    Example:
-        >>> from accel_callbacks.checkpoint.project import number_of
-        >>> number_of("runs/checkpoints/checkpoint_12"), number_of("runs/best")
-        (12, None)
-    """
+    """Return the number of a checkpoint that was named automatically, None for others."""
     match = _NUMBERED.fullmatch(base_name(path))
     return int(match[1]) if match else None
 

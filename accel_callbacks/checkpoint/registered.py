@@ -22,18 +22,7 @@ Hook = Callable[..., Any]
 
 
 class PreHooks:
-    """The hooks before ``save_state`` and ``load_state``, in the order of registration.
-
-    Example:
-        >>> from accel_callbacks.checkpoint.registered import PreHooks
-        >>> hooks = PreHooks()
-        >>> handle = hooks.on_load(lambda models, input_dir: models.clear())
-        >>> hooks.load(["a model"], "runs/step-1")
-        []
-        >>> handle.remove()
-        >>> hooks.load(["a model"], "runs/step-1")
-        ['a model']
-    """
+    """The hooks before ``save_state`` and ``load_state``, in the order of registration."""
 
     def __init__(self) -> None:
         self._before_save: OrderedDict[int, Hook] = OrderedDict()
@@ -109,16 +98,7 @@ def _owners_after(hook: Hook, owners: list[int], before: list[Any], after: list[
 
 
 class Registered:
-    """Objects with ``state_dict`` and ``load_state_dict`` that are saved with the training state.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.checkpoint.registered import Registered
-        >>> registered = Registered()
-        >>> registered.add(torch.nn.Linear(1, 1), ema=torch.nn.Linear(1, 1))
-        >>> registered.names
-        ['ema', 'Linear']
-    """
+    """User objects that are saved by their ``state_dict``, with the training state."""
 
     def __init__(self) -> None:
         self.clear()

@@ -74,18 +74,6 @@ class InPlaceReads:
 
     Attributes:
         changes: True if some of the memory is that of prepared objects.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.checkpoint.restore import InPlaceReads
-        >>> from checkpoint_io import open_checkpoint, save
-        >>> _ = save("memory://doc-reads/c", {"weight": torch.ones(2)})
-        >>> reader, here = open_checkpoint("memory://doc-reads/c"), torch.zeros(2)
-        >>> reads = InPlaceReads(reader)
-        >>> reads.into("weight", reader["weight"], here)
-        >>> reads.run()
-        >>> here
-        tensor([1., 1.])
     """
 
     def __init__(self, reader: CheckpointReader) -> None:

@@ -28,14 +28,6 @@ class Selection:
             a key; everything if ``None``.
         rename: beginnings of saved keys of weights to what they are here, or a function of such
             a key; unchanged if ``None``.
-
-    Example:
-        >>> from accel_callbacks.checkpoint.selection import Selection
-        >>> encoder = Selection("models/0/encoder.*")
-        >>> encoder.takes("models/0/encoder.weight"), encoder.takes("optimizers/0")
-        (True, False)
-        >>> Selection(rename={"models/0/old.": "models/0/new."}).weight("0.old.bias")
-        '0.new.bias'
     """
 
     def __init__(self, only: Only | None = None, rename: Rename | None = None) -> None:
@@ -154,13 +146,7 @@ class Selection:
 
 
 def all_keys(state: Mapping[str, Any]) -> Iterator[str]:
-    """Iterate the keys of all entries of a saved state that can be restored.
-
-    Example:
-        >>> from accel_callbacks.checkpoint.selection import all_keys
-        >>> [key for key in all_keys({"models": {"0": {"weight": 1.0}}}) if "/" in key]
-        ['models/0/weight']
-    """
+    """Iterate the keys of all entries of a saved state that can be restored."""
     yield from SINGLE
     for section in LISTED:
         entries = state.get(section, {})

@@ -36,13 +36,6 @@ def writable_folder(url: str) -> Iterator[str]:
 
     Yield its path, or the URL as it is if it is remote. If the block raises, an empty folder is
     removed again.
-
-    Example:
-        >>> import os, tempfile
-        >>> from accel_callbacks.checkpoint.tensor_file import writable_folder
-        >>> with writable_folder(tempfile.mkdtemp() + "/step-1") as folder:
-        ...     os.path.isdir(folder)
-        True
     """
     path = local_path(url)
     if path is None:
@@ -72,15 +65,6 @@ def save_tensors(
 
     Raises:
         TypeError: ``obj`` is something else, or ``place`` is an open file.
-
-    Example:
-        >>> import tempfile, torch
-        >>> from safetensors.torch import load_file
-        >>> from accel_callbacks.checkpoint.tensor_file import save_tensors
-        >>> path = tempfile.mkdtemp() + "/mean.safetensors"
-        >>> save_tensors({"mean": torch.ones(2)}, path)
-        >>> load_file(path)
-        {'mean': tensor([1., 1.])}
     """
     if not isinstance(place, (str, os.PathLike)):
         raise TypeError(f"save to a path or a URL, not to a {type(place).__qualname__}.")
@@ -106,14 +90,6 @@ def save_text(text: str, place: str, storage_options: Mapping[str, Any] | None =
         text: the content.
         place: path or fsspec URL of the file; folders are made.
         storage_options: for the filesystem behind the URL.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from accel_callbacks.checkpoint.tensor_file import save_text
-        >>> path = tempfile.mkdtemp() + "/config.json"
-        >>> save_text("{}", path)
-        >>> pathlib.Path(path).read_text()
-        '{}'
     """
     data, path = text.encode(), local_path(place)
     if path is not None:

@@ -29,16 +29,6 @@ def require_saved(
         training: the state that is saved or restored.
         action: the method that asks, for the message.
         error: the class to raise.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks import Accelerator
-        >>> from accel_callbacks.checkpoint.trained_parameters import require_saved
-        >>> accel, scale = Accelerator(cpu=True), torch.nn.Parameter(torch.ones(2))
-        >>> optimizer = accel.prepare(torch.optim.SGD([scale], 0.1))
-        >>> require_saved(accel.training_state, "save_state")
-        Traceback (most recent call last):
-        RuntimeError: save_state: SGD trains parameters that belong to no prepared model ...
     """
     held = _parameters_of_models(training)
     for optimizer in training.optimizers:
@@ -55,20 +45,6 @@ def require_prepared_steps(training: TrainingState) -> None:
 
     Args:
         training: the state that is saved.
-
-    Example:
-        >>> import torch, warnings
-        >>> from accel_callbacks import Accelerator
-        >>> accel = Accelerator(cpu=True)
-        >>> model, data = accel.prepare(torch.nn.Linear(1, 1), torch.utils.data.DataLoader([1.0]))
-        >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        >>> for batch in data:
-        ...     accel.backward(model(batch[:, None].float()).sum())
-        ...     optimizer.step()
-        >>> with warnings.catch_warnings(record=True) as caught:
-        ...     path = accel.save_state("memory://doc-unprepared/c")
-        >>> "SGD steps and was not prepared" in str(caught[0].message)
-        True
     """
     loop, steps = training.loop, training.loop.unprepared_steps
     texts = (_unprepared(training, optimizer) for optimizer in steps.unprepared)

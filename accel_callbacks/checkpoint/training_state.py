@@ -186,14 +186,6 @@ class TrainingState:
 
         Returns:
             Dotted names, None for an optimizer that an engine has replaced.
-
-        Example:
-            >>> import torch
-            >>> from accel_callbacks import Accelerator
-            >>> accel, weight = Accelerator(cpu=True), torch.nn.Parameter(torch.ones(1))
-            >>> _ = accel.prepare(torch.optim.SGD([weight], 0.1))
-            >>> accel.training_state.class_names("optimizers")
-            ['torch.optim.sgd.SGD']
         """
         if kind == "schedulers":
             return [_dotted(type(scheduler.scheduler)) for scheduler in self.schedulers]
@@ -201,14 +193,7 @@ class TrainingState:
         return [None if owned else _dotted(type(o.optimizer)) for o in self.optimizers]
 
     def random_state(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Return the state of the random generators, and of those that belong to the loaders.
-
-        Example:
-            >>> from accel_callbacks import Accelerator
-            >>> rng, of_loaders = Accelerator(cpu=True).training_state.random_state()
-            >>> sorted(rng)[:1], of_loaders
-            (['numpy'], [])
-        """
+        """Return the state of the random generators, and of those that belong to the loaders."""
         rng = capture_rng(self.device, devices_of(self.models))
         return rng, [loader.random_state() for loader in self.loaders]
 
@@ -284,17 +269,6 @@ class TrainingState:
             shared: from :meth:`capture`; changed in place.
             url: where the checkpoint will be.
             trainable_only: drop frozen parameters.
-
-        Example:
-            >>> import torch
-            >>> from accel_callbacks import Accelerator
-            >>> accel, model = Accelerator(cpu=True), torch.nn.Linear(1, 1)
-            >>> _ = model.bias.requires_grad_(False)
-            >>> model = accel.prepare(model)
-            >>> shared, _ = accel.training_state.capture()
-            >>> accel.training_state.choose_weights(shared, "memory://doc-w", trainable_only=True)
-            >>> list(shared["models"]["0"]), shared["dropped_weights"], list(shared["frozen"]["0"])
-            (['weight'], {'0': ['bias']}, ['bias'])
         """
         full: list[Any] = list(shared["models"].values())
         chosen = full
@@ -329,11 +303,6 @@ class TrainingState:
 
         These are the parameters that the strategy keeps alike on all ranks, and the states of their
         optimizers. It is none, so that rank 0 writes, where a hook may have replaced tensors.
-
-        Example:
-            >>> from accel_callbacks import Accelerator
-            >>> Accelerator(cpu=True).training_state.replicated_keys()("models/0/weight")
-            False
         """
         edited = self.pre_hooks.save_some or self.loop.dispatch.saves_differ_between_ranks
         if collectives.any_process(edited):
@@ -364,14 +333,7 @@ def _numbered(items: Sequence[Any]) -> dict[str, Any]:
 
 
 def split_local_states(loaders: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Split this rank's own part off the states of loaders; a note of it stays in them.
-
-    Example:
-        >>> from accel_callbacks.checkpoint.training_state import split_local_states
-        >>> loaders = {"0": {"stream": {"own": {"world": 2}, "position": 4}}, "1": {}}
-        >>> split_local_states(loaders), loaders["0"]
-        ({'0': {'own': {'world': 2}, 'position': 4}}, {'stream': {'own': {'world': 2}}})
-    """
+    """Split this rank's own part off the states of loaders; a note of it stays in them."""
     streams = {key: state["stream"] for key, state in loaders.items() if "stream" in state}
     rank_streams = {key: stream for key, stream in streams.items() if "own" in stream}
     for key, stream in rank_streams.items():
@@ -409,15 +371,6 @@ class ExtraFiles:
 
     Args:
         url: where the checkpoint will be.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from accel_callbacks.checkpoint.training_state import ExtraFiles
-        >>> folder = tempfile.mkdtemp()
-        >>> extra = ExtraFiles(folder)
-        >>> _ = pathlib.Path(folder, "adapter.json").write_text("{}")
-        >>> extra.labels()
-        {'extra_files': ['adapter.json']}
     """
 
     def __init__(self, url: str) -> None:

@@ -33,15 +33,6 @@ class HostBuffers:
     The memory is reused by the next save, unless shapes or dtypes change. It is pinned if a tensor
     is on a CUDA device, so that the copies run asynchronously, all at the same time. A forked
     process, such as a worker of a DataLoader, does not have it, and allocates its own.
-
-    Example:
-        >>> import torch
-        >>> from checkpoint_io.async_save.staging import HostBuffers
-        >>> buffers, weight = HostBuffers(), torch.ones(2)
-        >>> copies = buffers.fill([weight])
-        >>> _ = weight.zero_()
-        >>> copies[0], buffers.nbytes
-        (tensor([1., 1.]), 64)
     """
 
     def __init__(self) -> None:

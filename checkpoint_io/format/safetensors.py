@@ -169,11 +169,14 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
-def empty(dtype: str, shape: Sequence[int], label: str) -> torch.Tensor:
-    """Allocate a CPU tensor for a safetensors dtype name."""
-    if dtype not in DTYPES:
-        raise CheckpointError(f"{label}: torch {torch.__version__} has no dtype for {dtype}")
-    return torch.empty(tuple(shape), dtype=DTYPES[dtype], device="cpu")
+def dtype_of(name: str, key: str) -> torch.dtype:
+    """Return the torch dtype for the one that the format names, of the tensor under a key."""
+    dtype = DTYPES.get(name)
+    if dtype is None:
+        raise CheckpointError(
+            f"tensor {key}: torch {torch.__version__} has no dtype for {name}; a newer torch has"
+        )
+    return dtype
 
 
 def parse_header(data: bytes, size: int, label: str) -> tuple[dict[str, str], dict[str, Slot]]:

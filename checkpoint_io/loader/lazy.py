@@ -14,13 +14,13 @@ import torch
 from checkpoint_io.errors import CorruptCheckpointError
 from checkpoint_io.format import json as jsonio
 from checkpoint_io.format.manifest import Manifest
-from checkpoint_io.format.safetensors import empty
+from checkpoint_io.format.safetensors import dtype_of
 from checkpoint_io.format.tree import decode_tree
 from checkpoint_io.group import ProcessGroupLike
 from checkpoint_io.loader.files import retry_if_replaced
 from checkpoint_io.loader.selection import nearest
 from checkpoint_io.loader.share import Claim, check_share, claim_of
-from checkpoint_io.loader.source import Source, dtype_of, nbytes_of, wants_for
+from checkpoint_io.loader.source import Source, nbytes_of, wants_for
 from checkpoint_io.loader.transfer import Bytes, Flat, Want
 from checkpoint_io.loader.verify import check_files
 from checkpoint_io.outcome import Outcome
@@ -363,7 +363,7 @@ class TensorView:
     @property
     def dtype(self) -> torch.dtype:
         """The saved dtype; CheckpointError if this torch does not have it."""
-        return dtype_of(self._source.entry(self.key), self.key)
+        return dtype_of(self._source.entry(self.key).dtype, self.key)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -434,7 +434,7 @@ class TensorView:
         entry = self._source.entry(self.key)
         axes, kept = parse_index(index, entry.shape)
         box = tuple(axis.length for axis in axes)
-        target = empty(entry.dtype, box, f"tensor {self.key!r}")
+        target = torch.empty(box, dtype=self.dtype, device="cpu")
         part = self._source.manifest.part_size
         self._source.transfer(wants_for(entry, self.key, target, part, axes))
         return target.reshape([axes[dim].length for dim in kept])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, TypeVar
@@ -13,6 +13,7 @@ import torch
 
 from checkpoint_io.errors import StateMismatchError
 from checkpoint_io.format.manifest import Manifest
+from checkpoint_io.format.safetensors import dtype_of
 from checkpoint_io.loader.files import manifest_of, retry_if_replaced
 from checkpoint_io.loader.lazy import (
     CheckpointReader,
@@ -33,9 +34,9 @@ from checkpoint_io.loader.selection import (
     unmatched_patterns,
 )
 from checkpoint_io.loader.share import Claim, check_share
-from checkpoint_io.loader.source import PlannedRead, dtype_of
+from checkpoint_io.loader.source import PlannedRead
 from checkpoint_io.loader.verify import check_files
-from checkpoint_io.saver.collect import shared_key
+from checkpoint_io.saver.collect import free_key, shared_key
 from checkpoint_io.sharding.dtensor import is_dtensor
 from checkpoint_io.storage.open import open_store
 from checkpoint_io.threads import collector_paused
@@ -351,7 +352,7 @@ class Loading:
         return {
             source.stored(key): target
             for key, target in self._targets.items()
-            if not is_dtensor(target) and target.dtype == dtype_of(source.entry(key), key)
+            if not is_dtensor(target) and target.dtype == dtype_of(source.entry(key).dtype, key)
         }
 
     @cached_property
@@ -414,17 +415,8 @@ def _wanted(into: Mapping[Any, Any], saved: Any) -> tuple[dict[str, Any], set[st
             continue
         # the view knows its key; one is built only for a path that the saved tree lacks
         name = saved_leaf.key if isinstance(saved_leaf, TensorView) else shared_key(path)
-        wanted[_free(name, wanted)] = leaf
+        wanted[free_key(name, wanted)] = leaf
     return wanted, replaced
-
-
-def _free(name: str, taken: Iterable[str]) -> str:
-    """Return a name that is not taken, formed as on saving."""
-    candidate, number = name, 1
-    while candidate in taken:
-        number += 1
-        candidate = f"{name}~~{number}"
-    return candidate
 
 
 def _as_tensor(key: str, value: Any) -> torch.Tensor:

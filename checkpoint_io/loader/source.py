@@ -16,7 +16,7 @@ from checkpoint_io.errors import (
     UnsupportedStateError,
 )
 from checkpoint_io.format.manifest import Chunk, Manifest, TensorEntry
-from checkpoint_io.format.safetensors import DTYPES, ITEMSIZE
+from checkpoint_io.format.safetensors import DTYPES, ITEMSIZE, dtype_of
 from checkpoint_io.loader.files import manifest_of
 from checkpoint_io.loader.transfer import (
     Flat,
@@ -101,9 +101,9 @@ class Source:
         for key in keys:
             stored = aliases.get(key, key)
             if stored not in tensors:
-                dtype, shape, _ = entry = entries[stored]
-                known = DTYPES.get(dtype) or dtype_of(entry, key)
-                tensors[stored] = torch.empty(shape, dtype=known, device="cpu")
+                name, shape, _ = entries[stored]
+                dtype = DTYPES.get(name) or dtype_of(name, key)
+                tensors[stored] = torch.empty(shape, dtype=dtype, device="cpu")
         return tensors
 
     def check_targets(self, pairs: Iterable[tuple[str, torch.Tensor]], cast: bool = False) -> None:
@@ -215,17 +215,6 @@ class PlannedRead:
                 torch.autograd.graph.increment_version(memory)
 
 
-def dtype_of(entry: TensorEntry, key: str) -> torch.dtype:
-    """Return the torch dtype of a stored tensor."""
-    dtype = DTYPES.get(entry.dtype)
-    if dtype is None:
-        raise CheckpointError(
-            f"tensor {key}: torch {torch.__version__} has no dtype for {entry.dtype}; "
-            "a newer torch has"
-        )
-    return dtype
-
-
 def nbytes_of(entry: TensorEntry) -> int:
     """Return the size of a stored tensor in bytes."""
     return math.prod(entry.shape) * ITEMSIZE[entry.dtype]
@@ -238,9 +227,9 @@ def check_target(entry: TensorEntry, key: str, target: torch.Tensor, cast: bool 
             f"tensor {key} was saved with shape {entry.shape}, the target has "
             f"{tuple(target.shape)}; nothing was changed: build the target as it was saved"
         )
-    if not cast and target.dtype != dtype_of(entry, key):
+    if not cast and target.dtype != (dtype := dtype_of(entry.dtype, key)):
         raise StateMismatchError(
-            f"tensor {key} was saved as {dtype_of(entry, key)}, the target is {target.dtype}; "
+            f"tensor {key} was saved as {dtype}, the target is {target.dtype}; "
             "nothing was changed: convert the target first, or pass cast=True"
         )
     if type(target) not in _PLAIN and is_dtensor(target):
@@ -274,7 +263,7 @@ def wants_for(
 
     The target has the shape of the stored tensor or, with `axes`, of that box of it.
     """
-    dtype, chunks = dtype_of(entry, key), entry.chunks
+    dtype, chunks = dtype_of(entry.dtype, key), entry.chunks
     placements = _placements(entry, target.detach(), axes)
     _check_coverage(placements, key, target)
     for number, box, memory in placements:

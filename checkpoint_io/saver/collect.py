@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -29,6 +29,16 @@ def shared_key(path: Path) -> str:
     return "/".join(parts)
 
 
+def free_key(wanted: str, taken: Container[str]) -> str:
+    """Return a key, or the first variant of it that is not taken."""
+    key, number = wanted, 1
+    # {1: a, "1": b} would give one key twice, and "__metadata__" is reserved by safetensors.
+    while key in taken or key == "__metadata__":
+        number += 1
+        key = f"{wanted}~~{number}"
+    return key
+
+
 def local_key(rank: int, path: Path) -> str:
     """Build the key of a tensor that belongs to one rank."""
     return "/".join([_LOCAL_ROOT, str(rank), *(escape(segment) for segment in path)])
@@ -48,6 +58,17 @@ def identity(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Return a value that only tied tensors share; None for a tensor that cannot be tied."""
     address = _address(tensor)
     return None if address is None else (address, *_view(tensor))
+
+
+def tied_names(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """Return the names of tied tensors, each with the first name of the same tensor."""
+    first: dict[tuple[Any, ...], str] = {}
+    tied: dict[str, str] = {}
+    for name, tensor in tensors:
+        mark = identity(tensor)
+        if mark is not None and first.setdefault(mark, name) != name:
+            tied[name] = first[mark]
+    return tied
 
 
 def _address(tensor: torch.Tensor) -> int | None:
@@ -108,12 +129,7 @@ class TensorCollector:
 
     def add(self, path: Path, tensor: torch.Tensor) -> str:
         """Register a tensor; return its key, or a variant of it that is still free."""
-        wanted = key = self._wanted(path)
-        number = 1
-        # {1: a, "1": b} would give one key twice, and "__metadata__" is reserved by safetensors.
-        while key in self.tensors or key == "__metadata__":
-            number += 1
-            key = f"{wanted}~~{number}"
+        key = free_key(self._wanted(path), self.tensors)
         self.tensors[key] = tensor
         # Views are compared only among tensors of one address, which are few.
         if type(tensor) is torch.Tensor:

@@ -27,18 +27,6 @@ class Snapshot:
 
     Attributes:
         count: number of tensors, one of each that are tied.
-
-    Example:
-        >>> import torch
-        >>> from checkpoint_io.saver.collect import TensorCollector
-        >>> from checkpoint_io.saver.snapshot import Snapshot
-        >>> state = {"w": torch.ones(2), "seen": [1]}
-        >>> snapshot = Snapshot.of(state)
-        >>> state["seen"].append(2)
-        >>> snapshot.encode("state", TensorCollector(), snapshot.take_tensors())
-        {'w': {'$tensor': 'w'}, 'seen': [1]}
-        >>> Snapshot.of({"unusual": 1j}) is None
-        True
     """
 
     def __init__(

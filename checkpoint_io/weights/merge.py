@@ -19,7 +19,7 @@ from checkpoint_io.format.names import MANIFEST, parse_size
 from checkpoint_io.format.safetensors import NAMES
 from checkpoint_io.local_files import split_path
 from checkpoint_io.progress import TransferProgress
-from checkpoint_io.saver.collect import identity
+from checkpoint_io.saver.collect import tied_names
 from checkpoint_io.storage.local import local_folder
 from checkpoint_io.storage.open import Store, open_store
 from checkpoint_io.weights.dcp import DCP_METADATA, DcpSource
@@ -84,7 +84,9 @@ def merge_weights(
     weights = _open(os.fspath(source), part, model_index, storage_options)
     store = open_store(destination, storage_options)
     _check_destination(weights, store, overwrite)
-    tied = {**_shared(weights), **weights.tied}
+    tied = dict(weights.tied)
+    if isinstance(weights, TorchSource):  # names in files of torch.save may share a tensor
+        tied = {**tied_names((name, weights.tensor(name)) for name in weights.infos), **tied}
     infos = {
         key: _converted(key, info, dtype) for key, info in weights.infos.items() if key not in tied
     }
@@ -164,19 +166,6 @@ def _check_destination(source: WeightSource, store: Store, overwrite: bool) -> N
         raise CheckpointConflictError(
             f"{store.url} has {sorted(model)[0]} already: name another folder, or add --overwrite"
         )
-
-
-def _shared(source: WeightSource) -> dict[str, str]:
-    """Return the names in files of torch.save that share a tensor, which is stored once."""
-    if not isinstance(source, TorchSource):
-        return {}
-    first: dict[tuple[Any, ...], str] = {}
-    shared: dict[str, str] = {}
-    for name in source.infos:
-        mark = identity(source.tensor(name))
-        if mark is not None and first.setdefault(mark, name) != name:
-            shared[name] = first[mark]
-    return shared
 
 
 def _converted(key: str, info: WeightInfo, dtype: torch.dtype | None) -> WeightInfo:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from checkpoint_io.errors import CheckpointError, CorruptCheckpointError
-from checkpoint_io.format.safetensors import DTYPES, MAX_HEADER, Slot, as_bytes, parse_header
+from checkpoint_io.errors import CorruptCheckpointError
+from checkpoint_io.format.safetensors import MAX_HEADER, Slot, as_bytes, dtype_of, parse_header
 from checkpoint_io.progress import TransferProgress
 from checkpoint_io.storage.base import Span
 from checkpoint_io.storage.local import LocalStore, local_folder
@@ -77,7 +77,7 @@ class SafetensorsSource:
             if kept in self._slots and key not in self._slots and key != "format"
         }
         self.infos = {
-            key: WeightInfo(_dtype(slot.dtype, key), slot.shape)
+            key: WeightInfo(dtype_of(slot.dtype, key), slot.shape)
             for key, (_, slot) in self._slots.items()
         }
 
@@ -135,13 +135,6 @@ class SafetensorsSource:
                 as_bytes(host),
                 lambda rows=rows, host=host: destination.put(rows, host),  # type: ignore[misc]
             )
-
-
-def _dtype(name: str, key: str) -> torch.dtype:
-    """Return the torch dtype for a name of the format."""
-    if name not in DTYPES:
-        raise CheckpointError(f"tensor {key!r}: torch {torch.__version__} has no dtype for {name}")
-    return DTYPES[name]
 
 
 def _headers(files: Sequence[WeightFile]) -> Iterable[tuple[dict[str, str], dict[str, Slot]]]:

@@ -20,7 +20,7 @@ from checkpoint_io.format.tree import TreeEncoder
 from checkpoint_io.group import ProcessGroupLike, SingleProcess, TorchGroup
 from checkpoint_io.outcome import Outcome, agree
 from checkpoint_io.progress import TransferProgress
-from checkpoint_io.saver.collect import identity, pack
+from checkpoint_io.saver.collect import pack, tied_names
 from checkpoint_io.sharding.dtensor import check_placements, in_mesh, is_dtensor
 from checkpoint_io.storage.open import Store, open_store
 from checkpoint_io.weights.find import INDEX, SINGLE
@@ -134,7 +134,9 @@ class _ModelSave:
         limit = parse_size(max_shard_size)
         checked = _checked(self._state_dict)
         if self._group.rank == 0:
-            items, tied = _untie(checked)
+            # one name for each tied tensor, the first: a base model without the head needs it
+            tied = tied_names(checked.items())
+            items = [(key, tensor) for key, tensor in checked.items() if key not in tied]
             self._files = plan_files(items, tied, {"format": "pt", **metadata}, limit)
             self._store = open_store(self._url, storage_options)
             self._order = [key for file in self._files for key, _ in file.tensors]
@@ -171,19 +173,6 @@ def _checked(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             check_placements(value, f"state_dict[{key!r}]")
         encoder.encode(value, (key,))
     return checked
-
-
-def _untie(
-    checked: Mapping[str, torch.Tensor],
-) -> tuple[list[tuple[str, torch.Tensor]], dict[str, str]]:
-    """Return the tensors to store, one name for each tied one, and the other names."""
-    first: dict[tuple[Any, ...], str] = {}
-    tied: dict[str, str] = {}
-    for key, tensor in checked.items():  # the first name: a base model without the head needs it
-        mark = identity(tensor)
-        if mark is not None and first.setdefault(mark, key) != key:
-            tied[key] = first[mark]
-    return [(key, tensor) for key, tensor in checked.items() if key not in tied], tied
 
 
 def check_spread(tensors: Mapping[str, torch.Tensor], group: ProcessGroupLike) -> list[list[Any]]:
