@@ -95,6 +95,7 @@ class Checkpointer:
             place = project_save(training.project, training.loop.run, folder)
         path = self.write(
             place.target,
+            name=place.name,
             metadata={**place.metadata, **(metadata or {})},
             storage_options=storage_options,
             max_shard_size=max_shard_size,
@@ -111,6 +112,7 @@ class Checkpointer:
         self,
         target: str | CheckpointFolder,
         *,
+        name: str | None = None,
         metadata: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         max_shard_size: int | str = "5GB",
@@ -125,6 +127,7 @@ class Checkpointer:
         Args:
             target: the checkpoint's own path, or a folder, for ``step-<global step>`` as the newest
                 in it.
+            name: of the checkpoint in a folder, instead of ``step-<global step>``.
             metadata: JSON values for the manifest.
             storage_options: for the filesystem behind a path; a folder has its own for all but
                 the files of an adapter.
@@ -155,7 +158,10 @@ class Checkpointer:
         if not saves.make_room(when_busy if async_save else "wait"):
             return ""
         step = loop.run.global_step
-        url = target if isinstance(target, str) else target.path(step)
+        if isinstance(target, str):
+            url = target
+        else:
+            url = target.path(step) if name is None else path_in(target.url, name)
         if loop.window.is_open:
             self.training.strategy.reduce_gradients()
         folders = self._folders(target, storage_options)
@@ -180,7 +186,7 @@ class Checkpointer:
                     **options,
                 )
             else:
-                job = target.prepare_save(step, shared, **options)
+                job = target.prepare_save(step, shared, name=name, **options)
             callbacks = _checked(callbacks or SaveCallbacks(), loop.leases.check)
             (saves.start if async_save else saves.run_now)(job, callbacks)
         finally:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from accel_callbacks import collectives
 from accel_callbacks.checkpoint.async_save import SaveCallbacks
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from checkpoint_io import CheckpointFolder, CheckpointInfo
 
 __all__ = [
-    "NamedFolder",
     "ProjectConfiguration",
     "SavePlace",
     "chosen_project",
@@ -192,37 +191,20 @@ def chosen_project(
     return project
 
 
-class NamedFolder:
-    """A folder of checkpoints whose next one has a given name instead of its step."""
-
-    def __init__(self, folder: CheckpointFolder, name: str) -> None:
-        self._folder = folder
-        self._name = name
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._folder, name)
-
-    def path(self, step: int) -> str:
-        """Return the URL of the checkpoint; the step is ignored."""
-        return path_in(self._folder.url, self._name)
-
-    def prepare_save(self, step: int, state: Mapping[str, Any], **options: Any) -> Any:
-        """Prepare a save under the name; see ``CheckpointFolder.prepare_save``."""
-        return self._folder.prepare_save(step, state, name=self._name, **options)
-
-
 @dataclass(frozen=True)
 class SavePlace:
     """The place of a checkpoint, and what follows its save.
 
     Attributes:
         target: its path, or the folder in which it is the newest.
+        name: of the checkpoint in the folder, if not that of its step.
         metadata: JSON values that mark it as named here.
         callbacks: called when the save ends.
         started: called once the save has started.
     """
 
     target: str | CheckpointFolder
+    name: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     callbacks: SaveCallbacks = field(default_factory=SaveCallbacks)
     started: Callable[[], None] = lambda: None
@@ -245,7 +227,7 @@ def project_save(
     """
     callbacks = _retention(folder, config.total_limit, run)
     if not config.automatic_checkpoint_naming:
-        return SavePlace(folder, dict(_MARK), callbacks)
+        return SavePlace(folder, None, dict(_MARK), callbacks)
     with shared_failure(f"looking into {folder.url}"):
         behind = 1 + _highest(folder) if collectives.rank() == 0 else 0
     number = max(config.iteration, collectives.broadcast_object(behind))
@@ -253,8 +235,8 @@ def project_save(
     def started() -> None:
         config.iteration = number + 1
 
-    target = cast("CheckpointFolder", NamedFolder(folder, f"checkpoint_{number}"))
-    return SavePlace(target, {**_MARK, "iteration": number}, callbacks, started)
+    metadata = {**_MARK, "iteration": number}
+    return SavePlace(folder, f"checkpoint_{number}", metadata, callbacks, started)
 
 
 def refuse_each_node(config: ProjectConfiguration, topology: Topology) -> None:

@@ -11,31 +11,31 @@ from checkpoint_io.errors import CheckpointError, CorruptCheckpointError
 MAX_JSON_BYTES = 512 * 1024 * 1024
 
 
-def dumps(value: Any, what: str) -> bytes:
-    """Encode as compact ASCII JSON; `what` names the file in errors."""
+def dumps(value: Any, label: str) -> bytes:
+    """Encode as compact ASCII JSON; `label` names the file in errors."""
     text = json.dumps(value, allow_nan=False, ensure_ascii=True, separators=(",", ":"))
-    check_size(len(text), what)
+    check_size(len(text), label)
     return text.encode("ascii")
 
 
-def check_size(size: int, what: str) -> None:
+def check_size(size: int, label: str) -> None:
     """Raise CheckpointError for more JSON than readers accept."""
     if size > MAX_JSON_BYTES:
         raise CheckpointError(
-            f"{what} would be {size} bytes of JSON, more than the limit of {MAX_JSON_BYTES}; "
+            f"{label} would be {size} bytes of JSON, more than the limit of {MAX_JSON_BYTES}; "
             "keep large data as tensors or numpy arrays instead of lists or bytes"
         )
 
 
-def loads(data: bytes, what: str) -> Any:
-    """Decode strict JSON, or raise `CorruptCheckpointError` that names `what`."""
+def loads(data: bytes, label: str) -> Any:
+    """Decode strict JSON, or raise `CorruptCheckpointError` that names `label`."""
     try:
         text = data.decode("utf-8")
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except RecursionError:
-        raise CorruptCheckpointError(f"{what}: JSON is nested too deeply") from None
+        raise CorruptCheckpointError(f"{label}: JSON is nested too deeply") from None
     except (ValueError, UnicodeDecodeError) as error:
-        raise CorruptCheckpointError(f"{what}: not valid JSON ({error})") from None
+        raise CorruptCheckpointError(f"{label}: not valid JSON ({error})") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

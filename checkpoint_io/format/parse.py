@@ -304,17 +304,17 @@ class _Invalid(Exception):
     """A defect of a manifest."""
 
 
-def _typed(value: Any, kind: type, what: str) -> Any:
+def _typed(value: Any, kind: type, label: str) -> Any:
     """Return a value; raise unless it has exactly this type."""
     if type(value) is not kind:
-        raise _Invalid(f"{what} must be a {kind.__name__}, not {type(value).__name__}")
+        raise _Invalid(f"{label} must be a {kind.__name__}, not {type(value).__name__}")
     return value
 
 
-def _integer(value: Any, what: str, low: int = 0, high: int = _LIMIT) -> int:
+def _integer(value: Any, label: str, low: int = 0, high: int = _LIMIT) -> int:
     """Return an integer; raise unless it is within its bounds. A bool is not an integer."""
     if type(value) is not int or not low <= value <= high:
-        raise _Invalid(f"{what} must be a whole number from {low} to {high}, not {_show(value)}")
+        raise _Invalid(f"{label} must be a whole number from {low} to {high}, not {_show(value)}")
     return value
 
 
@@ -327,30 +327,30 @@ def _show(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def _integers(value: Any, what: str) -> tuple[int, ...]:
+def _integers(value: Any, label: str) -> tuple[int, ...]:
     """Return integers, at most as many as a tensor may have dimensions."""
     if type(value) not in (list, tuple) or len(value) > MAX_DIMS:
-        raise _Invalid(f"{what} must be a list of at most {MAX_DIMS} dimensions")
+        raise _Invalid(f"{label} must be a list of at most {MAX_DIMS} dimensions")
     for item in value:
         if type(item) is not int or not 0 <= item <= _LIMIT:
-            _integer(item, what)
+            _integer(item, label)
     return tuple(value)
 
 
-def _strings(value: Any, what: str) -> dict[str, str]:
+def _strings(value: Any, label: str) -> dict[str, str]:
     """Return a dict; raise unless all of its values are strings."""
-    return {k: _typed(v, str, f"{what}[{k!r:.80}]") for k, v in _typed(value, dict, what).items()}
+    return {k: _typed(v, str, f"{label}[{k!r:.80}]") for k, v in _typed(value, dict, label).items()}
 
 
-def _checksums(value: Any, size: int, part_size: int, what: str) -> tuple[str, ...]:
+def _checksums(value: Any, size: int, part_size: int, label: str) -> tuple[str, ...]:
     """Return the checksums of `size` bytes, given as a list."""
     if type(value) is not list or len(value) != -(-size // part_size):
         raise _Invalid(
-            f"{what} does not have one checksum for each {part_size} of its {size} bytes"
+            f"{label} does not have one checksum for each {part_size} of its {size} bytes"
         )
     for item in value:
         if type(item) is not str or not _HEX16.fullmatch(item):
-            raise _Invalid(f"{what} has a checksum that is not 16 hex digits")
+            raise _Invalid(f"{label} has a checksum that is not 16 hex digits")
     return tuple(value)
 
 

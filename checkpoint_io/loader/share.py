@@ -104,8 +104,9 @@ def deal(positions: Integers, sizes: Integers, claims: Sequence[Claim | None]) -
     wanted = np.flatnonzero(needed)
     if not wanted.size:
         return owners
-    sets, first, which = np.unique(readers[wanted], return_index=True, return_inverse=True)
-    groups = np.split(wanted[np.argsort(which, kind="stable")], np.cumsum(np.bincount(which))[:-1])
+    sets, first, numbers = np.unique(readers[wanted], return_index=True, return_inverse=True)
+    ends = np.cumsum(np.bincount(numbers))
+    groups = np.split(wanted[np.argsort(numbers, kind="stable")], ends[:-1])
     holds = {rank: _hits(reads[rank], positions[wanted[first]]) for rank in takers}
     candidates = [
         [rank for rank in takers if holds[rank][number]] or takers for number in range(len(sets))
@@ -203,9 +204,9 @@ class _Parts(NamedTuple):
     def selected(self, indices: Integers, manifest: Manifest) -> tuple[list[int], list[Want]]:
         """Return the tensor files whose heads are among some parts, and reads of the others."""
         heads, wants = [], []
-        mine, starts = np.unique(self.row[indices], return_index=True)
+        row_numbers, starts = np.unique(self.row[indices], return_index=True)
         numbers = np.split(self.number[indices], starts[1:])
-        for at, parts in zip(mine.tolist(), numbers, strict=True):
+        for at, parts in zip(row_numbers.tolist(), numbers, strict=True):
             row = self.rows[at]
             if row.chunk is None:
                 entry = manifest.files[row.file]
@@ -215,8 +216,8 @@ class _Parts(NamedTuple):
                     wants.append(Want(row.file, 0, entry.covered, entry.checksums, ""))
                 continue
             _, _, _, begin, end, sums = row.chunk
-            some = None if len(parts) == len(sums) else parts.tolist()
-            wants.append(Want(row.file, begin, end, sums, row.key, parts=some))
+            numbers_read = None if len(parts) == len(sums) else parts.tolist()
+            wants.append(Want(row.file, begin, end, sums, row.key, parts=numbers_read))
         return heads, wants
 
 

@@ -116,15 +116,15 @@ def _copy(value: Any, tensors: list[torch.Tensor], depth: int) -> Any:
 def _one_of_tied(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Sequence[int]]:
     """Return one of each tied tensors, and for each tensor which one that is."""
     firsts: dict[Any, int] = {}
-    kept: list[torch.Tensor] = []
+    firsts_only: list[torch.Tensor] = []
     order = []
     for number, tensor in enumerate(tensors):
         mark = identity(tensor)
-        index = firsts.setdefault(number if mark is None else mark, len(kept))
-        if index == len(kept):
-            kept.append(tensor)
+        index = firsts.setdefault(number if mark is None else mark, len(firsts_only))
+        if index == len(firsts_only):
+            firsts_only.append(tensor)
         order.append(index)
-    return kept, order
+    return firsts_only, order
 
 
 class _Encoder(TreeEncoder):

@@ -45,27 +45,27 @@ def in_mesh(tensor: Any) -> bool:
     return tensor.device_mesh.get_coordinate() is not None
 
 
-def check_placements(tensor: Any, what: str) -> None:
+def check_placements(tensor: Any, label: str) -> None:
     """Raise UnsupportedStateError unless every placement of a DTensor is Shard or Replicate."""
     for placement in tensor.placements:
         if placement.is_partial():
             raise UnsupportedStateError(
-                f"{what} is a DTensor with the placement {placement}: its local values are partial "
-                "results; reduce it first, with redistribute(placements=[Replicate()])"
+                f"{label} is a DTensor with the placement {placement}: its local values are "
+                "partial results; reduce it first, with redistribute(placements=[Replicate()])"
             )
         if type(placement).__name__ not in ("Replicate", "Shard", "_StridedShard"):
             raise UnsupportedStateError(
-                f"{what} is a DTensor with the placement {placement}, which a checkpoint does not "
+                f"{label} is a DTensor with the placement {placement}, which a checkpoint does not "
                 "support: redistribute it to Shard or Replicate first"
             )
 
 
-def local_boxes(tensor: Any, what: str) -> list[LocalBox]:
+def local_boxes(tensor: Any, label: str) -> list[LocalBox]:
     """Return the boxes that this rank holds; none if it is not in the mesh or its part is empty.
 
     Raises UnsupportedStateError for a placement that cannot be stored.
     """
-    check_placements(tensor, what)
+    check_placements(tensor, label)
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return []
@@ -83,7 +83,7 @@ def local_boxes(tensor: Any, what: str) -> list[LocalBox]:
     # The rules of sharding are torch's, and restated here: never trust them blindly.
     if held != actual:
         raise CheckpointError(
-            f"{what} is a DTensor whose local part has shape {list(actual)}; its placements "
+            f"{label} is a DTensor whose local part has shape {list(actual)}; its placements "
             f"{list(tensor.placements)} imply {list(held)}: redistribute it to Shard or Replicate"
         )
     return [

@@ -72,9 +72,9 @@ def map_tensors(
     if isinstance(source, (str, os.PathLike)):
         source = open_weights(source, 0, None)
     weights = mappable(source)
-    wanted = list(names) if names is not None else [*weights.infos, *weights.tied]
+    tensor_names = list(names) if names is not None else [*weights.infos, *weights.tied]
     by_file: dict[int, dict[str, Slot]] = {}
-    for name in wanted:
+    for name in tensor_names:
         stored = weights.tied.get(name, name)
         number, slot = weights.slot(stored)
         if misaligned(slot):
@@ -87,7 +87,7 @@ def map_tensors(
     mapped: dict[str, torch.Tensor] = {}
     for number, slots in by_file.items():
         mapped.update(_map_file(weights.files[number], slots))
-    return {name: mapped[weights.tied.get(name, name)] for name in wanted}
+    return {name: mapped[weights.tied.get(name, name)] for name in tensor_names}
 
 
 def mappable(source: WeightSource) -> SafetensorsSource:

@@ -147,13 +147,13 @@ def _check_destination(source: WeightSource, store: Store, overwrite: bool) -> N
     """Raise CheckpointConflictError for the source itself, and for a folder that is in use."""
     folder, _ = split_path(source.where)
     places = {source.where.rstrip("/"), folder.rstrip("/") or folder}
-    here = store.url.rstrip("/") or store.url
+    destination = store.url.rstrip("/") or store.url
     if local_folder(store) is not None:
-        places, here = (
+        places, destination = (
             {os.path.realpath(place) for place in places if place},
-            os.path.realpath(here),
+            os.path.realpath(destination),
         )
-    if here in places:
+    if destination in places:
         raise CheckpointConflictError(
             f"{store.url} is the folder that is read: name another destination"
         )

@@ -116,11 +116,11 @@ class _ModelSave:
         self._store: Store | None = None
         self._order: list[str] = []
 
-    def agree(self, outcome: Outcome, what: str) -> list[Any]:
+    def agree(self, outcome: Outcome, step: str) -> list[Any]:
         """Gather the outcome of a step; raise on all ranks if it failed on any."""
         if outcome.error is not None and self._group.world_size == 1:
             raise outcome.error
-        undone = ", nothing was written" if what == "plan" else ""
+        undone = ", nothing was written" if step == "plan" else ""
         headline = f"saving a model to {os.fspath(self._url)} failed{undone}"
         return agree(self._group, outcome, headline)
 
