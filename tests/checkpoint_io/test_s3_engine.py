@@ -316,9 +316,12 @@ def test_bytes_that_changed_on_the_way_are_sent_again(script: ScriptedS3, what: 
 
 def test_upload_is_given_up_and_taken_back(script: ScriptedS3) -> None:
     script.respond = first(1000, "part", failure(503, "SlowDown"))
-    with pytest.raises(CheckpointError, match=r"part 1 of s3://bucket/o/x .*tried 4 times.*SlowD"):
+    text = r"part 1 of s3://bucket/o/x .*tried 4 times.*SlowD"
+    with pytest.raises(CheckpointError, match=text) as caught:
         put(scripted(script), "x", bytes(SHORT))
     assert (script.count("part"), script.count("complete"), script.count("abort")) == (4, 0, 1)
+    assert "SlowDown" in str(caught.value.__cause__)
+    assert caught.value.__cause__ is not caught.value
 
 
 def test_upload_whose_beginning_got_lost_is_taken_back(script: ScriptedS3) -> None:
