@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -79,15 +79,12 @@ class ObstoreTransfer:
         check_options(options)
         self._client = client
         self._plain = plain
-        self._make = partial(make_store, client, options, policy)
-        self._store: Any = None
+        self._options, self._policy = options, policy
 
-    @property
+    @cached_property
     def store(self) -> Any:
         """Return obstore's store, created on first use."""
-        if self._store is None:
-            self._store = self._make()
-        return self._store
+        return make_store(self._client, self._options, self._policy)
 
     @contextmanager
     def upload(self, key: str, size: int | None) -> Iterator[Write]:
@@ -148,7 +145,7 @@ class ObstoreTransfer:
 
     def reconnect(self) -> None:
         """Make a new store of obstore at the next use; it has connections of its own."""
-        self._store = None
+        vars(self).pop("store", None)
 
     def _read(self, store: Any, key: str, span: Span, versions: Versions) -> memoryview[int]:
         """Read one span."""
@@ -350,7 +347,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 def make_store(client: S3Client, options: Mapping[str, Any], policy: RetryPolicy) -> Any:
     """Create obstore's store for the bucket of the client."""
     module: Any = import_module("obstore.store")
-    meta = client.run(_meta(client))
+    meta = client.run(client.connected()).meta
     settings: dict[str, Any] = {"region": meta.region_name}
     explicit = options.get("endpoint_url") or "amazonaws.com" not in str(meta.endpoint_url)
     if explicit:
@@ -362,23 +359,28 @@ def make_store(client: S3Client, options: Mapping[str, Any], policy: RetryPolicy
         settings["request_payer"] = True
     for name, value in (options.get("s3_additional_kwargs") or {}).items():
         settings[_S3_ADDITIONAL_KWARGS[name]] = value
-    more: dict[str, Any] = {}
+    provider: dict[str, Any] = {}
     if options.get("anon"):
         settings["skip_signature"] = True
     else:
-        more["credential_provider"] = _credentials(client)
+        # asked anew whenever they expire: those of s3fs, always current
+        provider["credential_provider"] = lambda: client.run(_credentials(client))
+    retry_config = {
+        "max_retries": policy.attempts - 1,
+        "retry_timeout": timedelta(seconds=policy.deadline),
+        "backoff": {
+            "init_backoff": timedelta(seconds=policy.base_delay),
+            "max_backoff": timedelta(seconds=policy.max_delay),
+            "base": 2,
+        },
+    }
     return module.S3Store(
         client.bucket,
         config=settings,
         client_options=_client_options(options, meta, policy),
-        retry_config=_retry_config(policy),
-        **more,
+        retry_config=retry_config,
+        **provider,
     )
-
-
-async def _meta(client: S3Client) -> Any:
-    """Return the metadata of the client of s3fs: its region and endpoint."""
-    return (await client.connected()).meta
 
 
 def _client_options(options: Mapping[str, Any], meta: Any, policy: RetryPolicy) -> dict[str, Any]:
@@ -396,25 +398,7 @@ def _client_options(options: Mapping[str, Any], meta: Any, policy: RetryPolicy) 
     return result
 
 
-def _retry_config(policy: RetryPolicy) -> dict[str, Any]:
-    """Return the policy as obstore's options."""
-    return {
-        "max_retries": policy.attempts - 1,
-        "retry_timeout": timedelta(seconds=policy.deadline),
-        "backoff": {
-            "init_backoff": timedelta(seconds=policy.base_delay),
-            "max_backoff": timedelta(seconds=policy.max_delay),
-            "base": 2,
-        },
-    }
-
-
-def _credentials(client: S3Client) -> Callable[[], dict[str, Any]]:
-    """Return a function that obstore calls for credentials: those of s3fs, always current."""
-    return lambda: client.run(_current_credentials(client))
-
-
-async def _current_credentials(client: S3Client) -> dict[str, Any]:
+async def _credentials(client: S3Client) -> dict[str, Any]:
     """Return the credentials of the client of s3fs, refreshed if necessary."""
     signer = (await client.connected())._request_signer
     frozen = await signer._credentials.get_frozen_credentials()
