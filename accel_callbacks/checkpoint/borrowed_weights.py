@@ -12,7 +12,7 @@ import torch
 
 from accel_callbacks.checkpoint.compatibility import compare_frozen, fitting_weights
 from accel_callbacks.checkpoint.open import LoadFailed, open_one, together
-from accel_callbacks.checkpoint.restore import InPlaceReads
+from accel_callbacks.checkpoint.restore import InPlaceReads, place_weights, training_state_in
 from accel_callbacks.checkpoint.selection import Selection
 from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
 from accel_callbacks.distributed.failures import shared_failure
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["BorrowedWeights"]
 
 _WHERE = "evaluate"
+_SECTIONS = ("models", "callbacks")
+_ADVICE = "load_checkpoint_in_model(model, path) loads the weights of a model."
 Weights = dict[int, dict[str, Any]]
 
 
@@ -67,7 +69,7 @@ class BorrowedWeights(AbstractContextManager[str]):
         self._training.loop.saves.wait()
         try:
             reader = open_one(self._url, self._storage_options)
-            state = together(_WHERE, partial(_training_state, reader))
+            state = together(_WHERE, partial(training_state_in, reader, _SECTIONS, _ADVICE))
             with ExitStack() as stack:
                 self._borrow(reader, state, stack)
                 self._stack = stack.pop_all()
@@ -95,7 +97,9 @@ class BorrowedWeights(AbstractContextManager[str]):
                 left = set(map(id, training.pre_hooks.load(training.models, reader.path)))
                 indices = [i for i in indices if id(training.models[i]) in left]
             weights = self._chosen(reader.path, state, indices)
-            loaded_by_model, converted = self._place(weights, reads)
+            # the float32 averages of half-precision weights
+            converted: list[tuple[torch.Tensor, torch.Tensor]] = []
+            loaded_by_model = place_weights(training, weights, reads, converted)
         together(_WHERE, partial(_read, reader, reads, weights), changes=reads.changes)
         with shared_failure(_WHERE), torch.no_grad():
             for index, saved in loaded_by_model.items():
@@ -147,38 +151,6 @@ class BorrowedWeights(AbstractContextManager[str]):
                 if averages:
                     return averages
         return {}
-
-    def _place(
-        self, weights: Weights, reads: InPlaceReads
-    ) -> tuple[Weights, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Add what is read in place; return what models load themselves, and what is converted."""
-        strategy = self._training.strategy
-        loaded_by_model: Weights = {}
-        converted: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for index, saved in weights.items():
-            model = self._training.models[index]
-            targets = strategy.local_state_dict(model)
-            if not strategy.loads_in_place(model) or not all(map(reads.is_view, saved.values())):
-                part = partial(strategy.read_target, model)
-                loaded_by_model[index] = reads.replace(saved, part=part)
-                continue
-            for name, view in saved.items():
-                target = targets[name]
-                if target.dtype == view.dtype:
-                    reads.into(name, view, target)
-                else:  # the float32 average of a half-precision weight
-                    converted.append((target, reads.replace(view, parameter=target)))
-        return loaded_by_model, converted
-
-
-def _training_state(reader: CheckpointReader) -> dict[str, Any]:
-    state = dict(reader.state)
-    if missing := [name for name in ("models", "callbacks") if name not in state]:
-        raise ResumeError(
-            f"{reader.path} holds no {missing[0]!r}: it was not written by save_state(). "
-            "load_checkpoint_in_model(model, path) loads the weights of a model."
-        )
-    return state
 
 
 def _read(reader: CheckpointReader, reads: InPlaceReads, weights: Weights) -> None:

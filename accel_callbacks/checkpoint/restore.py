@@ -53,8 +53,10 @@ __all__ = [
     "LoadOptions",
     "find",
     "place_optimizer_state",
+    "place_weights",
     "restore_from",
     "restore_newest",
+    "training_state_in",
 ]
 
 _KINDS = ("models", "optimizers", "schedulers", "loaders")
@@ -270,12 +272,7 @@ def _divide(load: _PendingLoad) -> None:
     from checkpoint_io.loader import views_in
 
     training, reader, selection = load.training, load.reader, load.options.selection
-    load.state = dict(reader.state)
-    if missing := [name for name in _NEEDED if name not in load.state]:
-        raise ResumeError(
-            f"{reader.path} holds no {missing[0]!r}: it was not written by save_state(). "
-            "checkpoint_io.load reads it."
-        )
+    load.state = training_state_in(reader, _NEEDED, "checkpoint_io.load reads it.")
     part = selection.apply(load.state)
     rest = {name: state for name, state in load.state.items() if name != "window"}
     in_place: dict[str, Any] = {}
@@ -292,6 +289,22 @@ def _divide(load: _PendingLoad) -> None:
         rest["callbacks"], load.shards = _with_shards(training, rest["callbacks"])
     if load.verifies_all:
         load.pairs = [*load.shards, *_sharded_targets(training, in_place)]
+
+
+def training_state_in(
+    reader: CheckpointReader, sections: Iterable[str], advice: str
+) -> dict[str, Any]:
+    """Return the shared state of a checkpoint with views.
+
+    Raises:
+        ResumeError: one of these sections is not in it.
+    """
+    state: dict[str, Any] = dict(reader.state)
+    if missing := [name for name in sections if name not in state]:
+        raise ResumeError(
+            f"{reader.path} holds no {missing[0]!r}: it was not written by save_state(). {advice}"
+        )
+    return state
 
 
 def _with_shards(
@@ -404,7 +417,7 @@ def _fit(load: _PendingLoad) -> None:
     warn_of_names(load.report, strict)
     states = _fitting_optimizer_states(load)
     load.reads.into_new(load.shards)
-    load.weights = _place_weights(training, weights, load.reads)
+    load.weights = place_weights(training, weights, load.reads)
     load.optimizer_states = {
         index: place_optimizer_state(
             training.optimizers[index].optimizer, saved, load.reads, training.strategy
@@ -437,10 +450,20 @@ def _fitting_optimizer_states(load: _PendingLoad) -> dict[int, dict[str, Any]]:
     }
 
 
-def _place_weights(
-    training: TrainingState, weights: dict[int, dict[str, Any]], reads: InPlaceReads
+def place_weights(
+    training: TrainingState,
+    weights: dict[int, dict[str, Any]],
+    reads: InPlaceReads,
+    converted: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> dict[int, dict[str, Any]]:
-    """Add weights to be read in place; return those that their model loads itself."""
+    """Add weights to be read in place; return those that their model loads itself.
+
+    Args:
+        training: the models.
+        weights: saved weights by the index of their model, which fit.
+        reads: gets the views and their targets.
+        converted: gets targets of another dtype, each with the tensor that is read for it.
+    """
     loaded_by_model: dict[int, dict[str, Any]] = {}
     for index, saved in weights.items():
         model = training.models[index]
@@ -448,7 +471,11 @@ def _place_weights(
         if plain and all(map(reads.is_view, saved.values())):
             targets = training.strategy.local_state_dict(model)
             for name, view in saved.items():
-                reads.into(name, view, targets[name])
+                target = targets[name]
+                if converted is None or target.dtype == view.dtype:
+                    reads.into(name, view, target)
+                else:
+                    converted.append((target, reads.replace(view, parameter=target)))
         else:
             part = partial(training.strategy.read_target, model)
             loaded_by_model[index] = reads.replace(saved, part=part)
