@@ -521,9 +521,9 @@ class Fallback(Generic[T]):
         """Make an attempt on all ranks; return (False, None) on all if one finds it damaged."""
         steps, heard = attempt(path), None
         while True:
-            mine = Outcome.of(partial(_advance, steps, heard))
-            done, value = mine.value or (True, None)
-            outcomes = self._report_step(mine, done, None if done else value)
+            step = Outcome.of(partial(_advance, steps, heard))
+            done, value = step.value or (True, None)
+            outcomes = self._report_step(step, done, None if done else value)
             if any(outcome["error"] for outcome in outcomes):
                 break
             if done:
@@ -535,17 +535,17 @@ class Fallback(Generic[T]):
         self._touched |= self._in_place and any(o["torn"] for o in outcomes)
         if any(o["error"] and not o["damaged"] for o in outcomes):
             # not damage but, for example, a network failure: falling back would lose progress
-            self._raise_other(path, bad, mine.error, damaged)
+            self._raise_other(path, bad, step.error, damaged)
         if self._touched and not self._covers_all:
             raise TornLoadError(f"loading {path} failed midway: {bad}")
         self._report(f"passed over {path}: {bad}")
         return False, None
 
-    def _report_step(self, mine: Outcome, done: bool, value: Any) -> Sequence[Mapping[str, Any]]:
+    def _report_step(self, step: Outcome, done: bool, value: Any) -> Sequence[Mapping[str, Any]]:
         """Gather how a step went, and whether it has written to the caller's tensors."""
-        damaged = isinstance(mine.error, (CorruptCheckpointError, CheckpointNotFoundError))
-        torn = isinstance(mine.error, TornLoadError) or (done and mine.error is None)
-        report = {**mine.to_plain(), "value": value, "damaged": damaged, "torn": torn}
+        damaged = isinstance(step.error, (CorruptCheckpointError, CheckpointNotFoundError))
+        torn = isinstance(step.error, TornLoadError) or (done and step.error is None)
+        report = {**step.to_plain(), "value": value, "damaged": damaged, "torn": torn}
         outcomes: Sequence[Mapping[str, Any]] = self._group.all_gather_object(report)
         return outcomes
 

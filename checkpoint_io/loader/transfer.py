@@ -97,8 +97,8 @@ class Transfer:
             parts = files.setdefault(file, {})
             # fast path of small tensors, of which there may be tens of thousands
             if numbers is None and len(checksums) == 1 and begin not in parts:
-                taken = [] if sink is None else [sink]
-                parts[begin] = _Part(begin, end, checksums[0], label, 0, taken)
+                sinks = [] if sink is None else [sink]
+                parts[begin] = _Part(begin, end, checksums[0], label, 0, sinks)
                 continue
             for number in range(len(checksums)) if numbers is None else numbers:
                 offset = number * size

@@ -29,11 +29,11 @@ def shared_key(path: Path) -> str:
     return "/".join(parts)
 
 
-def free_key(wanted: str, taken: Container[str]) -> str:
-    """Return a key, or the first variant of it that is not taken."""
+def free_key(wanted: str, used: Container[str]) -> str:
+    """Return a key, or the first variant of it that is not used yet."""
     key, number = wanted, 1
     # {1: a, "1": b} would give one key twice, and "__metadata__" is reserved by safetensors.
-    while key in taken or key == "__metadata__":
+    while key in used or key == "__metadata__":
         number += 1
         key = f"{wanted}~~{number}"
     return key

@@ -230,8 +230,8 @@ class RankPlan:
         collectors = {"state": TensorCollector(), "local_state": TensorCollector(0)}
         tensors = iter(self.tensors)
         for root, snapshot in snapshots.items():
-            taken = list(itertools.islice(tensors, snapshot.count))
-            self._trees[root] = snapshot.encode(root, collectors[root], taken)
+            copies = list(itertools.islice(tensors, snapshot.count))
+            self._trees[root] = snapshot.encode(root, collectors[root], copies)
         shared, local = collectors.values()
         self._write_whole(untied(shared), untied(local))
         self.tied = {**shared.tied, **local.tied}
@@ -280,12 +280,12 @@ def _snapshots(
     state: Mapping[str, Any], local_state: Mapping[str, Any] | None
 ) -> dict[str, Snapshot] | None:
     """Take snapshots of the states; return None if one of them must be encoded at once."""
-    taken: dict[str, Snapshot] = {}
+    snapshots: dict[str, Snapshot] = {}
     for root, tree in (("state", state), ("local_state", local_state)):
         if tree is None:
             continue
         snapshot = Snapshot.of(tree)
         if snapshot is None:
             return None
-        taken[root] = snapshot
-    return taken
+        snapshots[root] = snapshot
+    return snapshots

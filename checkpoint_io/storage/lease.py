@@ -186,10 +186,10 @@ class Lease:
                 return None
             grant = _grants.get(self._place)
             if grant is None or grant.is_lost():
-                taken = self._take(on_conflict)
-                if isinstance(taken, LeaseHolder):
-                    return taken
-                grant = _grants[self._place] = taken
+                outcome = self._take(on_conflict)
+                if isinstance(outcome, LeaseHolder):
+                    return outcome
+                grant = _grants[self._place] = outcome
                 grant.start()
             grant.users += 1
             self._grant = grant
@@ -204,11 +204,11 @@ class Lease:
         """Write this process into the record, or return the holder."""
         process = _this_process()
         in_the_way: list[tuple[LeaseHolder, bool | None]] = []
-        taken: list[LeaseHolder] = []
+        records: list[LeaseHolder] = []
 
         def decide(holder: LeaseHolder | None) -> LeaseHolder | None:
             in_the_way.clear()
-            taken.clear()
+            records.clear()
             if holder is not None and not (
                 holder.is_same(process) or _was_inherited(self.url, holder)
             ):
@@ -218,7 +218,7 @@ class Lease:
                     return None
             number = 1 + (holder.number if holder is not None else 0)
             since = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-            taken.append(
+            records.append(
                 replace(
                     process,
                     number=number,
@@ -228,16 +228,16 @@ class Lease:
                     interval=self._interval,
                 )
             )
-            return taken[0]
+            return records[0]
 
         self._record.change(decide, create=True)
-        if taken and not self._record.compares:
+        if records and not self._record.compares:
             time.sleep(_SETTLE)
             current = self._record.read()
             if current is not None and not current.is_same(process):
                 in_the_way.append((current, None))
         if not in_the_way:
-            return _Grant(self._record, taken[0], self.url)
+            return _Grant(self._record, records[0], self.url)
         holder, lives = in_the_way[0]
         if on_conflict == "refuse" and lives:
             raise LeaseError(
