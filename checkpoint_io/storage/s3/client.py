@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from aiohttp.payload import Payload
@@ -171,16 +171,20 @@ class S3Client:
         try:
             return await self.repeat(doing, key, action)
         except Exception as error:
-            explained = self.explain(error, doing, key)
-            if explained is error:
-                raise
-            raise explained from error
+            self.raise_explained(error, doing, key)
 
     def explain(
         self, error: Exception, doing: str, key: str | None, tried: str = "tried once"
     ) -> Exception:
         """Return the error to raise in place of one that is not retried (again)."""
         return explain(error, doing, self.place, key, tried)
+
+    def raise_explained(self, error: Exception, doing: str, key: str | None) -> NoReturn:
+        """Raise the error that explains this one, or this one if it says enough."""
+        explained = self.explain(error, doing, key)
+        if explained is error:  # an error must not be its own cause
+            raise error
+        raise explained from error
 
     async def read(self, key: str) -> tuple[bytes, str]:
         """Return the content of a small object and its entity tag."""

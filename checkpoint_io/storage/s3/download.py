@@ -157,10 +157,7 @@ class RangeRead:
                 raise truncated_error(self._url, self._end) from error
             if is_absent(error):
                 raise FileNotFoundError(f"{self._url} is missing") from error
-            explained = self._client.explain(error, "reading", self._key)
-            if explained is error:
-                raise
-            raise explained from error
+            self._client.raise_explained(error, "reading", self._key)
 
     async def _once(self, version: Callable[[str], None]) -> None:
         """Send one request for the rest, and keep count of what arrives."""

@@ -67,7 +67,7 @@ async def _delete_batch(client: S3Client, keys: Sequence[str]) -> list[str]:
     except Exception as error:
         if status_of(error) in _NOT_SUPPORTED and code_of(error) != "NoSuchBucket":
             return await _delete_singly(client, keys)
-        raise client.explain(error, "deleting objects of", None) from error
+        client.raise_explained(error, "deleting objects of", None)
     # Some stores report missing keys as errors; others, under load, fail for some of the keys.
     left = [e["Key"] for e in answer.get("Errors") or () if e.get("Code") != "NoSuchKey"]
     return await _delete_singly(client, left)
@@ -99,7 +99,7 @@ async def unfinished_uploads(client: S3Client, prefix: str) -> AsyncIterator[tup
         except Exception as error:
             if status_of(error) in _NOT_SUPPORTED and code_of(error) != "NoSuchBucket":
                 return
-            raise client.explain(error, "listing the uploads of", None) from error
+            client.raise_explained(error, "listing the uploads of", None)
         for entry in answer.get("Uploads") or ():
             if entry["Key"].startswith(prefix):
                 yield entry["Key"], entry["UploadId"]
@@ -126,7 +126,7 @@ async def abort_upload(client: S3Client, key: str, upload_id: str) -> None:
     except Exception as error:
         if code_of(error) == "NoSuchUpload" or is_absent(error):
             return
-        raise client.explain(error, "aborting the upload of", key) from error
+        client.raise_explained(error, "aborting the upload of", key)
 
 
 async def abort_uploads_of(client: S3Client, key: str, keep: str | None = None) -> None:
