@@ -131,7 +131,9 @@ class EarlyStopping(ResumableState):
         """Stop if the minimum is reached now; with ``strict``, raise if the metric is missing."""
         if self._deferred is not None:
             self._stop_unless_too_early(run)
-        if self._is_missing(run) and _is_complete(run) and not self._awaits_evaluation(run):
+        several_loaders = len(getattr(run.accelerator, "loaders", ())) > 1
+        awaits_evaluation = several_loaders and not self._evaluated
+        if self._is_missing(run) and _is_complete(run) and not awaits_evaluation:
             self._epochs_unlogged += 1
             if self._epochs_unlogged > (0 if run.max_epochs else 1):
                 raise RuntimeError(self._missing_text(run))
@@ -151,9 +153,6 @@ class EarlyStopping(ResumableState):
 
     def _is_missing(self, run: TrainingRun) -> bool:
         return self.strict and not self._logged and run.is_global_zero
-
-    def _awaits_evaluation(self, run: TrainingRun) -> bool:
-        return not self._evaluated and len(getattr(run.accelerator, "loaders", ())) > 1
 
     def _stop_unless_too_early(self, run: TrainingRun) -> None:
         if run.epochs_done >= self.min_epochs and run.global_step >= self.min_steps:

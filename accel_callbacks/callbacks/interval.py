@@ -112,7 +112,8 @@ class Interval:
 
     def __str__(self) -> str:
         if self.unit == "seconds":
-            return _format_seconds(self.amount)
+            seconds = self.amount
+            return str(timedelta(seconds=seconds)) if seconds >= 60 else f"{seconds:g} s"
         name = self.unit if self.amount != 1 or self.unit == "run" else self.unit[:-1]
         return f"{self.amount:g} {name}"
 
@@ -228,7 +229,3 @@ def _numbers_and_units(plain: str, text: str) -> list[tuple[float, str]]:
     if not parts:
         raise ValueError(f"an interval is empty: write one {_FORMS}.")
     return parts
-
-
-def _format_seconds(seconds: float) -> str:
-    return str(timedelta(seconds=seconds)) if seconds >= 60 else f"{seconds:g} s"

@@ -418,9 +418,14 @@ class FiniteCheck:
         collective: bool = True,
     ) -> None:
         self.step = step
-        self._loss, self._gradients, self._overflow = loss, gradients, overflow
+        self._loss, self._gradients = loss, gradients
         self._device = device = _device_of(loss, gradients)
-        flags = torch.stack([self._loss_flag(device), self._gradient_flag(device)]).int()
+        no = torch.zeros((), dtype=torch.bool, device=device)
+        loss_flag = no if loss is None else ~loss.isfinite()
+        gradient_flag = no if gradients is None else gradients.is_bad(device)
+        if overflow is not None:
+            gradient_flag = gradient_flag & ~overflow.to(device)
+        flags = torch.stack([loss_flag, gradient_flag]).int()
         if collective and collectives.world_size() > 1:
             flags = collectives.reduce(flags, "max")
         self._flags = HostCopy(flags)
@@ -429,17 +434,6 @@ class FiniteCheck:
     def waits(self) -> bool:
         """True if reading the result now would block on the device."""
         return self._device.type != "cpu"
-
-    def _loss_flag(self, device: torch.device) -> torch.Tensor:
-        if self._loss is None:
-            return torch.zeros((), dtype=torch.bool, device=device)
-        return ~self._loss.isfinite()
-
-    def _gradient_flag(self, device: torch.device) -> torch.Tensor:
-        if self._gradients is None:
-            return torch.zeros((), dtype=torch.bool, device=device)
-        bad = self._gradients.is_bad(device)
-        return bad if self._overflow is None else bad & ~self._overflow.to(device)
 
     def is_bad(self) -> bool:
         """Return whether loss or gradients are not finite on any rank; waits for the device."""

@@ -261,12 +261,16 @@ def parse_signals(names: Iterable[str | int]) -> tuple[signal.Signals, ...]:
 
 
 def requeue_slurm() -> str:
-    """Call ``scontrol requeue`` on this job; returns its id, or an empty string outside of SLURM.
+    """Call ``scontrol requeue`` on this job, or on this task of a job array.
+
+    Returns:
+        The id of the job; empty outside of SLURM.
 
     Raises:
         RuntimeError: scontrol is missing, fails or times out, or the id is not one of SLURM.
     """
-    job = _job_id()
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    job = f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")
     if not job:
         return ""
     if re.fullmatch(r"[0-9]+([_+][0-9]+)?", job) is None:
@@ -280,9 +284,3 @@ def requeue_slurm() -> str:
         message = (done.stderr or done.stdout).strip() or "no message"
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {message}")
     return job
-
-
-def _job_id() -> str:
-    """Return the id of the job, or of the task of a job array."""
-    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")

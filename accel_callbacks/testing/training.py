@@ -297,18 +297,13 @@ class Recorder(Callback):
         rest = iter(self.trace)
         for number, entry in enumerate(expected):
             wanted = entry.removeprefix("on_")
-            if not _advance_to(rest, wanted):
+            if not any(wanted in (line, line.partition(" ")[0]) for line in rest):
                 before = f" after {expected[number - 1]!r}" if number else ""
                 seen = "\n  ".join(self.trace) or "nothing"
                 raise AssertionError(f"{wanted!r} did not come{before}. Recorded:\n  {seen}")
 
     def __str__(self) -> str:
         return "\n".join(self.trace)
-
-
-def _advance_to(lines: Iterator[str], wanted: str) -> bool:
-    """Advance to the line, given in full or by its hook; returns whether there is one."""
-    return any(wanted in (line, line.partition(" ")[0]) for line in lines)
 
 
 def line_of(hook: str, run: Any, args: tuple[Any, ...]) -> str:

@@ -68,33 +68,33 @@ class CheckpointView:
 
     def save(self, run: TrainingRun, state: dict[str, Any], call: Callable[[Any], None]) -> None:
         """Call the callback's hook through ``call``, and keep its changes in the state."""
-        kept: dict[str, Any] = {}
+        edited: dict[str, Any] = {}
         view = self._view_of(run, state)
         before = dict(view)
         if self._saves:
             call(view)
-            kept["entries"] = _changes(before, view)
+            edited["entries"] = _changes(before, view)
         for edit in self._edits:
-            kept.update(edit.on_save(run, state))
+            edited.update(edit.on_save(run, state))
         live = before["state_dict"]
         is_kept = any(value is live for name, value in view.items() if name != "state_dict")
         if not is_kept and view["state_dict"] is not live:
-            kept["entries"].pop("state_dict")
+            edited["entries"].pop("state_dict")
             state["models"][_model_key(run)] = view["state_dict"]
-        kept = {name: value for name, value in kept.items() if value}
-        if kept:
-            state["callbacks"].setdefault(self.key, {})["checkpoint"] = kept
+        edited = {name: value for name, value in edited.items() if value}
+        if edited:
+            state["callbacks"].setdefault(self.key, {})["checkpoint"] = edited
 
     def load(self, run: TrainingRun, state: dict[str, Any], call: Callable[[Any], None]) -> None:
         """Fit the objects to the checkpoint, and call the callback's hook through ``call``."""
-        kept = state["callbacks"].get(self.key, {}).get("checkpoint", {})
+        edited = state["callbacks"].get(self.key, {}).get("checkpoint", {})
         for edit in self._edits:
-            edit.on_load(run, state, kept)
+            edit.on_load(run, state, edited)
         if not self._loads:
             return
         view = self._view_of(run, state)
         before = dict(view)
-        for name, entry in kept.get("entries", {}).items():
+        for name, entry in edited.get("entries", {}).items():
             same = entry.get("same_as")
             view[name] = entry["value"] if same is None else before[same]
         call(view)
@@ -177,12 +177,12 @@ class AddedParamGroups:
         untracked = [n for n, module in modules.items() if _tracks_statistics(module) is False]
         return {"groups": grown, "frozen": {"parameters": frozen, "untracked": untracked}}
 
-    def on_load(self, run: TrainingRun, state: dict[str, Any], kept: dict[str, Any]) -> None:
+    def on_load(self, run: TrainingRun, state: dict[str, Any], edited: dict[str, Any]) -> None:
         """Add the groups to the optimizers and to their states."""
-        if "frozen" in kept:
-            self._freeze(run, kept["frozen"])
+        if "frozen" in edited:
+            self._freeze(run, edited["frozen"])
         parameters = _parameters(run)
-        for index, grown in kept.get("groups", {}).items():
+        for index, grown in edited.get("groups", {}).items():
             optimizer = unwrapped_optimizers(run)[int(index)]
             saved = state["optimizers"][index]
             if len(optimizer.param_groups) == len(saved["param_groups"]):
@@ -195,12 +195,12 @@ class AddedParamGroups:
                 "state": {**saved["state"], **grown["state"]},
             }
 
-    def _freeze(self, run: TrainingRun, kept: dict[str, Any]) -> None:
+    def _freeze(self, run: TrainingRun, edited: dict[str, Any]) -> None:
         for name, parameter in _parameters(run).items():
-            parameter.requires_grad = name not in kept["parameters"]
+            parameter.requires_grad = name not in edited["parameters"]
         for name, module in _modules(run):
             if _tracks_statistics(module) is not None:
-                module.track_running_stats = name not in kept["untracked"]
+                module.track_running_stats = name not in edited["untracked"]
 
 
 def _parameters(run: TrainingRun) -> dict[str, torch.nn.Parameter]:
@@ -252,9 +252,9 @@ class PrunedWeights:
             _rename(state, {f"{key}.{name}{_ORIG}": f"{key}.{name}" for name in pruned})
         return {"pruned": pruned}
 
-    def on_load(self, run: TrainingRun, state: dict[str, Any], kept: dict[str, Any]) -> None:
+    def on_load(self, run: TrainingRun, state: dict[str, Any], edited: dict[str, Any]) -> None:
         """Prune the model if it is not yet, and restore both tensors in the states."""
-        pruned = kept.get("pruned", {})
+        pruned = edited.get("pruned", {})
         if not pruned:
             return
         key, model = _model_key(run), run.model
