@@ -272,6 +272,13 @@ class Checkpoint(ResumableState):
         if self._record.saved_at != _position(run) and not run.preempted:
             self._save(run, last=True)
 
+    def on_fit_end(self, run: TrainingRun, model: Any) -> None:
+        """Save a run that was resumed after its last epoch, and before it was saved as finished."""
+        # Nothing is left to train then, so no hook of training comes.
+        finished = run.max_epochs is not None and run.epochs_done >= run.max_epochs
+        if finished and run.resumed_from is not None:
+            self.on_train_end(run, model)
+
     def _warn_of_missing(self, run: TrainingRun, monitor: Monitor) -> None:
         """Warn once of a metric that scores no checkpoint, as it was never logged."""
         unlogged = monitor.name not in run.callback_metrics and self._record.best_score is None

@@ -212,7 +212,13 @@ def test_what_only_our_run_has_is_named(tmp_path: Path) -> None:
 
 
 def test_those_that_need_our_saves_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"Checkpoint cannot run in transformers.Trainer: it saves"):
+    class Saves(Callback):
+        def resume_root(self, run: Any) -> tuple[str, None]:
+            return "c", None
+
+    with pytest.raises(TypeError, match=r"Saves cannot run in transformers.Trainer: it saves"):
+        to_transformers(Saves())
+    with pytest.raises(TypeError, match=r"to_transformers\(Checkpoint\(...\), trainer=trainer\)"):
         to_transformers(Checkpoint("c"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from datetime import timedelta
 from functools import partial
@@ -276,6 +277,21 @@ def test_the_score_at_the_end_of_an_epoch_is_not_of_a_run_resumed_before_it(tmp_
     fit(Notes(), saver, epochs=1, scores=[0.5], resume=str(tmp_path / "inside"))
     assert best == [None]
     assert saver.best_path == str(tmp_path / "all" / "step-00000004")
+
+
+def test_a_run_resumed_after_its_last_epoch_is_saved_as_finished(tmp_path):
+    """It has nothing left to train, and was killed before its last save."""
+
+    class SavesEnd(Callback):
+        def on_train_epoch_end(self, run, model):
+            run.save_checkpoint(str(tmp_path / f"end-{run.current_epoch}"))
+
+    folder = tmp_path / "all"
+    fit(SavesEnd(), Checkpoint(folder, every_n_steps=100))
+    assert names(folder) == ["step-00000008"]
+    shutil.rmtree(folder / "step-00000008")
+    fit(SavesEnd(), Checkpoint(folder, every_n_steps=100), resume=str(tmp_path / "end-1"))
+    assert names(folder) == ["step-00000008"]
 
 
 def test_with_a_monitor_one_best_stays_unless_told_otherwise(tmp_path):
