@@ -186,7 +186,8 @@ class Checkpointer:
                     **options,
                 )
             else:
-                job = target.prepare_save(step, shared, name=name, **options)
+                names: dict[str, Any] = {} if name is None else {"name": name}
+                job = target.prepare_save(step, shared, **names, **options)
             callbacks = _checked(callbacks or SaveCallbacks(), loop.leases.check)
             (saves.start if async_save else saves.run_now)(job, callbacks)
         finally:
