@@ -220,11 +220,11 @@ def _report(error: Exception, trace: TracebackType | None, place: _Place) -> _Re
     if first != place.rank:
         return _Report(f"rank {place.rank}: the same error as rank {first}{_at(line)}\n", first)
     if text != whole:
-        text = folded_text(error, trace, _where_all_frames_are(whole, place))
+        text = folded_text(error, trace, _save_all_frames(whole, place))
     return _Report(text, follows=follows)
 
 
-def _where_all_frames_are(whole: str, place: _Place) -> str:
+def _save_all_frames(whole: str, place: _Place) -> str:
     """Write the whole text into the folder of the record; return the line that says where it is."""
     if place.folder is not None:
         path = place.folder / _WHOLE

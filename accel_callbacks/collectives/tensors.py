@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -103,14 +103,27 @@ def numbers_to_tensors(data: T, ranks: Sequence[int] | None = None) -> T:
         data: a nested structure.
         ranks: those that get an entry; all if None.
     """
+
+    def columns(numbers: list[Any]) -> Iterable[torch.Tensor]:
+        held = exchange(numbers)
+        if ranks is not None:
+            held = [held[rank] for rank in ranks]
+        return map(_tensor_of_numbers, zip(*held, strict=True))
+
+    return _replace_numbers(data, columns)
+
+
+def _replace_numbers(data: T, replace: Callable[[list[Any]], Iterable[Any]]) -> T:
+    """Replace Python's numbers by what a function returns for all of them; without any, call none.
+
+    The ranks have numbers in the same places, so that all or none of them call the function, and it
+    may be a collective.
+    """
     numbers = [leaf.value for leaf in leaves(data, is_number, by_key=True)]
     if not numbers:
         return data
-    held = exchange(numbers)
-    if ranks is not None:
-        held = [held[rank] for rank in ranks]
-    each = iter(zip(*held, strict=True))
-    return map_leaves(data, lambda _: _tensor_of_numbers(next(each)), is_number, by_key=True)
+    replaced = iter(replace(numbers))
+    return map_leaves(data, lambda _: next(replaced), is_number, by_key=True)
 
 
 def _tensor_of_numbers(numbers: tuple[Any, ...]) -> torch.Tensor:
@@ -312,19 +325,16 @@ def _reduce_numbers(
     data: T, reduction: str, scale: float, weight: float | torch.Tensor | None
 ) -> T:
     """Combine Python's numbers in Python, where they are exact and may be of mixed types."""
-    numbers = [leaf.value for leaf in leaves(data, is_number, by_key=True)]
-    if not numbers:
-        return data
-    alone = world_size() == 1  # the weight is then irrelevant, even if it is 0
-    held = exchange((1.0 if weight is None or alone else float(weight), numbers))
-    weights = [weight for weight, _ in held]
-    each = iter(zip(*(row for _, row in held), strict=True))
 
-    def combine(_: Any) -> Any:
-        result = _COMBINE[reduction](next(each), weights)
-        return result if scale == 1 else result * scale
+    def combine(numbers: list[Any]) -> Iterator[Any]:
+        alone = world_size() == 1  # the weight is then irrelevant, even if it is 0
+        held = exchange((1.0 if weight is None or alone else float(weight), numbers))
+        weights = [weight for weight, _ in held]
+        for column in zip(*(row for _, row in held), strict=True):
+            result = _COMBINE[reduction](column, weights)
+            yield result if scale == 1 else result * scale
 
-    return map_leaves(data, combine, is_number, by_key=True)
+    return _replace_numbers(data, combine)
 
 
 def _mean(numbers: tuple[Any, ...], weights: list[float]) -> Any:
@@ -374,11 +384,7 @@ def broadcast(tensor: T, from_process: int = 0, *, debug: bool | None = None) ->
     source = source_of(from_process)
     begin("broadcast", debug, lambda: contents(tensor, whole), from_process=from_process)
     sent = map_tensors(tensor, lambda leaf: broadcast_tensor(leaf, source))
-    numbers = [leaf.value for leaf in leaves(sent, is_number, by_key=True)]
-    if not numbers:
-        return sent
-    each = iter(send_object(numbers, source))
-    return map_leaves(sent, lambda _: next(each), is_number, by_key=True)
+    return _replace_numbers(sent, lambda numbers: send_object(numbers, source))
 
 
 @explained("gather")

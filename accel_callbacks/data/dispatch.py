@@ -308,21 +308,13 @@ class WholeShares(ShareSource):
     """The parts of all ranks of each global batch of a map-style dataset.
 
     Args:
-        source: the source of one rank.
-        setting: the number of ranks, and the options.
+        *args: those of a :class:`ShareSource`, of any rank.
+        slices: the part of each rank is sliced from one batch.
     """
 
-    def __init__(self, source: ShareSource, setting: Setting) -> None:
-        super().__init__(
-            source._loader,
-            source._plan,
-            source.sampler,
-            source._batched,
-            source._seeded,
-            source._copies,
-        )
-        self._world = setting.world_size
-        whole = setting.slice_fn is not None and self._batched
+    def __init__(self, *args: Any, slices: bool) -> None:
+        super().__init__(*args)
+        whole = slices and self._batched  # ready batches are not sliced
         self._collate = CollatePieces(self._loader.collate_fn, whole=whole)
 
     def loader_options(self) -> dict[str, Any]:
@@ -332,7 +324,8 @@ class WholeShares(ShareSource):
         return options | {"collate_fn": self._collate}
 
     def _indices(self) -> Iterator[Any]:
-        plans = [replace(self._current, rank=rank) for rank in range(self._world)]
+        ranks = range(self._current.world_size)
+        plans = [replace(self._current, rank=rank) for rank in ranks]
         parts: Any = (self._next_shares(),)
         if self._order is not None:
             parts = (plan.shares(self._order, self._position) for plan in plans)
@@ -354,9 +347,7 @@ class DispatchSource(Source):
         ValueError: the setting has another number of processes than the process group.
     """
 
-    def __init__(
-        self, inner: WholeShares | StreamSource, loader: DataLoader[Any], setting: Setting
-    ) -> None:
+    def __init__(self, inner: Source, loader: DataLoader[Any], setting: Setting) -> None:
         world = dist.get_world_size() if dist.is_initialized() else 1
         if setting.world_size * setting.copies != world:
             raise ValueError(
@@ -382,7 +373,7 @@ class DispatchSource(Source):
     @sampler.setter
     def sampler(self, sampler: Any) -> None:
         """Take the order from another one, from the next pass on."""
-        self._inner.sampler = sampler  # type: ignore[union-attr]
+        self._inner.sampler = sampler  # type: ignore[attr-defined]
 
     @property
     def even_batches(self) -> bool:

@@ -285,20 +285,16 @@ def _open_shares(loader: DataLoader[Any], setting: Setting) -> Source:
     else:
         plan = BatchPlan(rank, world, split=config.split_batches, batch_size=size)
         sampler = batches
-    source = ShareSource(
-        loader,
-        plan,
-        _seedable(sampler, config),
-        batched=batches is not None,
-        seeded=config.seeds_orders,
-        copies=setting.copies,
-    )
-    source.even_batches = config.even_batches
-    if config.dispatch_batches:
-        from accel_callbacks.data.dispatch import DispatchSource, WholeShares
+    order = _seedable(sampler, config), batches is not None, config.seeds_orders, setting.copies
+    if not config.dispatch_batches:
+        source = ShareSource(loader, plan, *order)
+        source.even_batches = config.even_batches
+        return source
+    from accel_callbacks.data.dispatch import DispatchSource, WholeShares
 
-        return DispatchSource(WholeShares(source, setting), loader, setting)
-    return source
+    shares = WholeShares(loader, plan, *order, slices=setting.slice_fn is not None)
+    shares.even_batches = config.even_batches
+    return DispatchSource(shares, loader, setting)
 
 
 def _open_stream(loader: DataLoader[Any], setting: Setting) -> Source:

@@ -29,7 +29,7 @@ _MODULES = ("warnings", "_py_warnings")  # of Python's own functions
 
 
 class _RankWarnings:
-    """What stands for ``warnings.showwarning`` while ranks share a store."""
+    """A replacement of ``warnings.showwarning`` while ranks share a store."""
 
     def __init__(self, rank: int, store: BoundedStore, store_outlives: bool) -> None:
         self.store, self.store_outlives = store, store_outlives

@@ -18,7 +18,7 @@ __all__ = ["RemoteFailure", "remote_failure"]
 
 
 class RemoteFailure:
-    """What a watch has aborted this process for.
+    """The error for which a watch has aborted this process.
 
     Attributes:
         pending: returns the error to raise in the method that it is given; None without an abort.

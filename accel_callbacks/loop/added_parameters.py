@@ -1,4 +1,4 @@
-"""Parameters that a prepared model has got after it was prepared, which nothing trains."""
+"""Parameters added to a model after it was prepared, which nothing trains."""
 
 from __future__ import annotations
 

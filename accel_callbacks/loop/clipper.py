@@ -1,4 +1,4 @@
-"""Clipping in the first steps: parameters that an iterator has given out before are told."""
+"""Clipping in the first steps, with a warning of parameters from a used-up iterator."""
 
 from __future__ import annotations
 

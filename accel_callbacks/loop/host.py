@@ -1,4 +1,4 @@
-"""Host: what a run asks of the trainer that it belongs to."""
+"""Host: the interface between a run and the trainer that it belongs to."""
 
 from __future__ import annotations
 
