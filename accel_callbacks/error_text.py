@@ -11,7 +11,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import groupby
 from types import FrameType, TracebackType
@@ -55,13 +55,9 @@ _NATIVE = re.compile(r"(?:^frame #\d+: .*\n?)+", re.MULTILINE)
 _OFF = ("", "0", "false", "no")
 
 
-def shows_all_frames(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether errors are to be shown whole.
-
-    Args:
-        environment: usually ``os.environ``.
-    """
-    return environment.get(VARIABLE, "").lower() not in _OFF
+def shows_all_frames() -> bool:
+    """Return whether the environment asks for errors as a whole."""
+    return os.environ.get(VARIABLE, "").lower() not in _OFF
 
 
 def whole_text(error: BaseException, trace: TracebackType | None) -> str:

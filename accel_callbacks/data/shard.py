@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice, repeat
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, SequentialSampler
@@ -39,7 +39,6 @@ from accel_callbacks.warning import warn
 
 __all__ = [
     "BatchPlan",
-    "Plan",
     "SamplePlan",
     "Share",
     "ShareSource",
@@ -86,37 +85,6 @@ class Share(NamedTuple):
     real: int
     padded: int
     last: bool | None = None
-
-
-class Plan(Protocol):
-    """The distribution of an epoch's samples over steps and ranks."""
-
-    @property
-    def rank(self) -> int:
-        """The rank whose shares these are."""
-
-    @property
-    def total_batch_size(self) -> int | None:
-        """Samples of a full global batch, ``None`` where batches vary."""
-
-    @property
-    def drop_last(self) -> bool:
-        """True if the samples after the last full batch are dropped."""
-
-    def check(self, order: Sequence[Any]) -> None:
-        """Raise ValueError if the ranks cannot take the same number of steps."""
-
-    def shares(self, order: Sequence[Any], position: int) -> Iterator[Share]:
-        """Yield this rank's share of each global batch after ``position`` global samples."""
-
-    def steps(self, total: int) -> int | None:
-        """Return the number of steps of an order of this length, ``None`` if batch sizes vary."""
-
-    def remaining(self, order: Sequence[Any], position: int) -> int:
-        """Return the number of global batches after ``position`` global samples."""
-
-    def position_of(self, order: Sequence[Any], step: int) -> int:
-        """Return the global samples before this step; all of them beyond the last step."""
 
 
 @dataclass(frozen=True)
@@ -191,13 +159,7 @@ class SamplePlan:
             yield Share(list(order[first : first + self.batch_size]), size, size)
         if tail:
             start = position + full * size
-            yield self._last(order[start : start + tail], order)
-
-    def _last(self, samples: Sequence[Any], order: Sequence[Any]) -> Share:
-        real, world = len(samples), self.world_size
-        if not self.even and real >= world:
-            return Share(list(split_evenly(samples, self.rank, world)), real, real)
-        return Share(fill_up(samples, order, self.rank, world), real, -(-real // world) * world)
+            yield _divided(order[start : start + tail], order, self)
 
 
 @dataclass(frozen=True)
@@ -295,11 +257,7 @@ class BatchPlan:
         if self.even and not self.split:
             group = group + [order[extra % len(order)] for extra in range(world - len(group))]
             return Share(group[self.rank], real, _samples(group))
-        samples = list(chain(*group))
-        if not self.even and real >= world:
-            return Share(split_evenly(samples, self.rank, world), real, real)
-        opening = list(chain(*order[:world]))
-        return Share(fill_up(samples, opening, self.rank, world), real, -(-real // world) * world)
+        return _divided(list(chain(*group)), list(chain(*order[:world])), self)
 
     def batches_before(self, order: Batches, position: int) -> int:
         """Return the number of the sampler's batches that end at or before ``position``."""
@@ -308,6 +266,15 @@ class BatchPlan:
             seen += len(order[first])
             first += 1
         return first
+
+
+def _divided(samples: Sequence[Any], opening: Sequence[Any], plan: SamplePlan | BatchPlan) -> Share:
+    """Return this rank's share of samples that are divided over all ranks."""
+    real, world = len(samples), plan.world_size
+    # Fewer samples than ranks are filled up in any case: a rank without one would miss a step.
+    if not plan.even and real >= world:
+        return Share(list(split_evenly(samples, plan.rank, world)), real, real)
+    return Share(fill_up(samples, opening, plan.rank, world), real, -(-real // world) * world)
 
 
 def _samples(group: Sequence[Sequence[Any]]) -> int:

@@ -7,7 +7,6 @@ import ipaddress
 import os
 import socket
 import sys
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -27,7 +26,6 @@ def serve_store(
     port: int,
     *,
     one_machine: bool,
-    timeout: timedelta | None = None,
     announces: bool = True,
 ) -> TCPStore | None:
     """Serve a store at an address of this machine; return None if that is impossible.
@@ -41,7 +39,6 @@ def serve_store(
         port: 0 for a free one.
         one_machine: all processes run on this machine, so a name may stand for a loopback address.
             On several machines it must not, as other machines resolve it to another address.
-        timeout: of calls of the store; torch's default if None.
         announces: print a line if ``host`` is no address of this machine, as torch's own server
             then listens on all interfaces.
 
@@ -64,12 +61,11 @@ def serve_store(
                 return None
             continue
         number: int = listener.getsockname()[1]
-        limit = dist.distributed_c10d.default_pg_timeout if timeout is None else timeout
         return TCPStore(
             address,
             number,
             is_master=True,
-            timeout=limit,
+            timeout=dist.distributed_c10d.default_pg_timeout,
             multi_tenant=True,
             master_listen_fd=listener.detach(),
             use_libuv=uses_libuv(),
