@@ -11,8 +11,9 @@ import re
 import time as clock
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -113,33 +114,48 @@ class WandBTracker(ToolTracker):
         commit: bool | None = None,
     ) -> None:
         """Log one ``wandb.Image`` per image."""
-        texts = captions or {}
-        with self._media() as create:
-            values = {name: create.images(a, texts.get(name)) for name, a in images.items()}
+        with self._files() as file:
+            values = {
+                name: [
+                    self._package.Image(file(png(pixels), ".png"), caption=caption)
+                    for pixels, caption in zip_longest(array, (captions or {}).get(name, ()))
+                ]
+                for name, array in images.items()
+            }
             self._write(values, step, commit=commit)
 
     def log_figure(self, figures: Mapping[str, Any], step: int) -> None:
         """Log one ``wandb.Image`` per figure."""
-        with self._media() as create:
-            values = {name: create.figure(figure) for name, figure in figures.items()}
+        with self._files() as file:
+            values = {
+                name: self._package.Image(file(figure_png(figure), ".png"))
+                for name, figure in figures.items()
+            }
             self._write(values, step)
 
     def log_audio(self, audio: Mapping[str, np.ndarray], step: int, *, sample_rate: int) -> None:
         """Log one ``wandb.Audio`` per clip."""
-        with self._media() as create:
-            values = {name: create.audio(clip, sample_rate) for name, clip in audio.items()}
+        with self._files() as file:
+            values = {
+                name: self._package.Audio(
+                    file(wav(samples, sample_rate), ".wav"), sample_rate=sample_rate
+                )
+                for name, samples in audio.items()
+            }
             self._write(values, step)
 
     def log_video(self, videos: Mapping[str, np.ndarray], step: int, *, fps: int = 4) -> None:
         """Log one ``wandb.Video`` per video, as a GIF (needs Pillow)."""
-        with self._media() as create:
-            values = {name: create.video(frames, fps) for name, frames in videos.items()}
+        with self._files() as file:
+            values = {
+                name: self._package.Video(file(gif(frames, fps), ".gif"), format="gif")
+                for name, frames in videos.items()
+            }
             self._write(values, step)
 
     def log_text(self, texts: Mapping[str, str], step: int) -> None:
         """Log one ``wandb.Html`` per text."""
-        with self._media() as create:
-            self._write({name: create.text(text) for name, text in texts.items()}, step)
+        self._write({name: self._preformatted(text) for name, text in texts.items()}, step)
 
     def log_table(
         self,
@@ -150,15 +166,24 @@ class WandBTracker(ToolTracker):
         *,
         commit: bool | None = None,
     ) -> None:
-        """Log a ``wandb.Table``."""
-        with self._media() as create:
-            self._write({name: create.table(columns, rows)}, step, commit=commit)
+        """Log a ``wandb.Table``, whose columns may have mixed types."""
+        table = self._create(
+            "Table",
+            columns=list(columns),
+            data=[list(row) for row in rows],
+            allow_mixed_types=True,
+        )
+        self._write({name: table}, step, commit=commit)
 
     def log_histogram(self, histograms: Mapping[str, np.ndarray], step: int) -> None:
         """Log one ``wandb.Histogram`` per name, of the finite values if there are any."""
-        with self._media() as create:
-            created = {name: create.histogram(values) for name, values in histograms.items()}
-            self._write({n: bins for n, bins in created.items() if bins is not None}, step)
+        counted = {name: histogram(values) for name, values in histograms.items()}
+        values = {
+            name: self._create("Histogram", np_histogram=(bins["counts"], bins["edges"]))
+            for name, bins in counted.items()
+            if bins["counts"]
+        }
+        self._write(values, step)
 
     def log_artifact(self, path: str, *, name: str | None = None, kind: str = "file") -> None:
         """Log a ``wandb.Artifact`` with the file or folder, or a reference to a URL."""
@@ -166,8 +191,7 @@ class WandBTracker(ToolTracker):
 
     def log_graph(self, model: Any, inputs: Any = None) -> None:
         """Log ``str(model)``, under ``graph``."""
-        with self._media() as create:
-            self._write({"graph": create.text(str(model))}, self._last_step or 0)
+        self._write({"graph": self._preformatted(str(model))}, self._last_step or 0)
 
     def flush(self) -> None:
         """Write the latest row, unless it is so new that values of its step may follow."""
@@ -196,14 +220,17 @@ class WandBTracker(ToolTracker):
         return self.raw
 
     @contextmanager
-    def _media(self) -> Iterator[_MediaObjects]:
-        """Create media objects to log inside the block, after which their files are removed."""
+    def _files(self) -> Iterator[Callable[[bytes, str], str]]:
+        """Write files for media objects to log inside the block, and remove them after it."""
         self._opened()
         scratch = Scratch()
         try:
-            yield _MediaObjects(self._package, scratch)
+            yield scratch.file
         finally:
             scratch.close()
+
+    def _preformatted(self, text: str) -> Any:
+        return self._create("Html", f"<pre>{html.escape(text)}</pre>", inject=False)
 
     def _write(
         self,
@@ -357,57 +384,6 @@ def _in_netrc(base_url: str) -> bool:
         if any(host in entries.hosts for host in hosts):
             return True
     return False
-
-
-class _MediaObjects:
-    """Creates objects of the package ``wandb`` from arrays.
-
-    Args:
-        wandb: the package.
-        scratch: temporary files, needed until the objects are logged.
-    """
-
-    def __init__(self, wandb: Any, scratch: Scratch) -> None:
-        self._wandb = wandb
-        self._file = scratch.file
-
-    def images(self, array: np.ndarray, captions: Sequence[str] | None) -> list[Any]:
-        """Create images of uint8 of shape (N, H, W, C)."""
-        texts: list[str | None] = list(captions or []) or [None] * len(array)
-        paths = [self._file(png(image), ".png") for image in array]
-        return [
-            self._wandb.Image(path, caption=caption)
-            for path, caption in zip(paths, texts, strict=True)
-        ]
-
-    def figure(self, figure: Any) -> Any:
-        """Create an image of a matplotlib figure."""
-        return self._wandb.Image(self._file(figure_png(figure), ".png"))
-
-    def audio(self, samples: np.ndarray, sample_rate: int) -> Any:
-        """Create audio of floats of shape (samples,) or (samples, channels)."""
-        path = self._file(wav(samples, sample_rate), ".wav")
-        return self._wandb.Audio(path, sample_rate=sample_rate)
-
-    def video(self, frames: np.ndarray, fps: int) -> Any:
-        """Create a video of uint8 of shape (T, H, W, C)."""
-        return self._wandb.Video(self._file(gif(frames, fps), ".gif"), format="gif")
-
-    def text(self, text: str) -> Any:
-        """Create preformatted text."""
-        return self._wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)
-
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
-        """Create a table; a column may have mixed types."""
-        data = [list(row) for row in rows]
-        return self._wandb.Table(columns=list(columns), data=data, allow_mixed_types=True)
-
-    def histogram(self, values: np.ndarray) -> Any:
-        """Create a histogram of the finite values; None if there are none."""
-        counted = histogram(values)
-        if not counted["counts"]:
-            return None
-        return self._wandb.Histogram(np_histogram=(counted["counts"], counted["edges"]))
 
 
 def _artifact(wandb: Any, path: str, name: str | None, kind: str) -> Any:
