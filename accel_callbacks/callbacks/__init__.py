@@ -37,36 +37,9 @@ _HOME = {
     "summarize": "model_summary",
 }
 
-__all__ = [
-    "EMA",
-    "Callback",
-    "CallbackHandle",
-    "CallbackReport",
-    "CallbackTime",
-    "Checkpoint",
-    "DeviceStats",
-    "EarlyStopping",
-    "Freeze",
-    "FunctionHandle",
-    "GradientAccumulationScheduler",
-    "GradientNorm",
-    "Interval",
-    "LayerSummary",
-    "LearningRateMonitor",
-    "ModelSummary",
-    "NonFinite",
-    "Preemption",
-    "Profiler",
-    "ProgressBar",
-    "RichProgressBar",
-    "SampleLogger",
-    "Summary",
-    "Throughput",
-    "Timer",
-    "WeightAveraging",
-    "configured",
-    "summarize",
-]
+# A type checker cannot compute it, and takes the imports below instead.
+if not TYPE_CHECKING:
+    __all__ = sorted(_HOME)
 
 if TYPE_CHECKING:
     from accel_callbacks.callbacks.accumulation_scheduler import (

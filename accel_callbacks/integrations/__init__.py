@@ -13,7 +13,9 @@ _HOME = {
     "to_transformers": "transformers",
 }
 
-__all__ = ["NotInAPlainLoop", "from_lightning", "to_lightning", "to_transformers"]
+# A type checker cannot compute it, and takes the imports below instead.
+if not TYPE_CHECKING:
+    __all__ = sorted(_HOME)
 
 if TYPE_CHECKING:
     from accel_callbacks.integrations.host import NotInAPlainLoop as NotInAPlainLoop

@@ -14,7 +14,9 @@ _HOME = {
     "find_learning_rate": "learning_rate",
 }
 
-__all__ = ["BatchSizeResult", "LRResult", "Trial", "find_batch_size", "find_learning_rate"]
+# A type checker cannot compute it, and takes the imports below instead.
+if not TYPE_CHECKING:
+    __all__ = sorted(_HOME)
 
 if TYPE_CHECKING:
     from accel_callbacks.tuning.batch_size import BatchSizeResult as BatchSizeResult
