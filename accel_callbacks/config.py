@@ -227,15 +227,15 @@ _SHOWN = 4
 
 
 def unread_variables(
-    config: AcceleratorConfig, environment: Mapping[str, str], given: Collection[str]
+    config: AcceleratorConfig, environment: Mapping[str, str], set_by_script: Collection[str]
 ) -> str:
     """Describe variables of Accelerate that ask for what this run does not do.
 
     Args:
         config: the options of the run.
         environment: usually ``os.environ``.
-        given: options that the script sets beside those of the config; ``"fsdp"`` if models are
-            sharded.
+        set_by_script: options that the script sets beside those of the config; ``"fsdp"`` if
+            models are sharded.
 
     Returns:
         An empty string if there are none.
@@ -258,7 +258,7 @@ def unread_variables(
         for variable, name in {**_ENGINES, **names}.items()
         if _asks(environment.get(variable, ""), options.get(name))
         and name not in config.origins
-        and name not in given
+        and name not in set_by_script
     ]
     if not unread:
         return ""
@@ -280,11 +280,11 @@ def _asks(text: str, option: Option | None) -> bool:
 
 def _grouped(values: Mapping[str, Any]) -> dict[str, Any]:
     """Nest ``"fsdp.cpu_offload"`` in ``"fsdp"``."""
-    found = {name: value for name, value in values.items() if "." not in name}
+    options = {name: value for name, value in values.items() if "." not in name}
     for group in _GROUPS:
         start = f"{group}."
-        found[group] = {n[len(start) :]: v for n, v in values.items() if n.startswith(start)}
-    return found
+        options[group] = {n[len(start) :]: v for n, v in values.items() if n.startswith(start)}
+    return options
 
 
 def _check(config: AcceleratorConfig) -> None:

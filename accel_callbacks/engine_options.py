@@ -87,8 +87,8 @@ class EngineOptions:
         sharding: set[str] = set()
         if plugin is not None:
             names = [field.name for field in fields(plugin)]
-            given = [name for name in names if getattr(plugin, name) is not None]
-            sharding = {"fsdp", *(f"fsdp.{name}" for name in given)}
+            chosen = [name for name in names if getattr(plugin, name) is not None]
+            sharding = {"fsdp", *(f"fsdp.{name}" for name in chosen)}
         if unread := unread_variables(self.config, environment, self.set_by_script | sharding):
             warn(unread)
 
@@ -187,9 +187,9 @@ def launched_plugin(
         >>> launched_plugin("no", None, config).compiles
         False
     """
-    given = backend is not None or plugin is not None
+    chosen = backend is not None or plugin is not None
     launched = config.dynamo_backend
-    if given or launched is None or launched.lower() == "no":
+    if chosen or launched is None or launched.lower() == "no":
         return choose_plugin(backend, plugin)
     options = {
         "mode": config.dynamo_mode,
@@ -197,9 +197,9 @@ def launched_plugin(
         "dynamic": config.dynamo_use_dynamic,
         "use_regional_compilation": config.dynamo_use_regional_compilation,
     }
-    kept: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    keywords: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     try:
-        return TorchDynamoPlugin(backend=launched, **kept)
+        return TorchDynamoPlugin(backend=launched, **keywords)
     except ValueError as error:
         origin = config.origins.get("dynamo_backend", "config")
         raise ValueError(f"torch.compile as the launch asks for it ({origin}): {error}") from None
@@ -222,19 +222,19 @@ def launched_handlers(handlers: Handlers, config: AcceleratorConfig) -> Handlers
         "pad_inner_dim": config.fp8_pad_inner_dim,
         "enable_fsdp_float8_all_gather": config.fp8_enable_fsdp_float8_all_gather,
     }
-    own = handlers.get(AORecipeKwargs, AORecipeKwargs())
+    recipe = handlers.get(AORecipeKwargs, AORecipeKwargs())
     left: dict[str, Any] = {
         name: value
         for name, value in launched.items()
-        if value is not None and getattr(own, name) is None
+        if value is not None and getattr(recipe, name) is None
     }
-    if not left or own.config is not None or config.mixed_precision != "fp8":
+    if not left or recipe.config is not None or config.mixed_precision != "fp8":
         return handlers
-    return Handlers({**handlers.by_class, type(own): replace(own, **left)})
+    return Handlers({**handlers.by_class, type(recipe): replace(recipe, **left)})
 
 
 def launched_parallelism(
-    given: ParallelismConfig | None, config: AcceleratorConfig
+    arrangement: ParallelismConfig | None, config: AcceleratorConfig
 ) -> ParallelismConfig | None:
     """Return the script's arrangement of ranks, or else the launcher's; None without one.
 
@@ -253,8 +253,8 @@ def launched_parallelism(
     # The sizes that the launch leaves out are 1.
     names = [f"{axis}_size" for axis in AXES]
     sizes: dict[str, Any] = {name: config.parallelism.get(name, 1) for name in names}
-    if given is not None or all(size == 1 for size in sizes.values()):
-        return given
+    if arrangement is not None or all(size == 1 for size in sizes.values()):
+        return arrangement
     travels = config.parallelism.get("cp_comm_strategy")
     if travels is not None and sizes["cp_size"] > 1:
         sizes["cp_handler"] = TorchContextParallelConfig(travels)
@@ -285,10 +285,10 @@ def launched_megatron(
     """
     if config.distributed_type != "MEGATRON_LM":
         return plugin
-    given = plugin or plugins.MegatronLMPlugin()
-    left = {name: v for name, v in config.megatron.items() if getattr(given, name) is None}
+    options = plugin or plugins.MegatronLMPlugin()
+    left = {name: v for name, v in config.megatron.items() if getattr(options, name) is None}
     try:
-        return replace(given, **left) if left else given
+        return replace(options, **left) if left else options
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"Megatron-LM as the launch asks for it (ACCEL_MEGATRON_LM_*): {error}"
@@ -309,12 +309,12 @@ def refuse_beside_megatron(
         >>> from accel_callbacks.engine_options import refuse_beside_megatron
         >>> refuse_beside_megatron(None, None)
     """
-    for name, given, instead in (
+    for name, engine, instead in (
         ("parallelism_config", parallelism, "tp_degree and context_parallel_size"),
         ("fsdp_plugin", fsdp, "use_distributed_optimizer or use_custom_fsdp"),
         ("deepspeed_plugin", deepspeed, "use_distributed_optimizer or use_custom_fsdp"),
     ):
-        if given is not None:
+        if engine is not None:
             raise ValueError(
                 f"{name} (an argument, or from the launch) and the options of Megatron-LM both "
                 f"arrange the ranks: leave it out, and give {instead}; or leave those of "
@@ -336,14 +336,14 @@ def accumulated(config: AcceleratorConfig, plugin: MegatronLMPlugin | None) -> A
         4
     """
     steps = None if plugin is None else plugin.num_micro_batches
-    given = config.gradient_accumulation_steps
-    if steps is None or steps in (1, given):
+    chosen = config.gradient_accumulation_steps
+    if steps is None or steps in (1, chosen):
         return config
     name = "gradient_accumulation_steps"
-    if given > 1:
+    if chosen > 1:
         raise ValueError(
-            f"{name}={given} ({config.origins.get(name, 'default')}) and num_micro_batches={steps} "
-            "of Megatron-LM both say how many batches make one optimizer step: give one of them."
+            f"{name}={chosen} ({config.origins.get(name, 'default')}) and num_micro_batches={steps}"
+            " of Megatron-LM both say how many batches make one optimizer step: give one of them."
         )
     origins = {**config.origins, name: "num_micro_batches of Megatron-LM"}
     return replace(config, gradient_accumulation_steps=steps, origins=origins)
@@ -440,14 +440,14 @@ def of_deepspeed(config: AcceleratorConfig, plugin: DeepSpeedPlugin) -> Accelera
         >>> of_deepspeed(AcceleratorConfig(), plugin).gradient_accumulation_steps
         4
     """
-    found: dict[str, Any] = {}
+    configured: dict[str, Any] = {}
     steps = plugin.get_value("gradient_accumulation_steps")
     if isinstance(steps, int):
-        found["gradient_accumulation_steps"] = steps
+        configured["gradient_accumulation_steps"] = steps
     for name in ("bf16", "fp16"):
         if plugin.get_value(f"{name}.enabled") is True:
-            found["mixed_precision"] = name
-    for option, value in found.items():
+            configured["mixed_precision"] = name
+    for option, value in configured.items():
         mine, origin = getattr(config, option), config.origins.get(option)
         if origin is not None and mine != value:
             key = option if option != "mixed_precision" else f"{value}.enabled"
@@ -455,5 +455,5 @@ def of_deepspeed(config: AcceleratorConfig, plugin: DeepSpeedPlugin) -> Accelera
                 f"{option}={mine!r} ({origin}) contradicts {key}={plugin.get_value(key)} of "
                 "DeepSpeed's configuration: leave one of them out, or make it 'auto' there."
             )
-    origins = {**config.origins, **dict.fromkeys(found, "DeepSpeed's configuration")}
-    return replace(config, **found, origins=origins) if found else config
+    origins = {**config.origins, **dict.fromkeys(configured, "DeepSpeed's configuration")}
+    return replace(config, **configured, origins=origins) if configured else config

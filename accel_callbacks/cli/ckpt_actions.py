@@ -88,8 +88,10 @@ def _folders(args: Namespace, options: Mapping[str, Any]) -> _Survey:
 
 def _own(surveyed: _Survey) -> _Survey:
     """Return the folders with checkpoints of this package, and these, oldest first."""
-    own = [(folder, [e for e in found if e.status != "foreign"]) for folder, found in surveyed]
-    return [(folder, sorted(found, key=_age)) for folder, found in own if found]
+    surveys = [
+        (folder, [e for e in entries if e.status != "foreign"]) for folder, entries in surveyed
+    ]
+    return [(folder, sorted(entries, key=_age)) for folder, entries in surveys if entries]
 
 
 def _age(entry: checkpoint_io.FolderEntry) -> tuple[int, str]:
@@ -99,14 +101,14 @@ def _age(entry: checkpoint_io.FolderEntry) -> tuple[int, str]:
 
 def _folder(args: Namespace, options: Mapping[str, Any]) -> checkpoint_io.CheckpointFolder:
     """Open the folder of checkpoints at the place, or the only one that is one level below it."""
-    found = [folder for folder, _ in _folders(args, options)]
+    folders = [folder for folder, _ in _folders(args, options)]
     here = checkpoint_io.CheckpointFolder(args.place, storage_options=options)
-    if not found or here.url in [folder.url for folder in found]:
+    if not folders or here.url in [folder.url for folder in folders]:
         return here
-    if len(found) > 1:
-        urls = ", ".join(folder.url for folder in found)
+    if len(folders) > 1:
+        urls = ", ".join(folder.url for folder in folders)
         raise CommandError(f"{args.place} has several folders of checkpoints: name one of {urls}")
-    return found[0]
+    return folders[0]
 
 
 # --- ls and latest --------------------------------------------------------------------------
@@ -133,13 +135,13 @@ def _instead(place: str, options: Mapping[str, Any]) -> str:
     """Return a hint if the place is itself a checkpoint."""
     store = open_store(place, options)
     present = store.sizes()
-    there = MANIFEST in present or deepspeed_folder(store, present) is not None
-    return f": it is one, `accel ckpt show {place}` lists its tensors" if there else ""
+    is_checkpoint = MANIFEST in present or deepspeed_folder(store, present) is not None
+    return f": it is one, `accel ckpt show {place}` lists its tensors" if is_checkpoint else ""
 
 
 def _deepspeed(surveyed: _Survey, options: Mapping[str, Any]) -> list[DeepSpeedEntry]:
     """Return the checkpoints of DeepSpeed among folders, oldest first."""
-    paths = [e.path for _, found in surveyed for e in found if e.status == "foreign"]
+    paths = [e.path for _, entries in surveyed for e in entries if e.status == "foreign"]
     entries = [entry for path in paths if (entry := deepspeed_entry(path, options)) is not None]
     return sorted(entries, key=lambda entry: (entry.step or 0, entry.path))
 
@@ -188,16 +190,18 @@ def _facts(entry: checkpoint_io.FolderEntry) -> dict[str, Any]:
 
 def _latest(args: Namespace, options: Mapping[str, Any]) -> int:
     """Print the path of the newest valid checkpoint."""
-    found = _folder(args, options).latest()
-    if found is None:
+    newest = _folder(args, options).latest()
+    if newest is None:
         print(printable(f"no valid checkpoint in {args.place}"), file=sys.stderr)
         return 1
     if args.json:
         print(
-            to_json({"path": found.path, "name": found.name, "metadata": found.manifest.metadata})
+            to_json(
+                {"path": newest.path, "name": newest.name, "metadata": newest.manifest.metadata}
+            )
         )
     else:
-        print(printable(found.path))
+        print(printable(newest.path))
     return 0
 
 
@@ -238,19 +242,19 @@ def _tensors(place: str, options: Mapping[str, Any]) -> Iterator[dict[str, Any]]
         manifest = checkpoint_io.read_manifest(place, storage_options=options)
     except (checkpoint_io.CheckpointNotFoundError, NotADirectoryError):
         source = open_weights(place, 0, options)
-        found = {
+        tensors = {
             name: (str(info.dtype).removeprefix("torch."), info.shape, info.nbytes)
             for name, info in source.infos.items()
         }
         ties: Mapping[str, str] = source.tied
     else:
-        found = {
+        tensors = {
             name: (entry.dtype, entry.shape, sum(c.end - c.begin for c in entry.chunks))
             for name, entry in manifest.tensors.items()
         }
         ties = manifest.aliases
-    for name in sorted({*found, *ties}):
-        dtype, shape, nbytes = found[ties.get(name, name)]
+    for name in sorted({*tensors, *ties}):
+        dtype, shape, nbytes = tensors[ties.get(name, name)]
         tied_to = ties.get(name)
         yield {
             "name": name,
@@ -354,10 +358,10 @@ def _chosen_runs(args: Namespace, folder: checkpoint_io.CheckpointFolder) -> lis
     chosen = [run_id for run_id, name in runs.items() if args.run in (None, name)]
     if len(chosen) == 1 or (chosen and args.run is not None):
         return chosen
-    there = ", ".join(f"{name} (--run_id {run_id})" for run_id, name in runs.items()) or "none"
+    listed = ", ".join(f"{name} (--run_id {run_id})" for run_id, name in runs.items()) or "none"
     raise CommandError(
         f"name the run whose checkpoints may be removed, with --run NAME or --run_id ID, or all of "
-        f"them with --all_runs. Runs with checkpoints in {folder.url}: {there}"
+        f"them with --all_runs. Runs with checkpoints in {folder.url}: {listed}"
     )
 
 
@@ -379,18 +383,18 @@ def _remove(args: Namespace, options: Mapping[str, Any]) -> int:
     targets = [_inspect(place, options, args.unfinished) for place in dict.fromkeys(args.places)]
     _refuse_same(targets)
     if not (args.dry_run or args.force):
-        for parent in dict.fromkeys(split_path(one.store.url)[0] for one in targets):
+        for parent in dict.fromkeys(split_path(target.store.url)[0] for target in targets):
             refuse_held(parent, options)
-    for one in targets:
-        print(printable(f"{'would remove' if args.dry_run else 'to remove'}: {one.described()}"))
+    for target in targets:
+        print(printable(f"{'would remove' if args.dry_run else 'to remove'}: {target.described()}"))
     if args.dry_run:
         return 0
     if not args.yes and not _confirmed(len(targets)):
         print("nothing was removed", file=sys.stderr)
         return 1
-    for one in targets:
-        _remove_place(one)
-        print(printable(f"removed {one.place}"))
+    for target in targets:
+        _remove_place(target)
+        print(printable(f"removed {target.place}"))
     return 0
 
 
@@ -434,11 +438,11 @@ def _inspect(place: str, options: Mapping[str, Any], unfinished: bool) -> _Targe
 def _refuse_same(targets: Sequence[_Target]) -> None:
     """Raise CommandError if two names are of one checkpoint, which can be removed only once."""
     named: dict[str, str] = {}
-    for one in targets:
-        other = named.setdefault(place_of(one.store), one.place)
-        if other != one.place:
+    for target in targets:
+        other = named.setdefault(place_of(target.store), target.place)
+        if other != target.place:
             raise CommandError(
-                f"{other} and {one.place} are the same checkpoint: name it once; "
+                f"{other} and {target.place} are the same checkpoint: name it once; "
                 "nothing was removed",
                 1,
             )
@@ -461,12 +465,12 @@ def _confirmed(count: int) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _remove_place(one: _Target) -> None:
+def _remove_place(target: _Target) -> None:
     """Remove one place, unless it was replaced since it was inspected."""
-    store, seen = one.store, one.manifest
+    store, seen = target.store, target.manifest
     with store.lock():
         if _id_of(store) != (seen.id if seen else None):
-            raise CommandError(f"{one.place} was replaced meanwhile: inspect it again", 1)
+            raise CommandError(f"{target.place} was replaced meanwhile: inspect it again", 1)
         if seen is not None:
             remove_checkpoint(store, seen)
         else:
@@ -478,7 +482,7 @@ def _remove_place(one: _Target) -> None:
             store.remove_folder()
     if rest := sorted(store.sizes()) + store.folders():
         names = ", ".join(rest[:3]) + (", ..." if len(rest) > 3 else "")
-        text = f"accel ckpt: {one.place} keeps files that are not of the checkpoint: {names}"
+        text = f"accel ckpt: {target.place} keeps files that are not of the checkpoint: {names}"
         print(printable(text), file=sys.stderr)
 
 

@@ -121,8 +121,8 @@ def copy(args: Namespace, options: Mapping[str, Any], target_options: Mapping[st
     """Copy the checkpoint, and print the place of the copy."""
     place, target = args.place, args.target
     if target.endswith("/") or ("://" not in target and target.endswith(os.sep)):
-        here = local_path(place)
-        target += base_name(place if here is None else os.path.abspath(here))  # such as "."
+        path = local_path(place)
+        target += base_name(place if path is None else os.path.abspath(path))  # such as "."
     if not target_options and protocol_of(place) == protocol_of(target):
         target_options = options
     origin, goal = open_store(args.place, options), open_store(target, target_options)
@@ -252,10 +252,10 @@ class _Copy:
 
     def _is_complete(self, index: int) -> bool:
         """Return whether a file from an earlier copy is complete, by its checksums."""
-        there = Source(self._goal, self._manifest)
+        copy = Source(self._goal, self._manifest)
         with suppress(checkpoint_io.CorruptCheckpointError):
             check_sizes(self._goal, self._manifest, [index])
-            for _ in _Pieces(there, index):
+            for _ in _Pieces(copy, index):
                 pass
             return True
         return False

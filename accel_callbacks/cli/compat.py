@@ -56,9 +56,9 @@ def run(args: Namespace) -> int:
         except (OSError, UnicodeDecodeError, UnreadableError) as error:
             problems.append(f"{path}: {error}")
     rows: list[_Row] = []
-    for use, where in sorted(places.items()):
+    for use, lines in sorted(places.items()):
         status, reason = status_of(use.module, use.name)
-        rows.append({"name": use.dotted, "status": status, "reason": reason, "places": where})
+        rows.append({"name": use.dotted, "status": status, "reason": reason, "places": lines})
     lacks = any(row["status"] in _LACKING for row in rows)
     shown = [row for row in rows if not args.lacking or row["status"] in _LACKING]
     with pipe_may_close():
@@ -98,11 +98,11 @@ def _sources(places: Sequence[str]) -> Iterator[str]:
 
 def _package(name: str) -> str:
     """Return the file or folder of an installed package, which is not imported."""
-    found = None
+    spec = None
     if all(part.isidentifier() for part in name.split(".")):
-        found = importlib.util.find_spec(name.partition(".")[0])
-    locations = list(found.submodule_search_locations or ()) if found is not None else []
-    place = locations[0] if locations else getattr(found, "origin", None)
+        spec = importlib.util.find_spec(name.partition(".")[0])
+    locations = list(spec.submodule_search_locations or ()) if spec is not None else []
+    place = locations[0] if locations else getattr(spec, "origin", None)
     if place is None:
         raise CommandError(f"{name!r} is no file, no folder and no installed package")
     return os.path.join(place, *name.split(".")[1:])

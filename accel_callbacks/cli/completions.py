@@ -165,10 +165,10 @@ def places() -> list[Place]:
     top = CommandParser("accel", "")
     top.option("--version", action="store_true", help="print the version")
     words = {name: command.help for name, command in COMMANDS.items()}
-    found = [Place("", tuple(_options(top)), words)]
+    places = [Place("", tuple(_options(top)), words)]
     for name, command in COMMANDS.items():
-        found += _places_of(name, _parser(name, command))
-    return found
+        places += _places_of(name, _parser(name, command))
+    return places
 
 
 def _parser(name: str, command: Command) -> argparse.ArgumentParser:
@@ -233,8 +233,10 @@ def _first_line(parser: argparse.ArgumentParser, action: argparse.Action) -> str
 
 def spelled(flags: Iterable[str]) -> list[str]:
     """Drop the spelling with ``-`` of each flag that is spelled with ``_`` too."""
-    found = list(flags)
-    return [f for f in found if not ("-" in f[2:] and f"--{f[2:].replace('-', '_')}" in found)]
+    spellings = list(flags)
+    return [
+        f for f in spellings if not ("-" in f[2:] and f"--{f[2:].replace('-', '_')}" in spellings)
+    ]
 
 
 def _valued(place: Place) -> list[str]:
@@ -246,13 +248,13 @@ def _valued(place: Place) -> list[str]:
 def _next(places: Sequence[Place]) -> dict[str, str]:
     """Map ``place:word`` to the place that the word leads to; ``-`` where nothing is offered."""
     known = {place.path for place in places}
-    found = {}
+    leads = {}
     for place in places:
         for word in place.words:
             if (path := f"{place.path} {word}".strip()) in known:
-                found[f"{place.path}:{word}"] = path
-    inner = {key.partition(":")[0] for key in found}
-    return found | {f"{p.path}:*": "-" for p in places if p.ends or p.path in inner}
+                leads[f"{place.path}:{word}"] = path
+    inner = {key.partition(":")[0] for key in leads}
+    return leads | {f"{p.path}:*": "-" for p in places if p.ends or p.path in inner}
 
 
 def _case(name: str, rows: Mapping[str, str], otherwise: str = "") -> str:

@@ -130,8 +130,8 @@ def _write(path: Path, values: Mapping[str, Any]) -> int:
 
 def _commands(path: Path, values: Mapping[str, Any]) -> list[str]:
     """Return the launch command of this machine, and that of others if there are several."""
-    found = find_config(None, os.environ)
-    option = [] if found and os.path.samefile(found, path) else ["--config_file", str(path)]
+    current = find_config(None, os.environ)
+    option = [] if current and os.path.samefile(current, path) else ["--config_file", str(path)]
     command = shlex.join(["accel", "launch", *option, "train.py"])
     if values.get("num_machines", 1) == 1:
         return [command]
@@ -163,14 +163,14 @@ def _update(args: Namespace) -> int:
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Nest settings by path in blocks, as in a file."""
-    found: dict[str, Any] = {}
+    data: dict[str, Any] = {}
     for path, value in values.items():
         block, _, name = path.rpartition(".")
         plain = list(value) if isinstance(value, tuple) else value
         if plain in ("true", "false") and "true" in find(path).choices:
             plain = plain == "true"  # a switch, as Accelerate writes it
-        (found.setdefault(block, {}) if block else found)[name] = plain
-    return found
+        (data.setdefault(block, {}) if block else data)[name] = plain
+    return data
 
 
 # --- values for this machine -----------------------------------------------------------------
@@ -214,8 +214,11 @@ def answers(machine: Machine, mixed_precision: str | None, everything: bool = Fa
 
 def place(environment: Mapping[str, str]) -> Path:
     """Ask for the path of the file."""
-    project, own = Path.cwd() / PROJECT_FILE, default_path(environment)
-    texts = {f"scripts in this folder: {project}": project, f"all that you launch: {own}": own}
+    project, personal = Path.cwd() / PROJECT_FILE, default_path(environment)
+    texts = {
+        f"scripts in this folder: {project}": project,
+        f"all that you launch: {personal}": personal,
+    }
     return _pick("What is the file for?", texts)
 
 
@@ -236,18 +239,18 @@ def _complete(chosen: _Values, training: _Values) -> _Values:
 def _places(machine: Machine) -> dict[str, Callable[[Machine], _Values]]:
     """Return the places to run on this machine, the best first."""
     count = len(machine.gpus)
-    found: dict[str, Callable[[Machine], _Values]] = {}
+    places: dict[str, Callable[[Machine], _Values]] = {}
     if machine.tpu and machine.torch_xla:
-        found["the TPU"] = lambda _: {"distributed_type": "XLA", "use_cpu": False}
+        places["the TPU"] = lambda _: {"distributed_type": "XLA", "use_cpu": False}
     if count > 1:
-        found[f"all {count} GPUs, a process each"] = _on_all_gpus
+        places[f"all {count} GPUs, a process each"] = _on_all_gpus
         if not os.environ.get("CUDA_VISIBLE_DEVICES"):  # it would renumber the GPUs
-            found["some of the GPUs"] = _on_some_gpus
+            places["some of the GPUs"] = _on_some_gpus
     if count:
-        found["one GPU"] = lambda _: _one_process(use_cpu=False)
-    found["one process on the CPU"] = _on_one_core
-    found["several processes on the CPU"] = _on_many_cores
-    return found
+        places["one GPU"] = lambda _: _one_process(use_cpu=False)
+    places["one process on the CPU"] = _on_one_core
+    places["several processes on the CPU"] = _on_many_cores
+    return places
 
 
 def _one_process(use_cpu: bool) -> _Values:
@@ -293,11 +296,11 @@ def _on_many_cores(machine: Machine) -> _Values:
 
 def _left_to_slurm(chosen: _Values) -> _Values:
     """Drop the machines, which SLURM sets; count processes per machine."""
-    kept = {key: value for key, value in chosen.items() if key != "num_machines"}
-    count = kept.pop("num_processes", 1)
-    if kept["distributed_type"] == "NO":
-        kept.pop("distributed_type")
-    return kept | {"nproc_per_node": count}
+    settings = {key: value for key, value in chosen.items() if key != "num_machines"}
+    count = settings.pop("num_processes", 1)
+    if settings["distributed_type"] == "NO":
+        settings.pop("distributed_type")
+    return settings | {"nproc_per_node": count}
 
 
 def _machines(chosen: _Values) -> _Values:
@@ -369,8 +372,8 @@ def _sharding(chosen: Mapping[str, Any], machine: Machine) -> _Values:
 
 def _has_own_gpu(chosen: Mapping[str, Any], machine: Machine) -> bool:
     """Return whether one process trains on a GPU that DeepSpeed supports."""
-    one = chosen.get("distributed_type", "NO") == "NO" and not chosen.get("use_cpu")
-    return one and machine.gpu_kind != "mps"
+    single = chosen.get("distributed_type", "NO") == "NO" and not chosen.get("use_cpu")
+    return single and machine.gpu_kind != "mps"
 
 
 def _deepspeed() -> _Values:
@@ -537,8 +540,8 @@ def _ask_word(path: str, hint: str) -> str:
 
 def _ask_number(name: str, question: str, default: int) -> int:
     """Ask for the value of a setting; its option validates the answer."""
-    one = find(name)
-    return _until(f"{question} [{default}] ", lambda text: int(one.parse(text or str(default))))
+    option = find(name)
+    return _until(f"{question} [{default}] ", lambda text: int(option.parse(text or str(default))))
 
 
 def _pick(question: str, choices: Mapping[str, _Answer]) -> _Answer:
@@ -588,28 +591,36 @@ def _file_line(resolved: Resolved, script: str | None, environment: Mapping[str,
     if resolved.file is not None:
         return printable(f"config file: {resolved.file}")
     start = Path.cwd() if script is None else Path(script).resolve().parent
-    own = default_path(environment)
-    return printable(f"config file: none ({PROJECT_FILE} in {start} or above it, then {own})")
+    personal = default_path(environment)
+    return printable(f"config file: none ({PROJECT_FILE} in {start} or above it, then {personal})")
 
 
 def _rows(resolved: Resolved, idle: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     """Yield a row per setting; a block without given options has a single row."""
-    shown = {one.block for one in all_options() if one.block and resolved.given(one.path)}
-    for one in all_options():
-        if one.kind == "block" and one.name in shown:
+    shown = {
+        option.block for option in all_options() if option.block and resolved.given(option.path)
+    }
+    for option in all_options():
+        if option.kind == "block" and option.name in shown:
             continue
-        if one.block and one.block not in shown:
+        if option.block and option.block not in shown:
             continue
-        origin = "default" if one.kind == "block" else resolved.origins[one.path]
-        unused = f"; no effect: {idle[one.path]}; {_purpose(one)}" if one.path in idle else ""
-        yield one.path, _shown(redacted(resolved.value(one.path), one.path)), f"{origin}{unused}"
+        origin = "default" if option.kind == "block" else resolved.origins[option.path]
+        unused = (
+            f"; no effect: {idle[option.path]}; {_purpose(option)}" if option.path in idle else ""
+        )
+        yield (
+            option.path,
+            _shown(redacted(resolved.value(option.path), option.path)),
+            f"{origin}{unused}",
+        )
     for key, reason in resolved.gone.items():
         yield key, "...", f"{resolved.file}; no effect: {reason}"
 
 
-def _purpose(one: Option) -> str:
+def _purpose(option: Option) -> str:
     """Return what a setting would do if it had an effect."""
-    return f"it would {one.help}" if one.kind == "bool" else f"it would set: {one.help}"
+    return f"it would {option.help}" if option.kind == "bool" else f"it would set: {option.help}"
 
 
 def _shown(value: Any) -> str:
@@ -631,14 +642,14 @@ def _refusal(resolved: Resolved) -> str:
 def _json(resolved: Resolved) -> str:
     idle = resolved.idle()
     settings = {
-        one.path: {
-            "value": redacted(resolved.value(one.path), one.path),
-            "origin": resolved.origins[one.path],
-            "no_effect": idle.get(one.path),
-            "purpose": _purpose(one) if one.path in idle else None,
+        option.path: {
+            "value": redacted(resolved.value(option.path), option.path),
+            "origin": resolved.origins[option.path],
+            "no_effect": idle.get(option.path),
+            "purpose": _purpose(option) if option.path in idle else None,
         }
-        for one in all_options()
-        if one.kind != "block"
+        for option in all_options()
+        if option.kind != "block"
     }
     file = None if resolved.file is None else str(resolved.file)
     facts = {"file": file, "refused": _refusal(resolved) or None, "settings": settings}

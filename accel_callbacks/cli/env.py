@@ -171,7 +171,7 @@ def _nvidia_facts() -> Iterator[tuple[str, str]]:
 
     from accel_callbacks.launch.machine import gpu_drivers
 
-    drivers = dict.fromkeys(one.driver for one in gpu_drivers(os.environ) if one.driver)
+    drivers = dict.fromkeys(gpu.driver for gpu in gpu_drivers(os.environ) if gpu.driver)
     yield "NVIDIA driver", ", ".join(drivers) or "unknown: nvidia-smi has no answer"
     yield "NCCL", _or_error(_nccl_version)
     if torch.cuda.is_available() and torch.cuda.device_count() > 1:

@@ -137,7 +137,7 @@ def _memory(text: str) -> dict[int | str, str]:
     """Parse sizes by device."""
     sizes: dict[int | str, str] = {}
     for part in text.split(","):
-        device, equals, size = (one.strip() for one in part.partition("="))
+        device, equals, size = (word.strip() for word in part.partition("="))
         if not (device and equals and size):
             raise ArgumentTypeError(f"{part.strip()!r} is not DEVICE=SIZE, such as 0=8GB")
         sizes[int(device) if device.isdecimal() else device] = size
@@ -193,7 +193,7 @@ def _planned(args: Namespace) -> int:
     if not any(unit.nbytes for unit in weights.units):
         raise CommandError(f"{args.model} has no parameters and no buffers: nothing to plan", 1)
     try:
-        found = plan(
+        memory_plan = plan(
             weights,
             get_max_memory() if args.max_memory is None else args.max_memory,
             args.policy or "auto",
@@ -205,11 +205,11 @@ def _planned(args: Namespace) -> int:
     except ValueError as error:  # a device or a size
         raise CommandError(str(error)) from error
     if args.json:
-        print(to_json(_plan_as_json(args.model, found)))
+        print(to_json(_plan_as_json(args.model, memory_plan)))
         return 0
-    moved = f", of which {size_of(found.offloaded)} are fetched for each pass"
-    print(f"{args.model}: {size_of(weights.nbytes)}{moved if found.offloaded else ''}")
-    print(f"{found.table(every_unit=args.every_unit)}\n{_PLAN_NOTES}")
+    moved = f", of which {size_of(memory_plan.offloaded)} are fetched for each pass"
+    print(f"{args.model}: {size_of(weights.nbytes)}{moved if memory_plan.offloaded else ''}")
+    print(f"{memory_plan.table(every_unit=args.every_unit)}\n{_PLAN_NOTES}")
     return 0
 
 
@@ -238,26 +238,26 @@ def _has_weights(name: str) -> bool:
     if "://" in name:
         return True
     if path.is_dir():
-        names = [one.name for one in path.iterdir()]
-        return "config.json" not in names or any(one.endswith(_STORED) for one in names)
+        names = [file.name for file in path.iterdir()]
+        return "config.json" not in names or any(name.endswith(_STORED) for name in names)
     return path.is_file() and (path.name.endswith(_STORED) or path.name.endswith(".index.json"))
 
 
-def _plan_as_json(name: str, found: Plan) -> dict[str, Any]:
+def _plan_as_json(name: str, memory_plan: Plan) -> dict[str, Any]:
     """Return a plan in plain values."""
     return {
         "model": name,
-        "bytes": found.weights.nbytes,
-        "offloaded": found.offloaded,
-        "execution_device": found.execution_device,
+        "bytes": memory_plan.weights.nbytes,
+        "offloaded": memory_plan.offloaded,
+        "execution_device": memory_plan.execution_device,
         "devices": [
-            {**vars(use), "reserve": use.reserve, "left": use.left} for use in found.devices
+            {**vars(use), "reserve": use.reserve, "left": use.left} for use in memory_plan.devices
         ],
         "units": [
             {"name": unit, "bytes": nbytes, "device": device, "reason": reason}
-            for unit, _, nbytes, device, reason in found.runs(every_unit=True)
+            for unit, _, nbytes, device, reason in memory_plan.runs(every_unit=True)
         ],
-        "device_map": found.device_map,
+        "device_map": memory_plan.device_map,
     }
 
 
@@ -276,7 +276,7 @@ def _sharded(args: Namespace, from_cache: bool) -> int:
     units = [unit.modules for unit in find_units(model, FullyShardedDataParallelPlugin())]
     plan = _plan(model, args) if sizes["tp"] > 1 else {}
     try:
-        found = sharded_memory(
+        estimates = sharded_memory(
             model, shards, units, dtypes, tensor_parallel=sizes["tp"], plan=plan, stages=sizes["pp"]
         )
     except ValueError as error:
@@ -284,15 +284,18 @@ def _sharded(args: Namespace, from_cache: bool) -> int:
     always = ("dp_replicate", "dp_shard")
     mesh = {axis: size for axis, size in sizes.items() if axis in always or size > 1}
     if args.json:
-        ranks = [{**vars(one), "total": one.total} for one in found]
+        ranks = [{**vars(estimate), "total": estimate.total} for estimate in estimates]
         print(to_json({"model": args.model, "mesh": mesh, "processes": ranks}))
         return 0
-    rows = [(one.dtype, one.masters, *(size_of(size) for size in _sizes(one))) for one in found]
+    rows = [
+        (estimate.dtype, estimate.masters, *(size_of(size) for size in _sizes(estimate)))
+        for estimate in estimates
+    ]
     head = ("DTYPE", "MASTERS", "WEIGHTS", "GRADIENTS", "OPTIMIZER", "TOTAL", "LARGEST UNIT")
-    count = sum(one.numel() for one in model.parameters())
+    count = sum(parameter.numel() for parameter in model.parameters())
     shown = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
     print(f"{args.model}: {count:,} parameters on {shown}, bytes of each process")
-    largest = f"Largest unit: {found[0].unit_name}."
+    largest = f"Largest unit: {estimates[0].unit_name}."
     if shards == 1:
         engine = ", layers are cut" if plan else ": DDP" if sizes["pp"] == 1 else ""
         largest = f"Nothing is sharded{engine}."
@@ -318,8 +321,14 @@ def _plan(model: torch.nn.Module, args: Namespace) -> Mapping[str, Any]:
     )
 
 
-def _sizes(one: ShardedMemory) -> tuple[int, ...]:
-    return one.weights, one.gradients, one.optimizer, one.total, one.largest_unit
+def _sizes(estimate: ShardedMemory) -> tuple[int, ...]:
+    return (
+        estimate.weights,
+        estimate.gradients,
+        estimate.optimizer,
+        estimate.total,
+        estimate.largest_unit,
+    )
 
 
 # --- the model ------------------------------------------------------------------------------
@@ -402,16 +411,16 @@ def _from_factory(name: str, kwargs: Mapping[str, Any], device: str) -> torch.nn
     module_name, _, path = name.partition(":")
     with _importing_from_here():
         try:
-            found: Any = import_module(module_name)
+            member: Any = import_module(module_name)
         except Exception as error:
             raise CommandError(f"cannot import {module_name!r}: {_first_line(error)}") from error
         for part in path.split("."):
-            if not hasattr(found, part):
-                hint = suggestion(part, dir(found))
+            if not hasattr(member, part):
+                hint = suggestion(part, dir(member))
                 raise CommandError(f"{module_name!r} has no {path!r}{hint}")
-            found = getattr(found, part)
+            member = getattr(member, part)
         try:
-            model = found if isinstance(found, torch.nn.Module) else found(**kwargs)
+            model = member if isinstance(member, torch.nn.Module) else member(**kwargs)
         except Exception as error:
             advice = "; if it needs real numbers, add --device cpu" if device == "meta" else ""
             raise CommandError(f"{name} failed: {_first_line(error)}{advice}", 1) from error
@@ -423,13 +432,13 @@ def _from_factory(name: str, kwargs: Mapping[str, Any], device: str) -> torch.nn
 @contextmanager
 def _importing_from_here() -> Iterator[None]:
     """Import from the working directory too, as ``python -m`` does."""
-    here = os.getcwd()
-    sys.path.insert(0, here)
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
     try:
         yield
     finally:
         with suppress(ValueError):
-            sys.path.remove(here)
+            sys.path.remove(folder)
 
 
 def _from_config(name: str, trust: bool, from_cache: bool) -> torch.nn.Module:

@@ -80,28 +80,28 @@ def configure(parser: CommandParser) -> None:
 def add_settings(parser: CommandParser) -> None:
     """Add a flag for every setting of a config file."""
     groups: dict[str, Any] = {}
-    for one in all_options():
-        if not one.flag:
+    for option in all_options():
+        if not option.flag:
             continue
-        title = _TITLES.get(one.group, one.block or one.group.lower())
+        title = _TITLES.get(option.group, option.block or option.group.lower())
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
-        flags, keywords = one.argument()
-        if one.name in ("tee", "redirects"):
+        flags, keywords = option.argument()
+        if option.name in ("tee", "redirects"):
             keywords["type"] = _streams
-        if one.name == "nproc_per_node":
+        if option.name == "nproc_per_node":
             keywords |= {"type": _number_or_word(keywords["type"]), "metavar": "N|auto|cpu|gpu"}
         parser.option(*flags, group=groups[title], **keywords)
-        for flag, value in one.shorthands.items():
+        for flag, value in option.shorthands.items():
             parser.option(
                 flag,
                 group=groups[title],
-                action=_OneOf if one.choices else "store_const",
-                dest=one.dest,
+                action=_OneOf if option.choices else "store_const",
+                dest=option.dest,
                 const=value,
-                help=f"turns {one.flag} off"
+                help=f"turns {option.flag} off"
                 if value is False
-                else f"the same as {one.flag} {value}",
+                else f"the same as {option.flag} {value}",
             )
 
 
@@ -111,11 +111,11 @@ class _OneOf(argparse.Action):
     def __init__(self, option_strings: list[str], dest: str, const: str, **settings: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, const=const, **settings)
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: Namespace, *given: Any) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Namespace, *words: Any) -> None:
         """Store the choice."""
         before = getattr(namespace, self.dest, None)
         if before not in (None, self.const):
-            parser.error(f"{given[-1]} contradicts {self.dest} {before}: give one of them")
+            parser.error(f"{words[-1]} contradicts {self.dest} {before}: give one of them")
         setattr(namespace, self.dest, self.const)
 
 
@@ -160,13 +160,15 @@ def read_program(args: Namespace) -> Program:
         raise CommandError("-m and --no_python exclude each other: give one of them")
     name: str = args.program[0]
     if args.module:
-        kind, found, wanted = "module", _module_exists(name), "a module that Python can import here"
+        kind, wanted = "module", "a module that Python can import here"
+        exists = _module_exists(name)
     elif args.no_python:
-        kind, found, wanted = "program", bool(shutil.which(name)), "an executable file or command"
+        kind, wanted = "program", "an executable file or command"
+        exists = shutil.which(name) is not None
     else:
-        kind, found = "script", Path(name).exists()
-        wanted = f"a file (looked from {os.getcwd()})"
-    if not found:
+        kind, wanted = "script", f"a file (looked from {os.getcwd()})"
+        exists = Path(name).exists()
+    if not exists:
         raise CommandError(f"{name!r} is not {wanted}; nothing was started")
     return Program(kind, name, tuple(args.program[1:]))
 
@@ -207,9 +209,9 @@ def _plan(args: Namespace, environment: Mapping[str, str]) -> Plan:
     resolved = resolve_settings(typed, args.config_file, script, environment)
     refuse_unbuilt(resolved)
     for path, reason in resolved.idle().items():
-        one = find(path)
-        if resolved.origins.get(path) == "command line" and resolved.value(path) != one.default:
-            print(f"accel launch: {one.flag} has no effect: {reason}", file=sys.stderr)
+        option = find(path)
+        if resolved.origins.get(path) == "command line" and resolved.value(path) != option.default:
+            print(f"accel launch: {option.flag} has no effect: {reason}", file=sys.stderr)
     for line in (*fsdp1_notes(resolved), *filter(None, [megatron_note(resolved)])):
         print(f"accel launch: {line}", file=sys.stderr)
     host = Host(environment, usable_cores(), _count_devices, _free_port)

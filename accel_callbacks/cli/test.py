@@ -81,28 +81,28 @@ def _seconds(text: str) -> float:
 def run(args: Namespace) -> int:
     """Launch the checks; return 1 if one fails."""
     if args.program or args.module or args.no_python:
-        given = args.program[0] if args.program else "-m or --no_python"
-        raise CommandError(f"accel test runs its own program, and was given {given!r}")
+        program = args.program[0] if args.program else "-m or --no_python"
+        raise CommandError(f"accel test runs its own program, and was given {program!r}")
     with tempfile.TemporaryDirectory(prefix="accel-test-") as scratch:
         report = Path(scratch, "report.json")
         code = launch.run(_launch_options(args, scratch, report))
         if args.dry_run:
             return code
-        found = _read(report)
-    return _conclude(found, code, as_json=args.json)
+        facts = _read(report)
+    return _conclude(facts, code, as_json=args.json)
 
 
 def _launch_options(args: Namespace, scratch: str, report: Path) -> Namespace:
     """Convert the options to those of ``accel launch -m accel_callbacks.selftest``."""
-    own = [f"--report={report}", f"--scratch={scratch}", f"--patience={args.patience:g}"]
-    own += [f"--checks={','.join(args.checks)}"] if args.checks else []
-    own += [f"--folder={args.folder}"] if args.folder else []
-    own += ["--quiet"] if args.json else []
+    arguments = [f"--report={report}", f"--scratch={scratch}", f"--patience={args.patience:g}"]
+    arguments += [f"--checks={','.join(args.checks)}"] if args.checks else []
+    arguments += [f"--folder={args.folder}"] if args.folder else []
+    arguments += ["--quiet"] if args.json else []
     parser = CommandParser(prog="accel test", description="")
     parser.add_help = False
     _add_own(parser)
     _, others = parser.parse_known_args(getattr(args, "words", []))
-    program = ["accel_callbacks.selftest", *own]
+    program = ["accel_callbacks.selftest", *arguments]
     values = {
         **vars(args),
         "module": True,
@@ -123,17 +123,17 @@ def _read(report: Path) -> dict[str, Any]:
     return document if isinstance(document, dict) else {}
 
 
-def _conclude(found: Mapping[str, Any], code: int, as_json: bool) -> int:
+def _conclude(facts: Mapping[str, Any], code: int, as_json: bool) -> int:
     """Print the JSON, or why the table is incomplete; return the exit code."""
-    checks = found.get("checks", [])
-    holds = bool(checks) and all(one["status"] in ("ok", "skipped") for one in checks)
-    under_way = found.get("under_way")
+    checks = facts.get("checks", [])
+    holds = bool(checks) and all(check["status"] in ("ok", "skipped") for check in checks)
+    under_way = facts.get("under_way")
     if as_json:
         complete = code == 0 and under_way is None
         print(json.dumps({"holds": holds and complete, "checks": checks, "ended_in": under_way}))
     if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
         return code  # stopped by the user
-    if not found or under_way is not None:
+    if not facts or under_way is not None:
         print(f"accel test: {_cut_short(under_way)}", file=sys.stderr)
         return code or 1
     return code or int(not holds)

@@ -64,24 +64,24 @@ def values_of(data: Mapping[str, Any], source: str) -> tuple[dict[str, Any], dic
     """
     _refuse_sagemaker(data, source)
     gone = {key: GONE[key] for key in data if key in GONE}
-    known = {one.path: one for one in all_options()}
-    found: dict[str, Any] = {}
+    known = {option.path: option for option in all_options()}
+    values: dict[str, Any] = {}
     for key, value in _modern(data, source).items():
-        one = known.get(key)
-        if one is None or one.block:
+        option = known.get(key)
+        if option is None or option.block:
             raise _unknown(key, [name for name in known if "." not in name], source)
-        if one.kind != "block":
-            found.update(_given(one, value, source))
+        if option.kind != "block":
+            values.update(_given(option, value, source))
             continue
-        for inner, part in _block(one, value, source).items():
+        for inner, part in _block(option, value, source).items():
             path = _path_in(key, inner, known)
             if path not in known:
                 names = [name.partition(".")[2] for name in known if name.startswith(f"{key}.")]
                 raise _unknown(inner, names, f"{source}: {key}")
-            if path in found:
+            if path in values:
                 raise SettingsError(f"{source}: {path} is given under two names: keep one")
-            found.update(_given(known[path], part, source))
-    return found, gone
+            values.update(_given(known[path], part, source))
+    return values, gone
 
 
 def _path_in(block: str, inner: str, known: Mapping[str, Option]) -> str:
@@ -104,33 +104,33 @@ def _refuse_sagemaker(data: Mapping[str, Any], source: str) -> None:
 
 def _modern(data: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Replace keys of older Accelerate versions by their current names."""
-    found = {key: value for key, value in data.items() if key not in GONE}
-    if "fp16" in found:
-        fp16 = found.pop("fp16")
+    modern = {key: value for key, value in data.items() if key not in GONE}
+    if "fp16" in modern:
+        fp16 = modern.pop("fp16")
         if not isinstance(fp16, bool):
             raise SettingsError(f"{source}: fp16 must be true or false, not {shown(fp16)}")
-        found.setdefault("mixed_precision", "fp16" if fp16 else "no")
-    if "dynamo_backend" in found:
-        backend = found.pop("dynamo_backend")
-        found.setdefault("dynamo_config", {"dynamo_backend": backend})
-    return found
+        modern.setdefault("mixed_precision", "fp16" if fp16 else "no")
+    if "dynamo_backend" in modern:
+        backend = modern.pop("dynamo_backend")
+        modern.setdefault("dynamo_config", {"dynamo_backend": backend})
+    return modern
 
 
-def _block(one: Option, value: Any, source: str) -> Mapping[str, Any]:
+def _block(block: Option, value: Any, source: str) -> Mapping[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise SettingsError(f"{source}: {one.name} must be a block of keys, not {shown(value)}")
+        raise SettingsError(f"{source}: {block.name} must be a block of keys, not {shown(value)}")
     return value
 
 
-def _given(one: Option, value: Any, source: str) -> dict[str, Any]:
+def _given(option: Option, value: Any, source: str) -> dict[str, Any]:
     """Return the value under its path; nothing for null, which Accelerate writes for "not set"."""
     try:
-        read = one.read(value)
+        read = option.read(value)
     except ValueError as error:
-        raise SettingsError(f"{source}: {one.path} {error}") from None
-    return {} if one.is_unset(value) else {one.path: read}
+        raise SettingsError(f"{source}: {option.path} {error}") from None
+    return {} if option.is_unset(value) else {option.path: read}
 
 
 def _unknown(key: str, names: list[str], source: str) -> SettingsError:
@@ -304,8 +304,8 @@ def _from_yaml(text: str) -> Any:
         return yaml.load(text, Loader)  # a SafeLoader: tags of Python objects raise
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        where = f"line {mark.line + 1}: " if mark is not None else ""
-        raise SettingsError(f"is not YAML: {where}{_one_line(ValueError(error.problem))}") from None
+        place = f"line {mark.line + 1}: " if mark is not None else ""
+        raise SettingsError(f"is not YAML: {place}{_one_line(ValueError(error.problem))}") from None
     except yaml.YAMLError as error:
         raise SettingsError(f"is not YAML: {_one_line(error)}") from None
 
@@ -318,12 +318,12 @@ def _from_json(text: str) -> Any:
 
 
 def _without_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    mapping: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in mapping:
             raise SettingsError(f"has the key {shown(key)} twice: keep one")
-        found[key] = value
-    return found
+        mapping[key] = value
+    return mapping
 
 
 def _check_shape(data: Any) -> None:

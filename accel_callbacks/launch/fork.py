@@ -49,7 +49,7 @@ class ForkPlan:
     """Number of processes, their rendezvous, and what each of them gets.
 
     Args:
-        where: name of the launching function, for errors.
+        launcher: name of the launching function, for errors.
         processes: on this machine.
         machines: that take part.
         backend: of the rendezvous.
@@ -66,11 +66,11 @@ class ForkPlan:
 
     Example:
         >>> from accel_callbacks.launch.fork import ForkPlan
-        >>> ForkPlan(where="debug_launcher", processes=2).endpoint
+        >>> ForkPlan(launcher="debug_launcher", processes=2).endpoint
         'localhost:0'
     """
 
-    where: str
+    launcher: str
     processes: int
     machines: int = 1
     backend: str = "c10d"
@@ -122,28 +122,28 @@ def run_forked(plan: ForkPlan, function: Callable[..., Any], args: Sequence[Any]
                 # DDP imports it, which takes seconds: import it once here, not in each process.
                 importlib.import_module("torch._dynamo")
             try:
-                found = elastic_launch(_configuration(plan, folder), entry)()
-                return [found[rank] for rank in sorted(found)]
+                results = elastic_launch(_configuration(plan, folder), entry)()
+                return [results[rank] for rank in sorted(results)]
             except ChildFailedError as error:
                 failed = error.failures
             except (DistError, RendezvousError, RuntimeError) as error:
                 problem = _rendezvous_failed(plan, error)
                 raise problem from (None if problem is error else error)
-        raise reports.last_attempt().error(failed, plan.where)
+        raise reports.last_attempt().error(failed, plan.launcher)
 
 
 def _check_streams(plan: ForkPlan) -> None:
     if plan.prefix is not None and sys.platform != "linux":
         raise RuntimeError(
-            f"{plan.where}: log_line_prefix_template does nothing here, as torch captures the "
+            f"{plan.launcher}: log_line_prefix_template does nothing here, as torch captures the "
             "output of functions on Linux only. Leave it out, and let the function print the rank."
         )
     try:
         _ = plan.prefix and (sys.stdout.fileno(), sys.stderr.fileno())
     except (AttributeError, OSError):
         raise RuntimeError(
-            f"{plan.where}: log_line_prefix_template needs an output that is a file, which that of "
-            "this notebook is not. Leave it out, and let the function print the rank."
+            f"{plan.launcher}: log_line_prefix_template needs an output that is a file, which that "
+            "of this notebook is not. Leave it out, and let the function print the rank."
         ) from None
 
 
@@ -192,14 +192,14 @@ def _rendezvous_failed(plan: ForkPlan, error: Exception) -> Exception:
 
     if "EADDRINUSE" in str(error):  # torch 2.6 raises it as a plain RuntimeError
         return RuntimeError(
-            f"{plan.where}: the port of {plan.endpoint} is taken, perhaps by another run. Give "
+            f"{plan.launcher}: the port of {plan.endpoint} is taken, perhaps by another run. Give "
             "another use_port=, or none on one machine, to get a free one."
         )
     if not isinstance(error, DistError | RendezvousError):
         return error
     why = str(error).rstrip(".")
     return RuntimeError(
-        f"{plan.where}: the processes did not find each other: {why}. On several machines, run "
+        f"{plan.launcher}: the processes did not find each other: {why}. On several machines, run "
         "the cell on each, with the same master_addr and use_port, and its own node_rank."
     )
 
@@ -397,10 +397,10 @@ class _Packer(ForkingPickler):
             return torch.nn.Parameter, (value.detach(), value.requires_grad)
         if kind is not torch.Tensor or value.is_meta:
             return NotImplemented
-        here = value.detach().cpu()
-        if here.layout is not torch.strided or here.is_quantized:
-            return reduce_tensor(here)  # type: ignore[no-untyped-call]
-        plain = here.resolve_conj().resolve_neg().contiguous()
+        tensor = value.detach().cpu()
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            return reduce_tensor(tensor)  # type: ignore[no-untyped-call]
+        plain = tensor.resolve_conj().resolve_neg().contiguous()
         data = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
         return _unpack, (data, plain.dtype, tuple(plain.shape))
 
@@ -489,39 +489,43 @@ class ErrorReports:
     def _dead_peers(self, rank: int) -> list[int]:
         """Return the other ranks that have ended without a report."""
         pids = {int(path.stem): path.read_text() for path in self.folder.glob("*.pid")}
-        silent = [one for one in pids if one != rank and not (self.folder / f"{one}.json").exists()]
-        return sorted(one for one in silent if _is_dead(pids[one]))
+        silent = [
+            peer for peer in pids if peer != rank and not (self.folder / f"{peer}.json").exists()
+        ]
+        return sorted(peer for peer in silent if _is_dead(pids[peer]))
 
-    def error(self, ended: Mapping[int, ExitStatus], where: str) -> RemoteError:
+    def error(self, ended: Mapping[int, ExitStatus], launcher: str) -> RemoteError:
         """In the launcher: return the error to raise, that of the rank that failed first.
 
         Args:
             ended: how ranks ended, as far as torch's launcher knows.
-            where: name of the launching function.
+            launcher: name of the launching function.
         """
-        found = [_Report(**json.loads(p.read_text())) for p in self.folder.glob("*.json")]
-        found.sort(key=lambda report: (report.secondary, report.when))
-        dead = found[0].dead_peers if found else []
-        reported = {report.rank for report in found}
-        codes = {rank: one.exitcode for rank, one in ended.items() if rank not in reported}
-        late = [r for r in codes if found and r not in dead and -codes[r] in _AFTERMATH]
+        reports = [_Report(**json.loads(p.read_text())) for p in self.folder.glob("*.json")]
+        reports.sort(key=lambda report: (report.secondary, report.when))
+        dead = reports[0].dead_peers if reports else []
+        reported = {report.rank for report in reports}
+        codes = {rank: status.exitcode for rank, status in ended.items() if rank not in reported}
+        late = [r for r in codes if reports and r not in dead and -codes[r] in _AFTERMATH]
         silent = [rank for rank in dict.fromkeys([*dead, *codes]) if rank not in late]
         if silent:
             silent.sort(key=lambda rank: codes.get(rank, 0) >= 0)  # killed ranks first
-            also = "".join(f"\nthen rank {one.rank} failed: {one.summary}" for one in found)
-            return _error(silent[0], where, _how(codes.get(silent[0])) + also)
-        if not found:
-            return _error(0, where, "a process ended, and left no error")
-        first, others = found[0], sorted(report.rank for report in found[1:])
+            also = "".join(
+                f"\nthen rank {report.rank} failed: {report.summary}" for report in reports
+            )
+            return _error(silent[0], launcher, _how(codes.get(silent[0])) + also)
+        if not reports:
+            return _error(0, launcher, "a process ended, and left no error")
+        first, others = reports[0], sorted(report.rank for report in reports[1:])
         after = [f"(then also rank {', '.join(map(str, others))})"] if others else []
         after += [f"(also rank {rank}: {_how(codes[rank])})" for rank in late]
         lines = [*after, first.text]
         below = [""] if "\n" in first.text and not after else []
-        return _error(first.rank, where, "\n".join([*below, *lines]))
+        return _error(first.rank, launcher, "\n".join([*below, *lines]))
 
 
-def _error(rank: int, where: str, details: str) -> RemoteError:
-    return RemoteError(rank=rank, where=where, details=details)
+def _error(rank: int, launcher: str, details: str) -> RemoteError:
+    return RemoteError(rank=rank, where=launcher, details=details)
 
 
 def _how(code: int | None) -> str:

@@ -91,21 +91,23 @@ def _killed_children() -> Iterator[None]:
 def _quiet_launcher() -> Iterator[None]:
     """Silence the logs of torch's launcher, which repeat the error raised, and fork warnings."""
     known = [
-        one
-        for name, one in logging.root.manager.loggerDict.items()
-        if name.startswith(_LAUNCHER_LOGS) and isinstance(one, logging.Logger) and not one.disabled
+        logger
+        for name, logger in logging.root.manager.loggerDict.items()
+        if name.startswith(_LAUNCHER_LOGS)
+        and isinstance(logger, logging.Logger)
+        and not logger.disabled
     ]
     quiet = [] if "LOGLEVEL" in os.environ else known
     with warnings.catch_warnings():
         # Python 3.12 warns about every fork of a process that has threads.
         warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
-        for one in quiet:
-            one.disabled = True
+        for logger in quiet:
+            logger.disabled = True
         try:
             yield
         finally:
-            for one in quiet:
-                one.disabled = False
+            for logger in quiet:
+                logger.disabled = False
 
 
 @dataclass(frozen=True)
@@ -156,19 +158,19 @@ def probe_forks(*, devices: bool, threads: int) -> ForkSupport:
         _probe(devices, threads, writing)
     os.close(writing)
     try:
-        found = _read_line(reading, _DEVICE_TIMEOUT)
-        if found is None:
+        answer = _read_line(reading, _DEVICE_TIMEOUT)
+        if answer is None:
             raise RuntimeError(
                 "a fork of this process that probed for GPUs died or hung: check their driver "
                 "(nvidia-smi), then restart the kernel. debug_launcher needs no GPU."
             )
-        spoiled = found == "spoiled"
+        spoiled = answer == "spoiled"
         threaded = threads > 1 and _read_line(reading, _THREAD_TIMEOUT) == "threads"
     finally:
         os.kill(child, signal.SIGKILL)  # it may hang in OpenMP
         os.waitpid(child, 0)
         os.close(reading)
-    return ForkSupport(0 if spoiled else int(found), spoiled, threaded)
+    return ForkSupport(0 if spoiled else int(answer), spoiled, threaded)
 
 
 def _probe(devices: bool, threads: int, writing: int) -> None:

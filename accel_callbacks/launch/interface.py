@@ -92,9 +92,9 @@ def interface_towards(address: str, existing: Sequence[str]) -> str | None:
         return None
     with suppress(OSError, ValueError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((socket.gethostbyname(address), 1))
-        own = probe.getsockname()[0]
-        if not ipaddress.ip_address(own).is_loopback:
-            return next((name for name in existing if _address_of(name, probe) == own), None)
+        source = probe.getsockname()[0]
+        if not ipaddress.ip_address(source).is_loopback:
+            return next((name for name in existing if _address_of(name, probe) == source), None)
     return None
 
 

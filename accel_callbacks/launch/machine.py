@@ -90,13 +90,13 @@ class Machine:
         """Return lines that describe the machine."""
         names = ", ".join(dict.fromkeys(self.gpus))
         memory = f", {self.memory / 2**30:.1f} GiB of memory" if self.memory else ""
-        found = [f"GPUs: {len(self.gpus)} ({names})" if self.gpus else "GPUs: none"]
-        found.append(f"CPU: {self.cores} {'core' if self.cores == 1 else 'cores'}{memory}")
+        lines = [f"GPUs: {len(self.gpus)} ({names})" if self.gpus else "GPUs: none"]
+        lines.append(f"CPU: {self.cores} {'core' if self.cores == 1 else 'cores'}{memory}")
         if self.slurm_nodes:
-            found.append(f"SLURM: a job on {self.slurm_nodes} machine(s)")
+            lines.append(f"SLURM: a job on {self.slurm_nodes} machine(s)")
         if self.tpu:
-            found.append(f"TPU: yes, torch_xla {'installed' if self.torch_xla else 'missing'}")
-        return found
+            lines.append(f"TPU: yes, torch_xla {'installed' if self.torch_xla else 'missing'}")
+        return lines
 
 
 def detect_machine(environment: Mapping[str, str], root: Path = Path("/")) -> Machine:

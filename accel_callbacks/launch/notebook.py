@@ -93,7 +93,7 @@ def notebook_launcher(
     _check_numbers(1, num_processes=num_processes, num_nodes=num_nodes)
     _check_numbers(0, node_rank=node_rank, max_restarts=max_restarts)
     plan = ForkPlan(
-        where="notebook_launcher",
+        launcher="notebook_launcher",
         processes=num_processes or 0,
         machines=num_nodes,
         conf=dict(rdzv_conf or {}),
@@ -117,13 +117,13 @@ def notebook_launcher(
     plan = replace(plan, start_method=method)
     counts = sys.platform != "darwin" and not _on_cpu()
     support = _probe(method, devices=counts, threads=_threads_for(asked or 1))
-    here = asked or max(1, _device_count(support))
-    if here == 1 and plain:
+    processes = asked or max(1, _device_count(support))
+    if processes == 1 and plain:
         return [_call_here(plan, function, args)]
     _check_uninitialized("notebook_launcher")
-    _check_devices(here, support)
-    threads, on_cpu = _threads_for(here, support), not support.devices
-    plan = replace(plan, processes=here, threads=threads, on_cpu=on_cpu)
+    _check_devices(processes, support)
+    threads, on_cpu = _threads_for(processes, support), not support.devices
+    plan = replace(plan, processes=processes, threads=threads, on_cpu=on_cpu)
     return run_forked(plan, function, args)
 
 
@@ -159,7 +159,7 @@ def debug_launcher(
     method = _start_method("debug_launcher", function, args)
     support = _probe(method, devices=False, threads=_threads_for(num_processes))
     plan = ForkPlan(
-        where="debug_launcher",
+        launcher="debug_launcher",
         processes=num_processes,
         start_method=method,
         environment={"ACCEL_CPU": "1", "ACCEL_MIXED_PRECISION": "no"},
@@ -169,18 +169,18 @@ def debug_launcher(
     return run_forked(plan, function, args)
 
 
-def _check_call(where: str, function: Any, args: Any) -> None:
+def _check_call(launcher: str, function: Any, args: Any) -> None:
     """Raise TypeError for a function that is not callable, or arguments that are no sequence."""
     if not callable(function):
         raise TypeError(
-            f"{where} takes the function itself, not a {type(function).__name__}: write "
-            f"{where}(train, args=(...)), not {where}(train(...))."
+            f"{launcher} takes the function itself, not a {type(function).__name__}: write "
+            f"{launcher}(train, args=(...)), not {launcher}(train(...))."
         )
     if isinstance(args, str) or not isinstance(args, Sequence):
         raise TypeError(f"args={args!r} must be a tuple: write args=({args!r},) for one argument.")
 
 
-def _start_method(where: str, function: Callable[..., Any], args: Sequence[Any]) -> str:
+def _start_method(launcher: str, function: Callable[..., Any], args: Sequence[Any]) -> str:
     """Return ``"fork"``, or ``"spawn"`` on macOS.
 
     Objective-C ends a fork that uses what another thread of its parent was initializing.
@@ -190,14 +190,14 @@ def _start_method(where: str, function: Callable[..., Any], args: Sequence[Any])
     """
     if not hasattr(os, "fork"):
         raise RuntimeError(
-            f"{where} needs a system that can fork processes, which this one cannot: save the code "
-            "to a file and start it with `accel launch`."
+            f"{launcher} needs a system that can fork processes, which this one cannot: save the "
+            "code to a file and start it with `accel launch`."
         )
     if sys.platform != "darwin" or os.environ.get(_FORK_ANYWAY) == "YES":
         return "fork"
     if not _can_spawn(function, args):
         raise RuntimeError(
-            f"{where} starts new processes on macOS, as forks are not safe there. They need a "
+            f"{launcher} starts new processes on macOS, as forks are not safe there. They need a "
             "function that they can import, and arguments that can be pickled: save the function "
             f"to a .py file and import it from there. Or accept forks: set {_FORK_ANYWAY}=YES "
             "before this process starts."
@@ -224,25 +224,25 @@ def _probe(method: str, *, devices: bool, threads: int) -> ForkSupport:
     return ForkSupport(threaded=True)
 
 
-def _check_uninitialized(where: str) -> None:
+def _check_uninitialized(launcher: str) -> None:
     """Raise RuntimeError if forks would inherit an initialized topology or process group."""
     if is_initialized():
         raise RuntimeError(
-            f"{where}: an Accelerator or PartialState was already made in this process, and its "
+            f"{launcher}: an Accelerator or PartialState was already made in this process, and its "
             "forks would inherit it. Make it inside of the function, and run "
             "`PartialState().destroy_process_group()` here, or restart the kernel."
         )
     if dist.is_available() and dist.is_initialized():
         raise RuntimeError(
-            f"{where}: this process is in a process group already. Run "
+            f"{launcher}: this process is in a process group already. Run "
             "`torch.distributed.destroy_process_group()`, or restart the kernel."
         )
 
 
 def _threads_for(processes: int, support: ForkSupport | None = None) -> int:
     """Return OMP_NUM_THREADS or a process's share of the cores; 1 if forks cannot use threads."""
-    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    wanted = int(given) if given.isdigit() else usable_cores() // processes
+    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    wanted = int(threads) if threads.isdigit() else usable_cores() // processes
     if support is not None and not support.threaded:
         return 1
     return max(1, wanted)

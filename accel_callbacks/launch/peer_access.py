@@ -31,8 +31,8 @@ def nccl_workarounds(gpus: Sequence[GpuDriver], environment: Mapping[str, str]) 
         >>> nccl_workarounds(cards, {"NCCL_IB_DISABLE": "0"})
         {'NCCL_P2P_DISABLE': '1'}
     """
-    concerned = [one for one in gpus if _WITHOUT_PEERS.search(one.name)]
-    old = any(_version(one.driver) < _FIRST_RIGHT_DRIVER for one in concerned)
+    concerned = [gpu for gpu in gpus if _WITHOUT_PEERS.search(gpu.name)]
+    old = any(_version(gpu.driver) < _FIRST_RIGHT_DRIVER for gpu in concerned)
     if len(gpus) < 2 or not old:
         return {}
     return {name: "1" for name in _VARIABLES if name not in environment}

@@ -228,9 +228,13 @@ def _torchrun_words(
         else f"{rendezvous.least}:{rendezvous.most}"
     )
     words = ["--nnodes", nodes, "--nproc-per-node", str(rendezvous.local), *rendezvous.words]
-    for one in all_options():
-        if one.torchrun and resolved.given(one.path) and one.name not in _RENDEZVOUS_OPTIONS:
-            words += [f"--{one.name.replace('_', '-')}", str(resolved.value(one.path))]
+    for option in all_options():
+        if (
+            option.torchrun
+            and resolved.given(option.path)
+            and option.name not in _RENDEZVOUS_OPTIONS
+        ):
+            words += [f"--{option.name.replace('_', '-')}", str(resolved.value(option.path))]
     for name, value in extras.items():
         if name != "standalone":
             flag = f"--{name.replace('_', '-')}"
@@ -295,9 +299,9 @@ def _task_plan(
 
 def _cores_of_a_task(place: SlurmPlace, host: Host) -> int:
     """Return the cores of one task, whether or not srun has bound it to them."""
-    given = host.environment.get("SLURM_CPUS_PER_TASK", "")
-    if given.isdecimal():
-        return int(given)
+    cpus = host.environment.get("SLURM_CPUS_PER_TASK", "")
+    if cpus.isdecimal():
+        return int(cpus)
     on_node = host.environment.get("SLURM_CPUS_ON_NODE", "")
     bound = on_node.isdecimal() and host.cores < int(on_node)
     return host.cores if bound else host.cores // place.tasks_here

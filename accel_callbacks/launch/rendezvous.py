@@ -55,8 +55,8 @@ def fill_from_slurm(resolved: Resolved, place: SlurmPlace | None) -> LaunchSetti
     if place is None or not place.in_step:
         return settings
     machines = len(place.hosts)
-    given = settings.nnodes is None and resolved.given("num_machines")
-    if given and settings.num_machines != machines:
+    counted = settings.nnodes is None and resolved.given("num_machines")
+    if counted and settings.num_machines != machines:
         origin = resolved.origins["num_machines"]
         if origin == "command line":
             return settings
@@ -67,13 +67,13 @@ def fill_from_slurm(resolved: Resolved, place: SlurmPlace | None) -> LaunchSetti
     if machines == 1:
         return settings
     typed = {name for name, origin in resolved.origins.items() if origin == "command line"}
-    found: dict[str, Any] = {
+    changes: dict[str, Any] = {
         "num_machines": settings.num_machines if settings.nnodes else machines,
         "machine_rank": settings.machine_rank if "machine_rank" in typed else place.machine_rank,
         "main_process_ip": settings.main_process_ip or place.hosts[0],
         "main_process_port": settings.main_process_port or place.port,
     }
-    return replace(settings, **found)
+    return replace(settings, **changes)
 
 
 def plan_rendezvous(
@@ -176,10 +176,10 @@ def _static(settings: LaunchSettings, machines: int, local: int, host: Host) -> 
     address, port = address or "127.0.0.1", port or DEFAULT_PORT
     words: tuple[str, ...] = ("--rdzv-backend", "static")
     words += ("--node-rank", str(settings.machine_rank))
-    where = ("--master-addr", address, "--master-port", str(port))
+    main_machine = ("--master-addr", address, "--master-port", str(port))
     # On one machine, do not depend on a name server that knows its name.
-    own = settings.local_addr or ("127.0.0.1" if machines == 1 else None)
-    words += (*where, *(("--local-addr", own) if own else ()))
+    local_address = settings.local_addr or ("127.0.0.1" if machines == 1 else None)
+    words += (*main_machine, *(("--local-addr", local_address) if local_address else ()))
     words += ("--rdzv-conf", settings.rdzv_conf) if settings.rdzv_conf else ()
     first = settings.machine_rank * local
     return Rendezvous(machines, machines, local, words, first, address, port)

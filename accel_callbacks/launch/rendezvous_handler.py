@@ -70,7 +70,7 @@ def _create_handler(params: RendezvousParameters) -> RendezvousHandler:
     if server is not None and port == 0:
         host, port = server.host, server.port
         endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    own = RendezvousParameters(
+    parameters = RendezvousParameters(
         backend,
         endpoint,
         params.run_id,
@@ -80,9 +80,9 @@ def _create_handler(params: RendezvousParameters) -> RendezvousHandler:
         **params.config,
     )
     if uses_libuv():
-        inner = get_rendezvous_handler(own)
+        inner = get_rendezvous_handler(parameters)
     else:
-        inner = _handler_without_libuv(own, host, port, _is_here(host, port, serves))
+        inner = _handler_without_libuv(parameters, host, port, _is_here(host, port, serves))
     if backend == "static":
         return _Served(inner, server)
     return _StoreOfEachAttempt(inner, server, _own_address(params, host, port), one_machine)
@@ -138,10 +138,10 @@ def _own_address(params: RendezvousParameters, host: str, port: int) -> str | No
     """Return the address at which other machines reach this one; None if it is not known."""
     if params.local_addr or params.max_nodes == 1:
         return params.local_addr or "127.0.0.1"
-    found = local_address_towards(host, port)
-    if found is None or (is_loopback(found) and not is_loopback(host)):
+    address = local_address_towards(host, port)
+    if address is None or (is_loopback(address) and not is_loopback(host)):
         return None
-    return found
+    return address
 
 
 class _Served(RendezvousHandler):

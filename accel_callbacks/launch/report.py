@@ -168,16 +168,16 @@ def failure_report(failures: Mapping[int, Failure], script: str, log_dir: str | 
     ]
     teller = _told_by(failure)  # the rank that shows the error
     teller = rank if teller not in failures or _follows(failure) else teller
-    told = failures[teller]
-    log = _log_file(log_dir, told.local_rank)
+    reason = failures[teller]
+    log = _log_file(log_dir, reason.local_rank)
     # A single traceback on the screen is easy to find; among several, or in a log, it is not.
     loud = [peer for peer in others if peer != teller and _told_by(failures[peer]) < 0]
     several = any(not _stopped(failures[peer]) for peer in loud)
-    shown = _traceback(told) if several or log is not None else []
+    shown = _traceback(reason) if several or log is not None else []
     lines += [f"  {text}" for text in shown or _summary(failure)]
     named = {"also failed": failed, "then stopped by the launcher": stopped}
     lines += [f"  {title}: {', '.join(ranks)}" for title, ranks in named.items() if ranks]
-    lines.append(f"  {_where(teller, told, log, bool(shown))}")
+    lines.append(f"  {_where(teller, reason, log, bool(shown))}")
     return "\n".join(lines)
 
 
@@ -225,8 +225,8 @@ def _where(rank: int, failure: Failure, log: Path | None, shown: bool) -> str:
     """Describe where to read the output of the rank."""
     if log is not None:
         return f"its output: {log}"
-    what = "traceback" if _message(failure) and code_of(failure) > 0 else "output"
-    above = "" if shown else f"its {what} is above, on standard error of rank {rank}; "
+    source = "traceback" if _message(failure) and code_of(failure) > 0 else "output"
+    above = "" if shown else f"its {source} is above, on standard error of rank {rank}; "
     return f"{above}to keep the output of each rank apart, add --log_dir logs --tee 3"
 
 

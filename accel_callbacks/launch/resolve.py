@@ -127,36 +127,38 @@ def resolve_settings(
     values |= typed
     origins |= dict.fromkeys(typed, "command line")
     resolve_conflicts(values, origins)
-    everything = {one.path: origins.get(one.path, "default") for one in all_options()}
+    everything = {option.path: origins.get(option.path, "default") for option in all_options()}
     return Resolved(_built(values), everything, path, gone)
 
 
 def _from_environment(environment: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for one in all_options():
-        text = environment.get(one.variable) if one.variable else None
+    for option in all_options():
+        text = environment.get(option.variable) if option.variable else None
         if text is None:
             continue
         try:
-            values[one.path] = one.parse(text)
+            values[option.path] = option.parse(text)
         except ValueError as error:
-            raise SettingsError(f"environment variable {one.variable} {error}") from None
-        origins[one.path] = f"environment variable {one.variable}"
+            raise SettingsError(f"environment variable {option.variable} {error}") from None
+        origins[option.path] = f"environment variable {option.variable}"
     return values, origins
 
 
 def _from_command_line(cli: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for one in all_options():
-        given = cli.get(one.dest) if one.dest else None
-        if given is None:
+    values: dict[str, Any] = {}
+    for option in all_options():
+        argument = cli.get(option.dest) if option.dest else None
+        if argument is None:
             continue
         try:
-            found[one.path] = one.read(list(given) if isinstance(given, tuple) else given)
+            values[option.path] = option.read(
+                list(argument) if isinstance(argument, tuple) else argument
+            )
         except ValueError as error:
-            raise SettingsError(f"{one.flag} {error}") from None
-    return found
+            raise SettingsError(f"{option.flag} {error}") from None
+    return values
 
 
 def _built(values: Mapping[str, Any]) -> LaunchSettings:
@@ -209,13 +211,13 @@ def _keep_stronger(
     first: str, second: str, values: dict[str, Any], origins: dict[str, str]
 ) -> None:
     """Drop the setting of lower precedence; turn ``use_cpu`` off, as processes may inherit it."""
-    one, other = _precedence(origins[first]), _precedence(origins[second])
-    if one == other:
+    rank, rival = _precedence(origins[first]), _precedence(origins[second])
+    if rank == rival:
         raise SettingsError(
             f"{first}: {values[first]} contradicts {second}: {values[second]} "
             f"({origins[first]}): give one of them"
         )
-    loser, winner = (second, first) if one > other else (first, second)
+    loser, winner = (second, first) if rank > rival else (first, second)
     del values[loser]
     if loser == "use_cpu":
         values[loser], origins[loser] = False, f"{winner} ({origins[winner]})"
@@ -254,11 +256,11 @@ def refuse_unbuilt(resolved: Resolved) -> None:
         Traceback (most recent call last):
         accel_callbacks.plugins.option.SettingsError: tpu_use_cluster: 1 (command line): ...
     """
-    for one in UNBUILT:
-        if one.asked(resolved.settings):
+    for feature in UNBUILT:
+        if feature.asked(resolved.settings):
             raise SettingsError(
-                f"{one.path}: {_text(resolved.value(one.path))} ({resolved.origins[one.path]}): "
-                f"{one.reason}; {one.instead}"
+                f"{feature.path}: {_text(resolved.value(feature.path))} "
+                f"({resolved.origins[feature.path]}): {feature.reason}; {feature.instead}"
             )
 
 

@@ -163,7 +163,7 @@ def expand_hosts(text: str) -> tuple[str, ...]:
 
 def _numbers(text: str) -> list[str]:
     """Expand ranges such as ``01-03,7``, keeping leading zeros."""
-    found: list[str] = []
+    hosts: list[str] = []
     quoted = repr(f"[{text[:80]}]")
     for part in text.split(","):
         match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part)
@@ -172,8 +172,8 @@ def _numbers(text: str) -> list[str]:
         first, last = int(match[1]), int(match[2] or match[1])
         if last - first > _MOST_HOSTS:
             raise SettingsError(f"{quoted} are more machines than any cluster has")
-        found += [f"{number:0{len(match[1])}d}" for number in range(first, last + 1)]
-    return found
+        hosts += [f"{number:0{len(match[1])}d}" for number in range(first, last + 1)]
+    return hosts
 
 
 def expand_tasks(text: str) -> tuple[int, ...]:

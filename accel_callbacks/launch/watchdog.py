@@ -79,17 +79,17 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 def _marked(text: bytes) -> set[int]:
     """Return the running processes with the mark in their environment, except this one."""
-    found = set()
+    pids = set()
     for name in os.listdir("/proc"):
         if not name.isdecimal() or int(name) == os.getpid():
             continue
         try:
             with open(f"/proc/{name}/environ", "rb") as variables:
                 if text in variables.read().split(b"\0"):
-                    found.add(int(name))
+                    pids.add(int(name))
         except OSError:
             continue  # it has ended, or belongs to another user
-    return found
+    return pids
 
 
 def _main() -> None:

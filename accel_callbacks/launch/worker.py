@@ -109,36 +109,36 @@ def _run_module(name: str, alter_argv: bool) -> None:
 
 def _report(error: Exception) -> None:
     """Print an error under its rank, and write it for the launcher."""
-    own = _script_frames(error.__traceback__)
-    here = os.path.abspath(__file__)
-    sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(here))))  # scripts change it
+    trace = _script_frames(error.__traceback__)
+    path = os.path.abspath(__file__)
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(path))))  # scripts change it
     try:
         from accel_callbacks.rank_report import report_error
 
-        report_error(error, own)
+        report_error(error, trace)
     except Exception:
-        sys.__excepthook__(type(error), error, own)
+        sys.__excepthook__(type(error), error, trace)
 
 
 def _without_frames(error: Exception) -> Exception:
     """Return the error, with neither its own traceback nor those of what led to it."""
     chain: list[BaseException] = [error]
-    for one in chain:
-        one.__traceback__ = None
-        for cause in (one.__cause__, one.__context__):
+    for link in chain:
+        link.__traceback__ = None
+        for cause in (link.__cause__, link.__context__):
             if cause is not None and cause not in chain:
                 chain.append(cause)
     return error
 
 
-def _script_frames(found: TracebackType | None) -> TracebackType | None:
+def _script_frames(trace: TracebackType | None) -> TracebackType | None:
     """Return the traceback from the first frame of the script on."""
     ours = {__file__, "<frozen importlib._bootstrap_external>", "<frozen importlib._bootstrap>"}
-    while found is not None:
-        name = found.tb_frame.f_code.co_filename
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
         if name not in ours and "runpy" not in os.path.basename(name):
-            return found
-        found = found.tb_next
+            return trace
+        trace = trace.tb_next
     return None
 
 

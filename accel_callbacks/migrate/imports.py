@@ -86,9 +86,9 @@ def imports_of(source: Source) -> Iterator[tuple[ast.Import | ast.ImportFrom, li
     """Yield the imports of accelerate, with the aliases that import from it."""
     for node in source.nodes:
         if isinstance(node, ast.Import):
-            found = [alias for alias in node.names if below(alias.name) is not None]
-            if found:
-                yield node, found
+            aliases = [alias for alias in node.names if below(alias.name) is not None]
+            if aliases:
+                yield node, aliases
         elif isinstance(node, ast.ImportFrom):
             relative = node.level > 0  # to the script's own package
             if not relative and below(node.module or "") is not None:
@@ -114,21 +114,21 @@ def bindings_of(source: Source) -> dict[str, Binding]:
                 paths.setdefault(local, set()).add(path)
                 renamed[local] = renamed.get(local, False) or chosen
                 ours.add(alias)
-    found = {local: Binding(local, renamed[local]) for local in paths}
+    bindings = {local: Binding(local, renamed[local]) for local in paths}
     for alias in ours:
         if alias.asname is None and alias.name.startswith(f"{OLD}.utils"):
-            found[OLD].has_utils = True
+            bindings[OLD].has_utils = True
     others = _bound_otherwise(source, ours)
     for node in source.nodes:
-        if isinstance(node, ast.Name) and node.id in found and isinstance(node.ctx, ast.Load):
+        if isinstance(node, ast.Name) and node.id in bindings and isinstance(node.ctx, ast.Load):
             (path, *more) = sorted(paths[node.id])
             use = _use(source, node, path)
-            found[node.id].uses.append(use if not more else Use(node, node, (OLD,), None))
-    _add_texts(source, found)
-    for local, binding in found.items():
+            bindings[node.id].uses.append(use if not more else Use(node, node, (OLD,), None))
+    _add_texts(source, bindings)
+    for local, binding in bindings.items():
         binding.shared = local in others
         binding.decide(free=TOP not in others)
-    return found
+    return bindings
 
 
 def _module_bound(
@@ -152,7 +152,7 @@ def _use(source: Source, root: ast.Name, path: tuple[str, ...]) -> Use:
             return Use(node, root, () if node is root else (*path, "*"), None)
         node, path = parent, (*path, parent.attr)
         editable = editable and isinstance(parent.ctx, ast.Load)
-    if any(isinstance(one, ast.JoinedStr) for one in source.ancestors(node)):
+    if any(isinstance(ancestor, ast.JoinedStr) for ancestor in source.ancestors(node)):
         # Older versions of Python report wrong positions in some f-strings.
         editable = editable and source.has_true_position(node)
     return Use(node, root, path, home_of(path) if editable else None)
@@ -177,17 +177,17 @@ def _bound_otherwise(source: Source, ours: set[ast.alias]) -> set[str]:
     return names
 
 
-def _add_texts(source: Source, found: dict[str, Binding]) -> None:
+def _add_texts(source: Source, bindings: dict[str, Binding]) -> None:
     """Add annotations in quotes, as uses that cannot be replaced."""
-    if OLD not in found:
+    if OLD not in bindings:
         return
     for node in source.nodes:
         text = node.value if isinstance(node, ast.Constant) else None
         if isinstance(node, ast.Constant) and isinstance(text, str) and _DOTTED.fullmatch(text):
             parents = source.ancestors(node)
-            if any(isinstance(one, ast.arg | ast.AnnAssign) for one in parents):
+            if any(isinstance(parent, ast.arg | ast.AnnAssign) for parent in parents):
                 root = ast.Name(OLD, ast.Load(), lineno=node.lineno, col_offset=0)
-                found[OLD].uses.append(Use(node, root, tuple(text.split(".")[1:]), None))
+                bindings[OLD].uses.append(Use(node, root, tuple(text.split(".")[1:]), None))
 
 
 def import_edits(

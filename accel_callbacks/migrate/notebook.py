@@ -74,16 +74,16 @@ def migrate_notebook(text: str) -> Migration:
         if isinstance(cell, dict) and cell.get("cell_type") == "code":
             cells.append(_cell(number, _source_of(cell, number)))
     start = 0
-    for one in cells:
-        one.start, start = start, start + len(one.masked) + 1
-    edits, found = analyse("\n".join(one.masked for one in cells))
-    for one in cells:
-        inner = [edit for edit in edits if one.start <= edit.start <= one.start + len(one.text)]
-        moved = [Edit(edit.start - one.start, edit.end - one.start, edit.text) for edit in inner]
-        after = apply_edits(one.text, [*moved, *_command_edits(one)])
-        if after != one.text:
-            _put(book["cells"][one.number - 1], after)
-    findings = [*_unread(cells), *(_placed(finding, cells) for finding in found)]
+    for cell in cells:
+        cell.start, start = start, start + len(cell.masked) + 1
+    edits, script_findings = analyse("\n".join(cell.masked for cell in cells))
+    for cell in cells:
+        inner = [edit for edit in edits if cell.start <= edit.start <= cell.start + len(cell.text)]
+        moved = [Edit(edit.start - cell.start, edit.end - cell.start, edit.text) for edit in inner]
+        after = apply_edits(cell.text, [*moved, *_command_edits(cell)])
+        if after != cell.text:
+            _put(book["cells"][cell.number - 1], after)
+    findings = [*_unread(cells), *(_placed(finding, cells) for finding in script_findings)]
     findings.sort(key=lambda finding: (finding.cell, finding))
     return Migration(text, _written(book, text), findings)
 

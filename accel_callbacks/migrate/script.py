@@ -97,14 +97,14 @@ def analyse(text: str) -> tuple[list[Edit], Sequence[Finding]]:
 def _missing_names(statement: ast.ImportFrom) -> list[Finding]:
     """List the imported names that are missing here."""
     path = below(statement.module or "") or ()
-    found = []
+    findings = []
     for alias in statement.names:
         if alias.name == "*" and path[:1] != ("test_utils",):
             advice = "import what you use by name, then migrate again"
-            found.append(Finding(statement.lineno, f"from {OLD} import *", advice, "left"))
+            findings.append(Finding(statement.lineno, f"from {OLD} import *", advice, "left"))
         elif not is_module((*path, alias.name)) and home_of((*path, alias.name)) is None:
-            found.append(finding_for(alias.lineno, (*path, alias.name)))
-    return found
+            findings.append(finding_for(alias.lineno, (*path, alias.name)))
+    return findings
 
 
 @dataclass
@@ -176,11 +176,11 @@ def _collect_names(nodes: Sequence[ast.AST]) -> _Script:
     for node in nodes:
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            made = {name for target in targets if (name := _last(target))}
+            names = {name for target in targets if (name := _last(target))}
             if script.function(node.value.func) == "Accelerator":
-                script.accelerators |= made
+                script.accelerators |= names
             if _makes_scheduler(_last(node.value.func)):
-                script.schedulers |= made
+                script.schedulers |= names
     for node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             prepares = node.func.attr in ("prepare", "prepare_scheduler")
@@ -222,15 +222,15 @@ def _of_call(node: ast.Call, script: _Script) -> Iterator[Finding]:
     if name in rules:
         kind, text = rules[name]
         yield Finding(node.lineno, shown, text, kind)
-    given = [(keyword.arg or "", keyword.value) for keyword in node.keywords]
+    arguments = [(keyword.arg or "", keyword.value) for keyword in node.keywords]
     if name == "Accelerator" and node.args:
         named = named_arguments(node)
-        given += named
+        arguments += named
         if not named:
             yield Finding(node.lineno, f"{shown}(*...)", NAMELESS, "left")
     if name == "Accelerator":
-        yield from _of_dynamo(shown, dict(given))
-    for keyword, argument in given:
+        yield from _of_dynamo(shown, dict(arguments))
+    for keyword, argument in arguments:
         for value in _values(argument):
             rule = ARGUMENTS.get((name, keyword, value))
             if rule is not None:
@@ -238,16 +238,16 @@ def _of_call(node: ast.Call, script: _Script) -> Iterator[Finding]:
                 yield Finding(argument.lineno, written, rule[1], rule[0])
 
 
-def _of_dynamo(shown: str, given: dict[str, ast.expr]) -> Iterator[Finding]:
+def _of_dynamo(shown: str, arguments: dict[str, ast.expr]) -> Iterator[Finding]:
     """Yield a finding for an Accelerator that compiles, unless it has another precision than fp32.
 
     A precision that is not a constant, or is left to the launcher, may be "no".
     """
-    precision = given.get("mixed_precision")
+    precision = arguments.get("mixed_precision")
     if isinstance(precision, ast.Constant) and precision.value not in ("no", None):
         return
     for keyword in ("dynamo_backend", "dynamo_plugin"):
-        argument = given.get(keyword)
+        argument = arguments.get(keyword)
         off = isinstance(argument, ast.Constant) and str(argument.value).lower() in ("no", "none")
         if argument is not None and not off:
             yield Finding(argument.lineno, f"{shown}({keyword}=...)", TF32, "differs")
@@ -297,7 +297,7 @@ def positional_edits(source: Source) -> Iterator[Edit]:
     for node in source.nodes:
         if not (isinstance(node, ast.Call) and script.function(node.func) == "Accelerator"):
             continue
-        if any(isinstance(one, ast.JoinedStr) for one in source.ancestors(node)):
+        if any(isinstance(ancestor, ast.JoinedStr) for ancestor in source.ancestors(node)):
             continue
         floor = source.text.index("(", source.span(node.func)[1]) + 1 if node.args else 0
         for name, argument in named_arguments(node):

@@ -41,7 +41,7 @@ class KwargsHandler:
 
     def __new__(cls: type[_Handler], *args: Any, **options: Any) -> _Handler:
         """Raise for an unknown option, with a suggestion that ``__init__`` would not make."""
-        known = [one.name for one in fields(cls) if one.init]
+        known = [option.name for option in fields(cls) if option.init]
         for name in options:
             if name not in known:
                 raise TypeError(f"{cls.__name__}() has no option {name!r}.{nearest(name, known)}")
@@ -50,14 +50,14 @@ class KwargsHandler:
     def to_kwargs(self) -> dict[str, Any]:
         """Return the fields whose value is not the default."""
         return {
-            one.name: getattr(self, one.name)
-            for one in fields(self)
-            if one.init and not _is_default(one, getattr(self, one.name))
+            option.name: getattr(self, option.name)
+            for option in fields(self)
+            if option.init and not _is_default(option, getattr(self, option.name))
         }
 
 
-def _is_default(one: Any, value: Any) -> bool:
-    default = one.default if one.default_factory is MISSING else one.default_factory()
+def _is_default(option: Any, value: Any) -> bool:
+    default = option.default if option.default_factory is MISSING else option.default_factory()
     return default is not MISSING and (value is default or bool(value == default))
 
 
@@ -107,18 +107,18 @@ def sort_handlers(kwargs_handlers: Iterable[Any] | None) -> Handlers:
         Traceback (most recent call last):
         ValueError: kwargs_handlers has two AutocastKwargs: keep one.
     """
-    found: dict[type[KwargsHandler], KwargsHandler] = {}
+    by_class: dict[type[KwargsHandler], KwargsHandler] = {}
     if kwargs_handlers is not None and not isinstance(kwargs_handlers, Iterable):
         raise TypeError(f"kwargs_handlers must be a list of handlers, not {kwargs_handlers!r}.")
     for handler in kwargs_handlers or ():
         kind = type(handler)
         if not isinstance(handler, KwargsHandler) or not kind.role:
             raise TypeError(_not_accepted(handler))
-        for other in found:
+        for other in by_class:
             if issubclass(kind, other) or issubclass(other, kind):
                 raise ValueError(f"kwargs_handlers has two {other.__name__}: keep one.")
-        found[kind] = handler
-    return Handlers(found)
+        by_class[kind] = handler
+    return Handlers(by_class)
 
 
 def _not_accepted(handler: Any) -> str:

@@ -123,9 +123,9 @@ class TorchDynamoPlugin(KwargsHandler):
         return kwargs
 
 
-def _read_backend(given: Any) -> DynamoBackend | str:
+def _read_backend(backend: Any) -> DynamoBackend | str:
     """Return a backend by its name; raise if torch does not have it."""
-    name = str(given.value if isinstance(given, DynamoBackend) else given)
+    name = str(backend.value if isinstance(backend, DynamoBackend) else backend)
     if name.upper() == DynamoBackend.NO.value:
         return DynamoBackend.NO
     from torch._dynamo import list_backends

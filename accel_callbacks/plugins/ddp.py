@@ -111,8 +111,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the arguments of DistributedDataParallel; the hook is registered afterwards."""
-        given = super().to_kwargs()
-        return {name: value for name, value in given.items() if name not in _HOOK_FIELDS}
+        options = super().to_kwargs()
+        return {name: value for name, value in options.items() if name not in _HOOK_FIELDS}
 
 
 def _power_sgd_options() -> list[str]:

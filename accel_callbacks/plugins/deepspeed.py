@@ -160,23 +160,23 @@ class DeepSpeedPlugin(KwargsHandler):
     msamp_opt_level: str | None = None
 
     def __post_init__(self) -> None:
-        options = [one.name for one in fields(self) if one.init]
+        options = [option.name for option in fields(self) if option.init]
         given = {n: getattr(self, n) for n in options if getattr(self, n) is not None}
         self._set(_given=given, _origins={}, _selected=False)
         self._check()
         read = self.hf_ds_config
         if read is None or read == "none":
-            held, where = HfDeepSpeedConfig({}), ""
+            held, origin = HfDeepSpeedConfig({}), ""
         else:
             held = HfDeepSpeedConfig(getattr(read, "config", read))
             source = getattr(read, "source", held.source)
-            where = source if isinstance(read, HfDeepSpeedConfig) else held.source
+            origin = source if isinstance(read, HfDeepSpeedConfig) else held.source
             if "zero_optimization" not in held.config and self.zero_stage is None:
                 raise ValueError(
-                    f"hf_ds_config: {where} has no 'zero_optimization': add it with its 'stage', "
+                    f"hf_ds_config: {origin} has no 'zero_optimization': add it with its 'stage', "
                     "which is 0 to shard nothing."
                 )
-        self._merge(held, where)
+        self._merge(held, origin)
         held.set_stage_and_offload()
         self._set(hf_ds_config=held)
         flag = self.zero3_init_flag
@@ -201,18 +201,18 @@ class DeepSpeedPlugin(KwargsHandler):
                 "mixed_precision='bf16'."
             )
 
-    def _merge(self, held: HfDeepSpeedConfig, where: str) -> None:
+    def _merge(self, held: HfDeepSpeedConfig, origin: str) -> None:
         """Bring options and configuration together: each has in the end what the other says."""
         for name, key in KEYS.items():
-            own, read = getattr(self, name), held.get_value(key)
-            asks = own is not None and own != AUTO and not (own == "none" and read is None)
-            if asks and read not in (None, AUTO) and read != own:
+            value, read = getattr(self, name), held.get_value(key)
+            asks = value is not None and value != AUTO and not (value == "none" and read is None)
+            if asks and read not in (None, AUTO) and read != value:
                 raise ValueError(
-                    f"{name}={own!r} of the DeepSpeedPlugin contradicts {key}={read!r} of {where}: "
-                    "leave one of them out, or make it 'auto' in the configuration."
+                    f"{name}={value!r} of the DeepSpeedPlugin contradicts {key}={read!r} of "
+                    f"{origin}: leave one of them out, or make it 'auto' in the configuration."
                 )
             if asks:
-                held.set_value(key, own)
+                held.set_value(key, value)
                 self.origins[key] = f"option {name}"
             elif read not in (None, AUTO):
                 self._set(**{name: read})

@@ -47,19 +47,19 @@ class HfDeepSpeedConfig:
         if os.path.exists(text):
             self.source = text
             with open(text, encoding="utf-8") as file:
-                found = _parsed(file.read())
+                config = _parsed(file.read())
         else:
             self.source = "the JSON text"
-            found = _parsed(text)
-            if found is None:
-                found = _parsed(_decoded(text))
-        if not isinstance(found, dict):
-            what = text if len(text) < 200 else f"{text[:200]}..."
+            config = _parsed(text)
+            if config is None:
+                config = _parsed(_decoded(text))
+        if not isinstance(config, dict):
+            excerpt = text if len(text) < 200 else f"{text[:200]}..."
             raise ValueError(
-                f"hf_ds_config={what!r} must be the path of a JSON file of DeepSpeed's, a dict, or "
-                "its JSON text: there is no such file, and it is no JSON object."
+                f"hf_ds_config={excerpt!r} must be the path of a JSON file of DeepSpeed's, a dict, "
+                "or its JSON text: there is no such file, and it is no JSON object."
             )
-        return found
+        return config
 
     def set_stage_and_offload(self) -> None:
         """Read the stage and the devices of offloading again, after a change of ``config``."""

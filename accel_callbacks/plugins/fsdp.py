@@ -242,8 +242,8 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         names = self.transformer_cls_names_to_wrap
         if names is not None:
             listed = names.split(",") if isinstance(names, str) else names
-            kept = tuple(name.strip() for name in listed if name.strip())
-            object.__setattr__(self, "transformer_cls_names_to_wrap", kept)
+            classes = tuple(name.strip() for name in listed if name.strip())
+            object.__setattr__(self, "transformer_cls_names_to_wrap", classes)
         if self.min_num_params is not None:
             _check_int("min_num_params", self.min_num_params, least=0)
         ignored = self.ignored_modules
@@ -300,11 +300,13 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
     @property
     def offloads(self) -> bool:
         """True if shards are kept in host memory."""
-        given = self.cpu_offload
-        if given is None or isinstance(given, bool):
-            return bool(given)
+        offload = self.cpu_offload
+        if offload is None or isinstance(offload, bool):
+            return bool(offload)
         # FSDP1's CPUOffload has the attribute; of FSDP2's policies only one offloads.
-        return bool(getattr(given, "offload_params", type(given).__name__ == "CPUOffloadPolicy"))
+        return bool(
+            getattr(offload, "offload_params", type(offload).__name__ == "CPUOffloadPolicy")
+        )
 
     def notes(self) -> list[str]:
         """Return what is done in another way than asked for, for warnings.

@@ -410,11 +410,11 @@ class MegatronLMPlugin(KwargsHandler):
     def _asked(self, *kinds: str) -> dict[str, Any]:
         """Return the options of these kinds that ask for something."""
         return {
-            one.name: getattr(self, one.name)
-            for one in fields(self)
-            if MEGATRON[one.name].kind in kinds
-            and getattr(self, one.name) is not None
-            and getattr(self, one.name) not in (one.default, *MEGATRON[one.name].unasked)
+            option.name: getattr(self, option.name)
+            for option in fields(self)
+            if MEGATRON[option.name].kind in kinds
+            and getattr(self, option.name) is not None
+            and getattr(self, option.name) not in (option.default, *MEGATRON[option.name].unasked)
         }
 
     def notes(self) -> str:
@@ -430,21 +430,21 @@ class MegatronLMPlugin(KwargsHandler):
             >>> MegatronLMPlugin(seq_length=512).notes().partition(": ")[2]
             'seq_length=512 (sequences are as long as the loader makes them).'
         """
-        found = [f"{n}={v!r} ({MEGATRON[n].text})" for n, v in self._left().items()]
+        notes = [f"{n}={v!r} ({MEGATRON[n].text})" for n, v in self._left().items()]
         start = "Megatron-LM's loop is not run, and these options do nothing by themselves: "
-        return f"{start}{'; '.join(found)}." if found else ""
+        return f"{start}{'; '.join(notes)}." if notes else ""
 
     def _left(self) -> dict[str, Any]:
-        found = self._asked("idle", "passed on")
-        one = (self.tp_degree or 1) == 1
-        if self.sequence_parallelism and one:
-            found["sequence_parallelism"] = True
-        if self.optimizer_cpu_offload and one and not self._shards:
-            found["optimizer_cpu_offload"] = True
+        unused = self._asked("idle", "passed on")
+        whole_layers = (self.tp_degree or 1) == 1
+        if self.sequence_parallelism and whole_layers:
+            unused["sequence_parallelism"] = True
+        if self.optimizer_cpu_offload and whole_layers and not self._shards:
+            unused["optimizer_cpu_offload"] = True
         if self.recompute_granularity != "full":
             names = ("recompute_method", "recompute_num_layers")
-            found |= {n: getattr(self, n) for n in names if getattr(self, n) is not None}
-        return found
+            unused |= {n: getattr(self, n) for n in names if getattr(self, n) is not None}
+        return unused
 
     @property
     def _shards(self) -> bool:

@@ -103,10 +103,10 @@ def _line(outcome: Outcome) -> str:
 
 def _verdict(outcomes: Sequence[Outcome]) -> str:
     """Return the last line."""
-    failed = [one.name for one in outcomes if one.failed]
+    failed = [outcome.name for outcome in outcomes if outcome.failed]
     if failed:
         return f"{len(failed)} of {len(outcomes)} checks do not hold: {', '.join(failed)}"
-    skipped = sum(one.status == "skipped" for one in outcomes)
+    skipped = sum(outcome.status == "skipped" for outcome in outcomes)
     some = f", {skipped} skipped" if skipped else ""
     return f"{len(outcomes) - skipped} checks hold{some}"
 

@@ -173,24 +173,24 @@ def differing_ranks(rows: torch.Tensor) -> Iterator[int]:
 def topology_is_whole(lab: Lab) -> str:
     """Check that each rank exists once, on its own device, with the same software and settings."""
     accel, config = lab.accelerator(), lab.config
-    here = accel.topology
-    everyone = collectives.all_objects(_facts(here, config))
+    topology = accel.topology
+    everyone = collectives.all_objects(_facts(topology, config))
     expect = Expectations()
-    ranks = [one["rank"] for one in everyone]
-    expect.equal("the list of ranks", ranks, list(range(here.world_size)))
+    ranks = [facts["rank"] for facts in everyone]
+    expect.equal("the list of ranks", ranks, list(range(topology.world_size)))
     for name in ("torch", "accel-callbacks", "python", "precision", "accumulation", "kind"):
-        values = {str(one[name]) for one in everyone}
+        values = {str(facts[name]) for facts in everyone}
         expect.that(len(values) == 1, f"processes differ in {name}: {', '.join(sorted(values))}")
-    if here.device.type != "cpu":
-        used = Counter((one["host"], one["device"]) for one in everyone)
+    if topology.device.type != "cpu":
+        used = Counter((facts["host"], facts["device"]) for facts in everyone)
         shared = [f"{device} of {host}" for (host, device), n in used.items() if n > 1]
         expect.that(not shared, f"processes share {', '.join(shared)}")
     expect.done()
-    machines = len({one["host"] for one in everyone})
-    backend = f", {here.backend}" if here.backend else ""
-    notes = sorted({one["note"] for one in everyone if one["note"]})
+    machines = len({facts["host"] for facts in everyone})
+    backend = f", {topology.backend}" if topology.backend else ""
+    notes = sorted({facts["note"] for facts in everyone if facts["note"]})
     return (
-        f"{_count(here.world_size, 'process', 'es')} on {_count(machines, 'machine')}, "
+        f"{_count(topology.world_size, 'process', 'es')} on {_count(machines, 'machine')}, "
         f"{_devices(everyone)}{backend}, precision {config.mixed_precision}{_mesh(accel)}"
         + "".join(f"; {note}" for note in notes)
     )
@@ -205,15 +205,17 @@ def _mesh(accel: Accelerator) -> str:
     return ", " + " x ".join(f"{axis} {size}" for axis, size in sizes)
 
 
-def _facts(here: Topology, config: AcceleratorConfig) -> dict[str, Any]:
+def _facts(topology: Topology, config: AcceleratorConfig) -> dict[str, Any]:
     """Return what the ranks compare."""
     return {
-        "rank": here.rank,
+        "rank": topology.rank,
         "host": f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}",
-        "device": str(here.device),
-        "kind": here.device.type,
-        "gpu": torch.cuda.get_device_name(here.device) if here.device.type == "cuda" else "",
-        "note": _capability_note(here.device),
+        "device": str(topology.device),
+        "kind": topology.device.type,
+        "gpu": torch.cuda.get_device_name(topology.device)
+        if topology.device.type == "cuda"
+        else "",
+        "note": _capability_note(topology.device),
         "torch": torch.__version__,
         "accel-callbacks": __version__,
         "python": platform.python_version(),
@@ -229,7 +231,7 @@ def _count(number: int, word: str, plural: str = "s") -> str:
 def _devices(everyone: Sequence[Mapping[str, Any]]) -> str:
     """Describe the devices of all ranks."""
     kind = str(everyone[0]["kind"])
-    gpus = Counter(one["gpu"] for one in everyone if one["gpu"])
+    gpus = Counter(facts["gpu"] for facts in everyone if facts["gpu"])
     named = (f"{n} x {name}" if n > 1 else name for name, n in gpus.items())
     return f"{kind} ({', '.join(named)})" if gpus else kind
 
@@ -260,7 +262,7 @@ def collectives_carry_values(lab: Lab) -> str:
     padded = collectives.pad_across_processes(torch.ones(rank + 1, device=accel.device))
     expect.equal("pad_across_processes", padded, [1.0] * (rank + 1) + [0.0] * (world - rank - 1))
     objects = collectives.gather_object({"rank": rank})
-    expect.equal("gather_object", objects, [{"rank": one} for one in range(world)])
+    expect.equal("gather_object", objects, [{"rank": rank} for rank in range(world)])
     sent = collectives.broadcast_object(f"from {rank}", 0)
     expect.equal("broadcast_object", sent, "from 0")
     many = torch.arange(_MANY, dtype=torch.int64, device=accel.device) * (rank + 1)
@@ -383,13 +385,13 @@ def precision_holds(lab: Lab) -> str:
     accel = lab.configured()
     name = accel.config.mixed_precision
     generator = torch.Generator(device="cpu").manual_seed(2)
-    one, other = torch.randn(2, 64, 64, generator=generator, device="cpu").to(accel.device)
+    left, right = torch.randn(2, 64, 64, generator=generator, device="cpu").to(accel.device)
     with accel.autocast():
-        product = one @ other
+        product = left @ right
     expect = Expectations()
     wanted = _COMPUTED_IN.get(name)
     expect.that(wanted in (None, product.dtype), f"products are {product.dtype}, not {wanted}")
-    expect.close("products and those of fp32", product.float(), one @ other, _LOW_ROUNDING[name])
+    expect.close("products and those of fp32", product.float(), left @ right, _LOW_ROUNDING[name])
     before, after, losses = _train(accel)
     expect.that(bool(after.isfinite().all()), "weights became infinite or not a number")
     expect.that(not torch.equal(before, after), "no step changed the weights")

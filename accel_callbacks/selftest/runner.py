@@ -99,16 +99,16 @@ def _agree(status: str, text: str) -> tuple[str, str]:
     """All-gather the status of each rank: failed if one failed, or else skipped if one was."""
     everyone = collectives.all_objects((status, text))
     for kind in (_FAILED, _SKIPPED):
-        found = {rank: details for rank, (how, details) in enumerate(everyone) if how == kind}
-        if found:
-            return kind, _by_rank(found) if kind == _FAILED else next(iter(found.values()))
+        problems = {rank: details for rank, (how, details) in enumerate(everyone) if how == kind}
+        if problems:
+            return kind, _by_rank(problems) if kind == _FAILED else next(iter(problems.values()))
     return _OK, everyone[0][1]
 
 
-def _by_rank(found: dict[int, str]) -> str:
+def _by_rank(problems: dict[int, str]) -> str:
     """Join the problems, each once, with the ranks that have it."""
     ranks: dict[str, list[str]] = {}
-    for rank, problem in found.items():
+    for rank, problem in problems.items():
         ranks.setdefault(problem, []).append(str(rank))
     shown = [f"rank {', '.join(who)}: {problem}" for problem, who in list(ranks.items())[:3]]
     return "; ".join(shown)
@@ -116,9 +116,9 @@ def _by_rank(found: dict[int, str]) -> str:
 
 def _describe(error: Exception) -> str:
     """Return the rank on which an error was raised, its type and its text."""
-    here = collectives.rank()
+    rank = collectives.rank()
     if isinstance(error, RemoteError):
         lines = [line for line in str(error).splitlines() if line and not line.startswith(" ")]
         return f"rank {error.rank}: {lines[-1][:300]}" if lines else f"rank {error.rank}"
     lines = str(error).splitlines() or [""]
-    return f"rank {here}: {type(error).__name__}: {lines[0][:300]}"
+    return f"rank {rank}: {type(error).__name__}: {lines[0][:300]}"
