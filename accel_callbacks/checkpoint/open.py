@@ -137,24 +137,18 @@ class _Report(NamedTuple):
 def _report(error: Exception | None, changes: bool) -> _Report:
     if error is None:
         return _Report("", "", damaged=True, changed=changes)
-    changed = changes and _half_done(error)
-    summary, details = f"{type(error).__name__}: {error}", published_text(error)
-    return _Report(summary, details, _is_damage(error), changed)
-
-
-def _is_damage(error: Exception) -> bool:
-    """Return whether the checkpoint is at fault, unlike a network that is down."""
     import checkpoint_io
 
-    damage = (checkpoint_io.CorruptCheckpointError, checkpoint_io.CheckpointNotFoundError)
-    cause = error.__cause__ if _half_done(error) else None
-    return isinstance(cause or error, (*damage, FileNotFoundError))
-
-
-def _half_done(error: Exception) -> bool:
-    import checkpoint_io
-
-    return isinstance(error, checkpoint_io.TornLoadError)
+    torn = isinstance(error, checkpoint_io.TornLoadError)
+    cause = error.__cause__ if torn else None
+    # the checkpoint is at fault then, unlike where a network is down
+    damage = (checkpoint_io.CorruptCheckpointError, FileNotFoundError)
+    return _Report(
+        text=f"{type(error).__name__}: {error}",
+        details=published_text(error),
+        damaged=isinstance(cause or error, damage),
+        changed=changes and torn,
+    )
 
 
 def open_one(url: str, storage_options: Mapping[str, Any] | None = None) -> CheckpointReader:
