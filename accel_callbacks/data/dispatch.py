@@ -145,6 +145,7 @@ class Sender:
         packed = [piece for piece in packed for _ in range(self._copies)]
         layouts = [layout for layout, _ in packed]
         try:
+            # Without that of rank 0, which keeps its piece and is sent none.
             known: Any = [_signature(layout) for layout in layouts[1:]]
         except TypeError:
             known = None

@@ -458,6 +458,8 @@ class Heartbeat:
                 # Without lines of the source, whose file may be on a mount that hangs.
                 print(*(f"  {call}" for call in reversed(now)), sep="\n", file=sys.stderr)
                 sys.stderr.flush()
+                # Not sys.exit: no exception reaches a thread inside of C++, and the exit of the
+                # interpreter would wait for the same call.
                 os._exit(1)
             before = now
 

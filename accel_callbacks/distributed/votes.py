@@ -75,6 +75,7 @@ class Votes:
         ballot, self._ballot = self._ballot, None
         if ballot is None or not ballot.is_any():
             return {}
+        # All ranks read the same flags, so all of them gather here, or none does.
         asked, self.asked, self._sent = {**self.asked, **self._sent}, {}, {}
         return _chosen(collectives.all_objects(asked, operation="votes"))
 
