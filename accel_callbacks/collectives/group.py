@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import ContextDecorator, contextmanager
+from contextlib import ContextDecorator, contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar, cast
@@ -212,10 +212,12 @@ def group_timeout() -> timedelta:
 
 def _timeout_of(group: Any) -> timedelta | None:
     """Return the timeout of a group, None if its backend does not tell."""
-    for kind in group._device_types:
-        timeout = getattr(group._get_backend(kind).options, "_timeout", None)
-        if isinstance(timeout, timedelta):
-            return timeout
+    # That of the CPU first: what the library waits for itself goes over gloo.
+    for kind in sorted(group._device_types, key=lambda kind: kind.type != "cpu"):
+        with suppress(Exception):  # of a backend without options
+            timeout = group._get_backend(kind).options._timeout
+            if isinstance(timeout, timedelta):
+                return timeout
     return None
 
 

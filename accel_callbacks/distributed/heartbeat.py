@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import ReferenceType, ref
 
-import torch
 import torch.distributed as dist
 
 from accel_callbacks import collectives
@@ -193,7 +192,7 @@ class Heartbeat:
     def follow_group(self) -> None:
         """Watch the default group, which the ranks have joined meanwhile."""
         global _current
-        self._timeout = _group_timeout()
+        self._timeout = collectives.group_timeout().total_seconds()
         _current = self, ref(dist.group.WORLD)
 
     def absent(self) -> list[int]:
@@ -569,7 +568,7 @@ def start_heartbeat(abort: Callable[[], None], serves_store: bool) -> None:
         collectives.store(),
         collectives.rank(),
         collectives.world_size(),
-        timeout=_group_timeout(),
+        timeout=collectives.group_timeout().total_seconds(),
         abort=abort,
         serves_store=serves_store,
     )
@@ -601,15 +600,6 @@ def stop_heartbeat(error: BaseException | None = None) -> None:
     watch, _current = _current, None
     if watch is not None:
         watch[0].stop(error)
-
-
-def _group_timeout() -> float:
-    """Return the timeout of the default group in seconds."""
-    for kind in ("cpu", "cuda"):
-        with suppress(Exception):
-            group: Any = dist.group.WORLD
-            return float(group._get_backend(torch.device(kind)).options._timeout.total_seconds())
-    return dist.distributed_c10d.default_pg_timeout.total_seconds()
 
 
 def is_disconnect(error: BaseException) -> bool:

@@ -18,7 +18,7 @@ from accel_callbacks import collectives
 from accel_callbacks.collectives import map_leaves
 from accel_callbacks.distributed.failures import share_failure, shared_failure
 from accel_callbacks.distributed.rank_subset import on_subset
-from accel_callbacks.distributed.topology import process_rank
+from accel_callbacks.distributed.topology import Ranks, process_rank
 
 __all__ = [
     "ProcessControl",
@@ -47,7 +47,7 @@ def is_main_process() -> bool:
         >>> is_main_process()
         True
     """
-    return process_rank()[0] == 0
+    return process_rank().rank == 0
 
 
 def main_process_only(function: Callable[P, R]) -> Callable[P, R | None]:
@@ -64,7 +64,7 @@ def main_process_only(function: Callable[P, R]) -> Callable[P, R | None]:
         >>> report(0.97)
         'accuracy 97.0%'
     """
-    return _only(function, "main_process_only", lambda ranks: ranks[0] == 0)
+    return _only(function, "main_process_only", lambda ranks: ranks.rank == 0)
 
 
 def local_main_process_only(function: Callable[P, R]) -> Callable[P, R | None]:
@@ -75,7 +75,7 @@ def local_main_process_only(function: Callable[P, R]) -> Callable[P, R | None]:
         >>> local_main_process_only(lambda: "downloaded")()
         'downloaded'
     """
-    return _only(function, "local_main_process_only", lambda ranks: ranks[2] == 0)
+    return _only(function, "local_main_process_only", lambda ranks: ranks.local_rank == 0)
 
 
 def last_process_only(function: Callable[P, R]) -> Callable[P, R | None]:
@@ -86,7 +86,7 @@ def last_process_only(function: Callable[P, R]) -> Callable[P, R | None]:
         >>> last_process_only(lambda: "me")()
         'me'
     """
-    return _only(function, "last_process_only", lambda ranks: ranks[0] == ranks[1] - 1)
+    return _only(function, "last_process_only", lambda ranks: ranks.rank == ranks.world_size - 1)
 
 
 def on_process(
@@ -108,7 +108,7 @@ def on_process(
     """
     if function is None:
         return functools.partial(on_process, process_index=process_index)
-    return _only(function, "on_process", lambda ranks: ranks[0] == process_index)
+    return _only(function, "on_process", lambda ranks: ranks.rank == process_index)
 
 
 def on_local_process(
@@ -123,11 +123,13 @@ def on_local_process(
     """
     if function is None:
         return functools.partial(on_local_process, local_process_index=local_process_index)
-    return _only(function, "on_local_process", lambda ranks: ranks[2] == local_process_index)
+    return _only(
+        function, "on_local_process", lambda ranks: ranks.local_rank == local_process_index
+    )
 
 
 def _only(
-    function: Callable[P, R], decorator: str, chosen: Callable[[tuple[int, int, int, int]], bool]
+    function: Callable[P, R], decorator: str, chosen: Callable[[Ranks], bool]
 ) -> Callable[P, R | None]:
     """Call ``function`` on the ranks for which ``chosen`` is true; return None on the others."""
 
@@ -136,7 +138,8 @@ def _only(
         ranks = process_rank()
         if not chosen(ranks):
             return None
-        if ranks[3 if "local" in decorator else 1] == 1:  # on all ranks
+        count = ranks.local_world_size if "local" in decorator else ranks.world_size
+        if count == 1:  # on all ranks
             return function(*args, **kwargs)
         with on_subset(f"{getattr(function, '__name__', 'a function')} ({decorator})"):
             return function(*args, **kwargs)
@@ -161,7 +164,7 @@ def main_process_first() -> AbstractContextManager[None]:
         >>> with main_process_first():
         ...     vocabulary = {"a": 0, "b": 1}
     """
-    return _goes_first(process_rank()[0] == 0, "main_process_first")
+    return _goes_first(process_rank().rank == 0, "main_process_first")
 
 
 def local_main_process_first() -> AbstractContextManager[None]:
@@ -178,7 +181,7 @@ def local_main_process_first() -> AbstractContextManager[None]:
         >>> with local_main_process_first():
         ...     cache = [1, 2]
     """
-    return _goes_first(process_rank()[2] == 0, "local_main_process_first")
+    return _goes_first(process_rank().local_rank == 0, "local_main_process_first")
 
 
 @contextmanager
@@ -199,16 +202,17 @@ def _goes_first(leads: bool, block: str) -> Iterator[None]:
 
 
 def _before_others(block: str) -> AbstractContextManager[None]:
-    _, world, _, local_world = process_rank()
-    has_others = (local_world if block == "local_main_process_first" else world) > 1
+    ranks = process_rank()
+    local = block == "local_main_process_first"
+    has_others = (ranks.local_world_size if local else ranks.world_size) > 1
     return on_subset(block) if has_others else nullcontext()
 
 
 def _is_nested(block: str) -> bool:
     """Return True inside of another such block that puts the same ranks first."""
     outer = collectives.current_turn()
-    _, world, _, local_world = process_rank()
-    if outer not in (None, block) and local_world != world:
+    ranks = process_rank()
+    if outer not in (None, block) and ranks.local_world_size != ranks.world_size:
         raise RuntimeError(
             f"{block} inside of {outer} cannot be ordered on several machines: use the same one "
             "for both blocks, or put them one after the other."
@@ -368,17 +372,17 @@ class ProcessControl:
     @property
     def num_processes(self) -> int:
         """Number of processes of the run."""
-        return process_rank()[1]
+        return process_rank().world_size
 
     @property
     def process_index(self) -> int:
         """Rank of this process, from 0."""
-        return process_rank()[0]
+        return process_rank().rank
 
     @property
     def local_process_index(self) -> int:
         """Index of this process on its machine, from 0."""
-        return process_rank()[2]
+        return process_rank().local_rank
 
     @property
     def is_main_process(self) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
@@ -50,6 +50,7 @@ from accel_callbacks.warning import warn
 
 __all__ = [
     "DistributedType",
+    "Ranks",
     "Topology",
     "current_device_index",
     "destroy_topology",
@@ -225,20 +226,20 @@ def _forget_group() -> None:
     collectives.expect_group(1)
 
 
-def _check_group(here: Topology, asked: GroupOptions) -> None:
+def _check_group(topology: Topology, options: GroupOptions) -> None:
     """Refuse or warn of options that come too late, because the process group exists already."""
-    if here.backend is None:
+    if topology.backend is None:
         return
-    if asked.backend and backend_for(here.device, asked.backend) != backend_for(
-        here.device, here.backend
+    if options.backend and backend_for(topology.device, options.backend) != backend_for(
+        topology.device, topology.backend
     ):
         raise RuntimeError(
-            f"backend={asked.backend!r} was asked for, but the process group already uses "
-            f"{here.backend!r}. It belongs to the process: give backend= to the first Accelerator "
-            "or PartialState, or call destroy_process_group() before."
+            f"backend={options.backend!r} was asked for, but the process group already uses "
+            f"{topology.backend!r}. It belongs to the process: give backend= to the first "
+            "Accelerator or PartialState, or call destroy_process_group() before."
         )
     for option in ("timeout", "init_method"):
-        wanted, has = getattr(asked, option), getattr(_joined_with, option, None)
+        wanted, has = getattr(options, option), getattr(_joined_with, option, None)
         if wanted is not None and wanted != has:
             warn(
                 f"{option}={wanted} has no effect: the process group is there already"
@@ -253,7 +254,7 @@ def _detect(cpu: bool, options: GroupOptions, env: Mapping[str, str]) -> Topolog
     joined = _group_ranks(env, cpu=cpu)
     if joined is not None:
         backend = str(dist.get_backend_config())
-        device = pick_device(cpu, joined[2], can_share=_can_share(backend))
+        device = pick_device(cpu, joined.local_rank, can_share=_can_share(backend))
         return Topology(device, *joined, backend=dist.get_backend())
     rank, world, local_rank, local_world = _ranks_from(env)
     if world == 1 and "LOCAL_RANK" not in env:
@@ -380,16 +381,25 @@ def destroy_topology() -> None:
     _owns_group = False
 
 
-def process_rank() -> tuple[int, int, int, int]:
-    """Return (rank, world size, local rank, local world size) of this process.
+class Ranks(NamedTuple):
+    """The place of this process among all of the run, and among those of its machine."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def process_rank() -> Ranks:
+    """Return the ranks of this process.
 
     They are read from the topology, else from a process group that the script has made, else from
     the environment. So decorators work at import time, before any Accelerator exists.
     """
-    here = _current
-    if here is not None:
-        return here.rank, here.world_size, here.local_rank, here.local_world_size
-    return _group_ranks(os.environ) or _ranks_from(os.environ)
+    topology = _current
+    if topology is None:
+        return _group_ranks(os.environ) or _ranks_from(os.environ)
+    return Ranks(topology.rank, topology.world_size, topology.local_rank, topology.local_world_size)
 
 
 def note_copies(copies: int) -> None:
@@ -413,7 +423,7 @@ def process_data_rank() -> int:
     return process_rank()[0] // copies
 
 
-def _group_ranks(env: Mapping[str, str], cpu: bool = False) -> tuple[int, int, int, int] | None:
+def _group_ranks(env: Mapping[str, str], cpu: bool = False) -> Ranks | None:
     """Return the ranks of the existing process group, None without one."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
@@ -427,10 +437,10 @@ def _group_ranks(env: Mapping[str, str], cpu: bool = False) -> tuple[int, int, i
         # Device 0 is also the current one of a script that has not chosen any.
         local_rank = current_device_index() or rank % count if count else rank
     local_world = min(world, count) if count else world
-    return rank, world, local_rank, _number(env, "LOCAL_WORLD_SIZE", local_world)
+    return Ranks(rank, world, local_rank, _number(env, "LOCAL_WORLD_SIZE", local_world))
 
 
-def _ranks_from(env: Mapping[str, str]) -> tuple[int, int, int, int]:
+def _ranks_from(env: Mapping[str, str]) -> Ranks:
     world = _number(env, "WORLD_SIZE", 1)
     if world > 1 and "RANK" not in env:
         raise RuntimeError(
@@ -444,7 +454,7 @@ def _ranks_from(env: Mapping[str, str]) -> tuple[int, int, int, int]:
             "the script with `accel launch` or `torchrun`, or unset both for a single process."
         )
     local_rank = _number(env, "LOCAL_RANK", rank)
-    return rank, world, local_rank, _number(env, "LOCAL_WORLD_SIZE", world)
+    return Ranks(rank, world, local_rank, _number(env, "LOCAL_WORLD_SIZE", world))
 
 
 def _number(env: Mapping[str, str], name: str, default: int) -> int:

@@ -90,7 +90,7 @@ class BareSteps:
         if self._left <= 0:  # not at the step itself, where torch iterates over the hooks
             self.finish()
         elif self._remove is None:
-            self._remove = attach(register_optimizer_step_pre_hook, _check(ref(self)), self)
+            self._remove = attach(register_optimizer_step_pre_hook, self._check)
         self._reached = self._versions != _versions(self._alone())
         self._note_gradients()
 
@@ -114,9 +114,10 @@ class BareSteps:
         before, now = self._gradients, _sample(self._alone())
         return len(before) == len(now) and all(map(torch.equal, before, now))
 
-    def check(self, optimizer: torch.optim.Optimizer) -> None:
+    def _check(self, optimizer: torch.optim.Optimizer) -> None:
         """Check the step of any optimizer of the process."""
-        if self._left <= 0:
+        # Within backward, each parameter may have an optimizer of its own.
+        if self._left <= 0 or torch._C._current_graph_task_id() != -1 or in_prepared_step():
             return
         self._left -= 1
         trained = _parameters([optimizer])
@@ -176,17 +177,6 @@ class BareSteps:
                 "train a model of its own, call loss.backward() instead of accel.backward(loss).",
             )
             self._left = 0
-
-
-def _check(watch: ref[BareSteps]) -> Callable[..., None]:
-    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        alive = watch()
-        # Within backward, each parameter may have an optimizer of its own.
-        if alive is None or torch._C._current_graph_task_id() != -1 or in_prepared_step():
-            return
-        alive.check(optimizer)
-
-    return check
 
 
 def _parameters(optimizers: Collection[torch.optim.Optimizer]) -> set[int]:

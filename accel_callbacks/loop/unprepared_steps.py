@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
-from weakref import finalize, ref
+from weakref import WeakMethod, finalize, ref
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -66,7 +66,7 @@ class UnpreparedSteps:
         """Note the next steps of all optimizers of this process."""
         self._left = _STEPS
         if self._remove is None:
-            self._remove = attach(register_optimizer_step_post_hook, _note(ref(self)), self)
+            self._remove = attach(register_optimizer_step_post_hook, self._note)
 
     def stop(self) -> None:
         """Remove the hook from torch's optimizers; what was noted stays."""
@@ -78,20 +78,17 @@ class UnpreparedSteps:
         """Forget what was noted."""
         self._noted.clear()
 
-    def note(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note a step, unless it belongs to that of a prepared optimizer."""
+    def _note(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note a step, unless enough were noted, or it belongs to that of a prepared optimizer."""
+        if self._left <= 0:
+            return
         prepared = self._has(optimizer)
         outside = not in_prepared_step() and torch._C._current_graph_task_id() == -1
         if outside and not any(known is optimizer for known, _ in self._alive()):
             self._noted.append((ref(optimizer), prepared))
         # Not removed here: torch is iterating its hooks.
-        if self._left and (outside or not prepared):
+        if outside or not prepared:
             self._left -= 1
-
-    @property
-    def watching(self) -> bool:
-        """True until enough steps were noted."""
-        return self._left > 0
 
     def _has(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(prepared.optimizer is optimizer for prepared in self._optimizers)
@@ -101,32 +98,30 @@ class UnpreparedSteps:
         return [(optimizer, prepared) for optimizer, prepared in noted if optimizer is not None]
 
 
-def _note(steps: ref[UnpreparedSteps]) -> Callable[..., None]:
-    def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():  # nothing of this belongs into a graph
-            return
-        alive = steps()
-        if alive is not None and alive.watching:
-            alive.note(optimizer)
-
-    return note
-
-
 # --- hooks on the steps of all optimizers of this process -------------------------------------
 
 
 def attach(
-    register: Callable[[Callable[..., None]], Any], hook: Callable[..., None], owner: object
+    register: Callable[[Callable[..., None]], Any],
+    method: Callable[[torch.optim.Optimizer], None],
 ) -> Callable[[], Any]:
-    """Register a hook; return what removes it, as the end of its owner does.
+    """Call a method at each step of any optimizer; return what ends that, as its owner's end does.
 
     Args:
         register: of ``torch.optim.optimizer``.
-        hook: refers to its owner weakly, for it belongs to the process.
-        owner: has use for it.
+        method: referred to weakly, for the hook belongs to the process.
     """
     _remove_dead()
-    return finalize(owner, _remove, register(hook))
+    weak_method = WeakMethod(method)
+
+    def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():  # nothing of this belongs into a graph
+            return
+        alive = weak_method()
+        if alive is not None:
+            alive(optimizer)
+
+    return finalize(method.__self__, _remove, register(hook))  # type: ignore[attr-defined]
 
 
 def in_prepared_step() -> bool:
