@@ -255,12 +255,7 @@ class Checkpoint(ResumableState):
 
     def on_preempt(self, run: TrainingRun, model: Any, reason: str) -> None:
         """Save this position, and return once it is durable."""
-        from checkpoint_io import CheckpointError
-
-        try:
-            run.accelerator.loop.saves.wait()
-        except CheckpointError as error:  # raised on all ranks, so all of them can save once more
-            warn(f"the previous save failed: {error}")
+        _wait_for_pending_save(run)
         if self._record.saved_at != _position(run):
             self._save(run, last=True)
 
@@ -820,12 +815,12 @@ class _ExceptionFolder:
 
 def _wait_for_pending_save(run: TrainingRun) -> None:
     """Wait for a save in progress; if it fails, warn, because this save is needed even more."""
-    import checkpoint_io
+    from checkpoint_io import CheckpointError
 
     try:
         run.accelerator.loop.saves.wait()
-    except checkpoint_io.CheckpointError as problem:
-        warn(f"the previous save failed: {problem}")
+    except CheckpointError as error:  # raised on all ranks, so all of them can save once more
+        warn(f"the previous save failed: {error}")
 
 
 @contextmanager

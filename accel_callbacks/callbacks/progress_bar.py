@@ -110,16 +110,11 @@ class ProgressBar(Callback):
 
     def on_train_epoch_end(self, run: TrainingRun, model: Any) -> None:
         """Show the end of the epoch, with the values logged by its validation."""
-        self._finish_training(run)
-
-    def on_train_end(self, run: TrainingRun, model: Any) -> None:
-        """Show the end of a training without epochs."""
-        self._finish_training(run)
-
-    def _finish_training(self, run: TrainingRun) -> None:
         if self._training is not None:
             self._draw(self._training, self._metrics(run))
             self._close()
+
+    on_train_end = on_train_epoch_end  # of a training without epochs
 
     def _metrics(self, run: TrainingRun) -> MetricText:
         assert self._training is not None

@@ -85,6 +85,8 @@ class SampleLogger(ResumableState):
         self.n = n
         self.prefix = prefix
         self.channels = channels
+        # Set on the instance, so that the hooks of other stages cost nothing.
+        setattr(self, f"on_{stage}_batch_end", self._log_if_due)
         self.reset_state()
 
     def reset_state(self) -> None:
@@ -96,42 +98,18 @@ class SampleLogger(ResumableState):
         """``SampleLogger`` with the stage and the prefix."""
         return f"SampleLogger:{self.stage}:{self.prefix}"
 
-    def on_train_batch_end(
-        self, run: TrainingRun, model: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Log, if this is the stage and the interval has passed."""
-        self._log_if_due("train", run, model, batch, outputs)
-
-    def on_validation_batch_end(
-        self,
-        run: TrainingRun,
-        model: Any,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Log the first batch, if this is the stage and the interval has passed."""
-        if batch_idx == 0 and dataloader_idx == 0:
-            self._log_if_due("validation", run, model, batch, outputs)
-
-    def on_test_batch_end(
-        self,
-        run: TrainingRun,
-        model: Any,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Log the first batch, if this is the stage and the interval has passed."""
-        if batch_idx == 0 and dataloader_idx == 0:
-            self._log_if_due("test", run, model, batch, outputs)
-
     def _log_if_due(
-        self, stage: str, run: TrainingRun, model: Any, batch: Any, outputs: Any
+        self,
+        run: TrainingRun,
+        model: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
-        if stage == self.stage and self._is_due(run):
+        """Log if the interval has passed; in an evaluation, its first batch."""
+        in_time = self.stage == "train" or (batch_idx == 0 and dataloader_idx == 0)
+        if in_time and self._is_due(run):
             self._log(run, model, batch, outputs)
 
     def _is_due(self, run: TrainingRun) -> bool:

@@ -118,15 +118,6 @@ class Averaging(ResumableState, ABC):
 
     def on_validation_start(self, run: TrainingRun, model: Any) -> None:
         """Put the average into the models."""
-        self._swap_in(run)
-
-    def on_validation_end(self, run: TrainingRun, model: Any) -> None:
-        """Restore the weights."""
-        self._swap_out_after_evaluation(run)
-
-    on_test_start, on_test_end = on_validation_start, on_validation_end
-
-    def _swap_in(self, run: TrainingRun) -> None:
         averages = self._averages
         if self._set_aside or averages is None or not averages.available:
             return
@@ -138,6 +129,12 @@ class Averaging(ResumableState, ABC):
         if not any(isinstance(callback, Averaging) and callback._swapped_in for callback in others):
             self._swapped_in = self._swapped_in or not averages.applied
             averages.apply()
+
+    def on_validation_end(self, run: TrainingRun, model: Any) -> None:
+        """Restore the weights."""
+        self._swap_out_after_evaluation(run)
+
+    on_test_start, on_test_end = on_validation_start, on_validation_end
 
     def _swap_out_after_evaluation(self, run: TrainingRun) -> None:
         """Restore the weights, unless this evaluation is nested in another one."""
