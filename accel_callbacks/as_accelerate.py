@@ -6,9 +6,9 @@ Usage: python -m accel_callbacks.as_accelerate SCRIPT [ARGUMENT ...]
 
 from __future__ import annotations
 
-import os
-import runpy
 import sys
+
+from accel_callbacks.launch.worker import run_program
 
 __all__ = ["main"]
 
@@ -22,14 +22,9 @@ def main() -> None:
     from accel_callbacks.compat import install
 
     install()
-    if words[0] == "-m":
-        sys.argv[:] = words[1:]
-        sys.path[0] = os.getcwd()
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        return
-    sys.argv[:] = words
-    sys.path[0] = os.path.dirname(os.path.realpath(words[0]))
-    runpy.run_path(words[0], run_name="__main__")
+    kind = "module" if words[0] == "-m" else "script"
+    sys.argv[:] = words[1:] if kind == "module" else words
+    run_program(kind, sys.argv[0])
 
 
 if __name__ == "__main__":

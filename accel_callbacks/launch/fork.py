@@ -63,11 +63,6 @@ class ForkPlan:
         prefix: prepended to each line that a process writes.
         on_cpu: the processes use no accelerator.
         start_method: ``"fork"`` or ``"spawn"``.
-
-    Example:
-        >>> from accel_callbacks.launch.fork import ForkPlan
-        >>> ForkPlan(launcher="debug_launcher", processes=2).endpoint
-        'localhost:0'
     """
 
     launcher: str
@@ -216,13 +211,6 @@ class ForkedWorker:
         threads: torch threads of this process.
         redirected: torch's launcher captures the output of this process.
         print_errors: print errors at once as well; another attempt may follow.
-
-    Example:
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> from accel_callbacks.launch.fork import ErrorReports, ForkedWorker
-        >>> ForkedWorker(ErrorReports(Path(tempfile.mkdtemp())), threads=1).print_errors
-        False
     """
 
     reports: ErrorReports
@@ -241,6 +229,9 @@ class ForkedWorker:
         try:
             result = _packed(function, args)
         except KeyboardInterrupt:
+            # The launcher passes Ctrl-C on too, and a second one would interrupt the exit handlers.
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
             # Torch's launcher would take it for a success, and wait for the result forever.
             raise SystemExit(128 + signal.SIGINT) from None
         except BaseException as error:
@@ -295,18 +286,6 @@ class LineBuffered(io.TextIOBase):
 
     Args:
         stream: where the text goes.
-
-    Example:
-        >>> import io
-        >>> from accel_callbacks.launch.fork import LineBuffered
-        >>> below = io.StringIO()
-        >>> lines = LineBuffered(below)
-        >>> _ = lines.write("half a "), lines.write("line, ")
-        >>> below.getvalue()
-        ''
-        >>> _ = lines.write("whole\\nrest")
-        >>> below.getvalue()
-        'half a line, whole\\n'
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -363,13 +342,6 @@ class PackedResult:
 
     Raises:
         TypeError: the value cannot be pickled.
-
-    Example:
-        >>> import torch
-        >>> from multiprocessing.reduction import ForkingPickler
-        >>> from accel_callbacks.launch.fork import PackedResult
-        >>> ForkingPickler.loads(ForkingPickler.dumps(PackedResult({"loss": torch.tensor(0.5)})))
-        {'loss': tensor(0.5000)}
     """
 
     def __init__(self, value: Any) -> None:
@@ -439,16 +411,6 @@ class ErrorReports:
 
     Args:
         folder: an empty folder for one launch.
-
-    Example:
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> from accel_callbacks.launch.fork import ErrorReports
-        >>> reports = ErrorReports(Path(tempfile.mkdtemp()))
-        >>> reports.started(rank=0)
-        >>> _ = reports.failed(0, ValueError("no data"))
-        >>> print(reports.error({}, "notebook_launcher"))
-        rank 0 failed in notebook_launcher: ValueError: no data
     """
 
     def __init__(self, folder: Path) -> None:

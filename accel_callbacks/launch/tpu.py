@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from importlib.machinery import SourceFileLoader
 from types import ModuleType
 
+from accel_callbacks.launch.worker import run_program
 from accel_callbacks.plugins.option import SettingsError
 
 __all__ = ["call_main", "launch_on_tpu"]
@@ -31,8 +36,6 @@ def launch_on_tpu(script: str, arguments: Sequence[str], function: str) -> None:
         ...
         accel_callbacks.plugins.option.SettingsError: a launch on a TPU needs torch_xla...
     """
-    from importlib import import_module
-
     try:
         import_module("torch_xla")
     except ImportError as error:
@@ -59,11 +62,9 @@ def call_main(script: str, arguments: Sequence[str], function: str) -> None:
         ...
         accel_callbacks.plugins.option.SettingsError: timeit has no function ...
     """
-    import inspect
-
     sys.argv[:] = [script, *arguments]
     if function == _DEFAULT and not _names(script, function):
-        _run(script)
+        run_program("script" if os.path.isfile(script) else "module", script)
         return
     main = getattr(_load(script), function, None)
     if not callable(main):
@@ -76,33 +77,14 @@ def call_main(script: str, arguments: Sequence[str], function: str) -> None:
 
 def _names(script: str, function: str) -> bool:
     """Return whether the top level of a script or module names a function."""
-    import os
-    from importlib import import_module
-
     if not os.path.isfile(script):
         return hasattr(import_module(script), function)
     with open(script, "rb") as file:
         return function in compile(file.read(), script, "exec").co_names
 
 
-def _run(script: str) -> None:
-    """Run a script or module as Python does."""
-    import os
-    import runpy
-
-    if os.path.isfile(script):
-        sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
-        runpy.run_path(script, run_name="__main__")
-    else:
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
-
-
 def _load(script: str) -> ModuleType:
     """Import the script as ``__mp_main__``, as spawned processes do."""
-    import os
-    from importlib import import_module
-    from importlib.machinery import SourceFileLoader
-
     if not os.path.isfile(script):
         return import_module(script)
     sys.path.insert(0, os.path.dirname(os.path.realpath(script)))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from types import ModuleType, TracebackType
     from typing import Any
 
-__all__ = ["main"]
+__all__ = ["main", "run_program"]
 
 
 def main() -> None:
@@ -31,17 +31,25 @@ def main() -> None:
     try:
         if os.environ.get("ACCEL_AS_ACCELERATE") == "1":
             _stand_in_for_accelerate()
-        if kind == "script":
-            _run_script(name)
-        else:
-            _set_first_path(os.getcwd())
-            _run_module(name, alter_argv=True)
+        run_program(kind, name)
     except Exception as error:
         _report(error)
         sys.last_value = _without_frames(error)  # exit hooks read it, as in a script of its own
     else:
         return
     sys.exit(1)  # outside of the except block, so that no frame of the script stays alive
+
+
+def run_program(kind: str, name: str) -> None:
+    """Run a ``"script"`` or ``"module"`` as Python does, as a new ``__main__``.
+
+    ``sys.argv`` has its name and its arguments, and ``sys.path`` the folder of the caller first.
+    """
+    if kind == "script":
+        _run_script(name)
+    else:
+        _set_first_path(os.getcwd())
+        _run_module(name, alter_argv=True)
 
 
 def _stand_in_for_accelerate() -> None:
