@@ -1,52 +1,12 @@
 """Options of the parts of an Accelerator, as frozen dataclasses."""
 
+# ruff: noqa: F403 (each star is a module of the table, for type checkers only)
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from accel_callbacks._lazy import lazy_names
-
-if TYPE_CHECKING:
-    from accel_callbacks.plugins.base import Handlers, KwargsHandler, OptionEnum, sort_handlers
-    from accel_callbacks.plugins.compile import DynamoBackend, TorchDynamoPlugin
-    from accel_callbacks.plugins.ddp import DDPCommunicationHookType, DistributedDataParallelKwargs
-    from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin
-    from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
-    from accel_callbacks.plugins.gradient_accumulation import GradientAccumulationPlugin
-    from accel_callbacks.plugins.megatron import MegatronLMPlugin
-    from accel_callbacks.plugins.parallelism import ParallelismConfig
-    from accel_callbacks.plugins.parallelism_handlers import (
-        DeepSpeedSequenceParallelConfig,
-        TorchContextParallelConfig,
-        TorchTensorParallelConfig,
-        TorchTensorParallelPlugin,
-    )
-    from accel_callbacks.plugins.precision import AORecipeKwargs, AutocastKwargs, GradScalerKwargs
-    from accel_callbacks.plugins.process_group import InitProcessGroupKwargs
-
-__all__ = [
-    "AORecipeKwargs",
-    "AutocastKwargs",
-    "DDPCommunicationHookType",
-    "DeepSpeedPlugin",
-    "DeepSpeedSequenceParallelConfig",
-    "DistributedDataParallelKwargs",
-    "DynamoBackend",
-    "FullyShardedDataParallelPlugin",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "Handlers",
-    "InitProcessGroupKwargs",
-    "KwargsHandler",
-    "MegatronLMPlugin",
-    "OptionEnum",
-    "ParallelismConfig",
-    "TorchContextParallelConfig",
-    "TorchDynamoPlugin",
-    "TorchTensorParallelConfig",
-    "TorchTensorParallelPlugin",
-    "sort_handlers",
-]
 
 # A run has one engine, and its options are those of that one.
 _HOME = {
@@ -72,4 +32,19 @@ _HOME = {
     "TorchTensorParallelPlugin": "parallelism_handlers",
     "sort_handlers": "base",
 }
+# Type checkers see what the modules of the table have, so that no name is listed twice.
+if TYPE_CHECKING:
+    from accel_callbacks.plugins.base import *
+    from accel_callbacks.plugins.compile import *
+    from accel_callbacks.plugins.ddp import *
+    from accel_callbacks.plugins.deepspeed import *
+    from accel_callbacks.plugins.fsdp import *
+    from accel_callbacks.plugins.gradient_accumulation import *
+    from accel_callbacks.plugins.megatron import *
+    from accel_callbacks.plugins.parallelism import *
+    from accel_callbacks.plugins.parallelism_handlers import *
+    from accel_callbacks.plugins.precision import *
+    from accel_callbacks.plugins.process_group import *
+else:
+    __all__ = sorted(_HOME)
 __getattr__, __dir__ = lazy_names(__name__, _HOME)

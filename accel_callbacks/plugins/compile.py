@@ -147,11 +147,6 @@ def choose_plugin(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamo
     Raises:
         ValueError: both are given, or the backend does not exist.
         TypeError: ``plugin`` is no :class:`TorchDynamoPlugin`.
-
-    Example:
-        >>> from accel_callbacks.plugins.compile import choose_plugin
-        >>> choose_plugin("eager", None).compiles
-        True
     """
     if plugin is None:
         return TorchDynamoPlugin() if backend is None else TorchDynamoPlugin(backend=backend)

@@ -321,14 +321,6 @@ class DeepSpeedPlugins:
 
     Args:
         plugins: the plugins, the first of which is selected, or a single one.
-
-    Example:
-        >>> from accel_callbacks import DeepSpeedPlugin
-        >>> from accel_callbacks.plugins.deepspeed import DeepSpeedPlugins
-        >>> plugins = DeepSpeedPlugins({"a": DeepSpeedPlugin(), "b": DeepSpeedPlugin(zero_stage=3)})
-        >>> plugins.select("b")
-        >>> plugins.active.zero_stage
-        3
     """
 
     def __init__(self, plugins: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin]) -> None:

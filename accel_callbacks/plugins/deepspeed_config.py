@@ -148,14 +148,7 @@ class Known(NamedTuple):
 
 
 class FilledConfig(NamedTuple):
-    """A configuration without ``"auto"``, and the origin of each of its values.
-
-    Example:
-        >>> from accel_callbacks.plugins.deepspeed_config import Known, fill
-        >>> filled = fill({"bf16": {"enabled": "auto"}}, {"bf16.enabled": Known(True, "bf16")})
-        >>> print(filled.describe())
-        bf16.enabled=True (auto: bf16)
-    """
+    """A configuration without ``"auto"``, and the origin of each of its values."""
 
     config: dict[str, Any]
     origins: dict[str, str]
@@ -168,13 +161,7 @@ class FilledConfig(NamedTuple):
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Iterate the values of a configuration by their long keys.
-
-    Example:
-        >>> from accel_callbacks.plugins.deepspeed_config import leaves
-        >>> list(leaves({"zero_optimization": {"stage": 2}, "steps_per_print": 5}))
-        [('zero_optimization.stage', 2), ('steps_per_print', 5)]
-    """
+    """Iterate the values of a configuration by their long keys."""
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{prefix}{key}.")

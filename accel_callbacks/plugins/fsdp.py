@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from accel_callbacks.errors import nearest
 from accel_callbacks.plugins.base import KwargsHandler
-from accel_callbacks.plugins.option import Block, launched, switch_or_count
+from accel_callbacks.plugins.option import Block, launched, scripted, switch_or_count
 
 __all__ = ["FullyShardedDataParallelPlugin"]
 
@@ -33,20 +33,7 @@ _FLAGS = (
     "no_sync",
 )
 _WORDS = {"true": True, "false": False}
-
-#: Options that FSDP2 has no use for: the value that is what it does anyway, and why.
-_IDLE: dict[str, tuple[Any, str]] = {
-    "backward_prefetch": ("BACKWARD_PRE", "the next unit is always gathered ahead in backward"),
-    "limit_all_gathers": (True, "gathers are always limited"),
-    "use_orig_params": (True, "parameters are always the original ones, under their names"),
-    "state_dict_type": (
-        "SHARDED_STATE_DICT",
-        "save_state always writes shards that any number of ranks loads, and save_model whole "
-        "weights",
-    ),
-    "state_dict_config": (None, "checkpoints are copied to host memory as they need it"),
-    "optim_state_dict_config": (None, "checkpoints are copied to host memory as they need it"),
-}
+_COPIED = "checkpoints are copied to host memory as they need it"
 
 
 @dataclass(frozen=True)
@@ -140,6 +127,7 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         choices=_PREFETCH,
         passed=False,
         idle="FSDP2 always gathers the next unit early in backward",
+        usual="BACKWARD_PRE",
     )
     mixed_precision_policy: Any = None
     auto_wrap_policy: str | Callable[..., Any] | None = launched(
@@ -168,15 +156,17 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         choices=_STATE_DICT_TYPES,
         passed=False,
         idle="checkpoints have one format, which any number of processes loads",
+        usual="SHARDED_STATE_DICT",
     )
-    state_dict_config: Any = None
-    optim_state_dict_config: Any = None
-    limit_all_gathers: bool | None = None
+    state_dict_config: Any = scripted(None, idle=_COPIED, usual=None)
+    optim_state_dict_config: Any = scripted(None, idle=_COPIED, usual=None)
+    limit_all_gathers: bool | None = scripted(None, idle="gathers are always limited", usual=True)
     use_orig_params: bool | None = launched(
         True,
         "keep the weights' own names (version 1)",
         passed=False,
         idle="FSDP2 always keeps the weights' own names, types and groups",
+        usual=True,
     )
     param_init_fn: Callable[[Any], None] | None = None
     sync_module_states: bool | None = launched(True, "take the weights of the first process on all")
@@ -319,10 +309,12 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         notes = []
         if str(self.fsdp_version) == "1":
             notes.append("fsdp_version=1 is trained as FSDP2.")
+        # An option of no effect asks for nothing where it says what is done anyway.
         idle = [
-            f"{name}={getattr(self, name)!r} ({reason})"
-            for name, (usual, reason) in _IDLE.items()
-            if getattr(self, name) is not None and getattr(self, name) != usual
+            f"{option.name}={getattr(self, option.name)!r} ({option.metadata['idle']})"
+            for option in fields(self)
+            if "idle" in option.metadata
+            and getattr(self, option.name) not in (None, option.metadata["usual"])
         ]
         if idle:
             notes.append(f"FSDP2 has no use for these options: {'; '.join(idle)}.")

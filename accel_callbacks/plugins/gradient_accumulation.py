@@ -51,14 +51,6 @@ def chosen_steps(steps: int | None, plugin: GradientAccumulationPlugin | None) -
     Raises:
         TypeError: ``plugin`` is no :class:`GradientAccumulationPlugin`.
         ValueError: both are given.
-
-    Example:
-        >>> from accel_callbacks.plugins.gradient_accumulation import (
-        ...     GradientAccumulationPlugin,
-        ...     chosen_steps,
-        ... )
-        >>> chosen_steps(None, GradientAccumulationPlugin(4))
-        4
     """
     if plugin is None:
         return steps

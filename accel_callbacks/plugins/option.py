@@ -32,23 +32,11 @@ _LARGEST = 2**63 - 1
 
 
 class SettingsError(ValueError):
-    """Raised for a setting that is invalid or does not fit others; one line with a remedy.
-
-    Example:
-        >>> from accel_callbacks.plugins.option import SettingsError
-        >>> issubclass(SettingsError, ValueError)
-        True
-    """
+    """Raised for a setting that is invalid or does not fit others; one line with a remedy."""
 
 
 def shown(value: Any) -> str:
-    """Format a value for an error message: short, on one line, and without secrets.
-
-    Example:
-        >>> from accel_callbacks.plugins.option import shown
-        >>> shown("x" * 100)
-        "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx..."
-    """
+    """Format a value for an error message: short, on one line, and without secrets."""
     if isinstance(value, (dict, list, tuple, set)):
         return f"a {type(value).__name__} of {len(value)}"
     if isinstance(value, int) and abs(value) > _LARGEST:
@@ -107,11 +95,6 @@ class Option:
         idle: why the option never has an effect; empty if it can have one.
         block: for an option of a block, the name of the block.
         owners: for a block, the classes of its options.
-
-    Example:
-        >>> from accel_callbacks.launch.settings import find
-        >>> find("num_processes").read(2)
-        2
     """
 
     name: str
@@ -311,14 +294,7 @@ def scripted(default: Any, /, **facts: Any) -> Any:
 
 
 def options_of(owner: type[Any]) -> tuple[Option, ...]:
-    """Return the options that a dataclass declares, in order.
-
-    Example:
-        >>> from accel_callbacks import TorchDynamoPlugin
-        >>> from accel_callbacks.plugins.option import options_of
-        >>> options_of(TorchDynamoPlugin)[0].path
-        'dynamo_config.dynamo_backend'
-    """
+    """Return the options that a dataclass declares, in order."""
     groups = {
         name: kind.__name__
         for kind in owner.__mro__

@@ -58,12 +58,6 @@ def group_options(handlers: Handlers, timeout: timedelta | None) -> dict[str, An
     Raises:
         ValueError: both set a timeout, or it is not above 0.
         TypeError: ``timeout`` is neither a ``timedelta`` nor a number.
-
-    Example:
-        >>> from accel_callbacks.plugins import sort_handlers
-        >>> from accel_callbacks.plugins.process_group import InitProcessGroupKwargs, group_options
-        >>> group_options(sort_handlers([InitProcessGroupKwargs(backend="gloo")]), None)
-        {'backend': 'gloo'}
     """
     options = handlers.get(InitProcessGroupKwargs, InitProcessGroupKwargs()).to_kwargs()
     if timeout is not None:
