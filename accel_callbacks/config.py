@@ -149,13 +149,6 @@ def launched_options(environment: Mapping[str, str] | None = None) -> Mapping[st
 
     Args:
         environment: leaves out groups of which it has no variable, ours or Accelerate's.
-
-    Example:
-        >>> from accel_callbacks.config import launched_options
-        >>> launched_options()["fsdp.cpu_offload"].variable
-        'ACCEL_FSDP_OFFLOAD_PARAMS'
-        >>> "fsdp.cpu_offload" in launched_options({"ACCEL_CPU": "1"})
-        False
     """
     options = dict(_launched_in(""))
     for group in _GROUPS:
@@ -192,12 +185,6 @@ def resolve_config(
 
     Raises:
         ValueError: a value is invalid; the message has its origin and what is allowed.
-
-    Example:
-        >>> from accel_callbacks.config import resolve_config
-        >>> config = resolve_config({"cpu": None}, {"ACCEL_CPU": "1"})
-        >>> config.cpu, config.origins["cpu"]
-        (True, 'environment variable ACCEL_CPU')
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -239,16 +226,6 @@ def unread_variables(
 
     Returns:
         An empty string if there are none.
-
-    Example:
-        >>> from accel_callbacks.config import resolve_config, unread_variables
-        >>> config = resolve_config({}, {})
-        >>> unread_variables(config, {"ACCELERATE_MIXED_PRECISION": "no"}, ())
-        ''
-        >>> unread_variables(config, {"ACCELERATE_USE_FSDP": "true"}, ["fsdp"])
-        ''
-        >>> unread_variables(config, {"ACCELERATE_USE_FSDP": "true"}, ()).partition(":")[0]
-        "ACCELERATE_USE_FSDP=true is Accelerate's and not read here, and models are not sharded"
     """
     # They are not read: a shell that was set up for another tool must not change a run.
     options = launched_options(environment)

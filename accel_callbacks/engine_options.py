@@ -177,15 +177,6 @@ def launched_plugin(
 
     Raises:
         ValueError: the backend or the mode does not exist; the message has its origin.
-
-    Example:
-        >>> from accel_callbacks import AcceleratorConfig
-        >>> from accel_callbacks.engine_options import launched_plugin
-        >>> config = AcceleratorConfig(dynamo_backend="eager", dynamo_use_fullgraph=True)
-        >>> launched_plugin(None, None, config).fullgraph
-        True
-        >>> launched_plugin("no", None, config).compiles
-        False
     """
     chosen = backend is not None or plugin is not None
     launched = config.dynamo_backend
@@ -209,14 +200,6 @@ def launched_handlers(handlers: Handlers, config: AcceleratorConfig) -> Handlers
     """Return the script's handlers, with the launcher's options of fp8 that the script leaves out.
 
     A recipe with a config leaves out none.
-
-    Example:
-        >>> from accel_callbacks import AcceleratorConfig, AORecipeKwargs
-        >>> from accel_callbacks.engine_options import launched_handlers
-        >>> from accel_callbacks.plugins import sort_handlers
-        >>> config = AcceleratorConfig(mixed_precision="fp8", fp8_pad_inner_dim=False)
-        >>> launched_handlers(sort_handlers(()), config).get(AORecipeKwargs).pad_inner_dim
-        False
     """
     launched = {
         "pad_inner_dim": config.fp8_pad_inner_dim,
@@ -240,15 +223,6 @@ def launched_parallelism(
 
     Raises:
         ValueError: a size of the launcher is not positive, or axes do not go together.
-
-    Example:
-        >>> from accel_callbacks import AcceleratorConfig
-        >>> from accel_callbacks.engine_options import launched_parallelism
-        >>> config = AcceleratorConfig(parallelism={"dp_replicate_size": 1, "dp_shard_size": 2})
-        >>> launched_parallelism(None, config).get_mesh()
-        (('dp_shard',), (2,))
-        >>> launched_parallelism(None, AcceleratorConfig()) is None
-        True
     """
     # The sizes that the launch leaves out are 1.
     names = [f"{axis}_size" for axis in AXES]
@@ -271,17 +245,6 @@ def launched_megatron(
 
     Raises:
         ValueError: an option of the launcher is invalid.
-
-    Example:
-        >>> from accel_callbacks import AcceleratorConfig, MegatronLMPlugin
-        >>> from accel_callbacks.engine_options import launched_megatron
-        >>> config = AcceleratorConfig(distributed_type="MEGATRON_LM", megatron={"tp_degree": 2})
-        >>> launched_megatron(None, config).tp_degree
-        2
-        >>> launched_megatron(MegatronLMPlugin(tp_degree=1), config).tp_degree
-        1
-        >>> launched_megatron(None, AcceleratorConfig()) is None
-        True
     """
     if config.distributed_type != "MEGATRON_LM":
         return plugin
@@ -304,10 +267,6 @@ def refuse_beside_megatron(
 
     Raises:
         ValueError: there is one; the message names it.
-
-    Example:
-        >>> from accel_callbacks.engine_options import refuse_beside_megatron
-        >>> refuse_beside_megatron(None, None)
     """
     for name, engine, instead in (
         ("parallelism_config", parallelism, "tp_degree and context_parallel_size"),
@@ -327,13 +286,6 @@ def accumulated(config: AcceleratorConfig, plugin: MegatronLMPlugin | None) -> A
 
     Raises:
         ValueError: ``gradient_accumulation_steps`` is given too, as another number above 1.
-
-    Example:
-        >>> from accel_callbacks import AcceleratorConfig, MegatronLMPlugin
-        >>> from accel_callbacks.engine_options import accumulated
-        >>> config = accumulated(AcceleratorConfig(), MegatronLMPlugin(num_micro_batches=4))
-        >>> config.gradient_accumulation_steps
-        4
     """
     steps = None if plugin is None else plugin.num_micro_batches
     chosen = config.gradient_accumulation_steps
@@ -359,17 +311,6 @@ def launched_fsdp(
 
     Raises:
         ValueError: an option of the launcher is invalid.
-
-    Example:
-        >>> from accel_callbacks import AcceleratorConfig, FullyShardedDataParallelPlugin
-        >>> from accel_callbacks.engine_options import launched_fsdp
-        >>> config = AcceleratorConfig(distributed_type="FSDP", fsdp={"cpu_offload": True})
-        >>> launched_fsdp(None, config).cpu_offload
-        True
-        >>> launched_fsdp(FullyShardedDataParallelPlugin(cpu_offload=False), config).cpu_offload
-        False
-        >>> launched_fsdp(None, AcceleratorConfig()) is None
-        True
     """
     shards = config.parallelism.get("dp_shard_size", 1) > 1
     if config.distributed_type != "FSDP" and not shards:
@@ -397,15 +338,6 @@ def launched_deepspeed(
 
     Raises:
         ValueError: an option of the launcher is invalid, or contradicts the script's configuration.
-
-    Example:
-        >>> from accel_callbacks import AcceleratorConfig
-        >>> from accel_callbacks.engine_options import launched_deepspeed
-        >>> config = AcceleratorConfig(distributed_type="DEEPSPEED", deepspeed={"zero_stage": 3})
-        >>> launched_deepspeed(None, config).active.zero_stage
-        3
-        >>> launched_deepspeed(None, AcceleratorConfig()) is None
-        True
     """
     launched = config.distributed_type == "DEEPSPEED"
     if plugin is None and not launched:
@@ -432,13 +364,6 @@ def of_deepspeed(config: AcceleratorConfig, plugin: DeepSpeedPlugin) -> Accelera
 
     Raises:
         ValueError: an option contradicts the configuration.
-
-    Example:
-        >>> from accel_callbacks import AcceleratorConfig, DeepSpeedPlugin
-        >>> from accel_callbacks.engine_options import of_deepspeed
-        >>> plugin = DeepSpeedPlugin(gradient_accumulation_steps=4)
-        >>> of_deepspeed(AcceleratorConfig(), plugin).gradient_accumulation_steps
-        4
     """
     configured: dict[str, Any] = {}
     steps = plugin.get_value("gradient_accumulation_steps")

@@ -81,11 +81,6 @@ def _survey(args: Namespace, options: Mapping[str, Any]) -> _Survey:
     return [(here, entries), *((folder, folder.survey()) for folder in folders)]
 
 
-def _folders(args: Namespace, options: Mapping[str, Any]) -> _Survey:
-    """Return the folders of checkpoints at the place, oldest entries first."""
-    return _own(_survey(args, options))
-
-
 def _own(surveyed: _Survey) -> _Survey:
     """Return the folders with checkpoints of this package, and these, oldest first."""
     surveys = [
@@ -101,7 +96,7 @@ def _age(entry: checkpoint_io.FolderEntry) -> tuple[int, str]:
 
 def _folder(args: Namespace, options: Mapping[str, Any]) -> checkpoint_io.CheckpointFolder:
     """Open the folder of checkpoints at the place, or the only one that is one level below it."""
-    folders = [folder for folder, _ in _folders(args, options)]
+    folders = [folder for folder, _ in _own(_survey(args, options))]
     here = checkpoint_io.CheckpointFolder(args.place, storage_options=options)
     if not folders or here.url in [folder.url for folder in folders]:
         return here
@@ -273,12 +268,8 @@ def _verify(args: Namespace, options: Mapping[str, Any]) -> int:
     results = list(_verdicts(args, options))
     if args.json:
         print(to_json(results))
-    return 0 if any(r["status"] == "ok" for r in results) and not _bad(results) else 1
-
-
-def _bad(results: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether one is damaged."""
-    return any(result["status"] == "damaged" for result in results)
+    statuses = {result["status"] for result in results}
+    return 0 if "ok" in statuses and "damaged" not in statuses else 1
 
 
 def _verdicts(args: Namespace, options: Mapping[str, Any]) -> Iterator[dict[str, str]]:

@@ -500,18 +500,19 @@ def _first_line(error: BaseException) -> str:
 def _as_text(name: str, sizes: ModelSizes) -> str:
     """Return the table with notes."""
     rows = [
-        (e.dtype, size_of(e.weights), size_of(e.largest_layer), _training(e))
-        for e in sizes.estimates.values()
+        (
+            estimate.dtype,
+            size_of(estimate.weights),
+            size_of(estimate.largest_layer),
+            "-" if estimate.training is None else size_of(estimate.training.total),
+        )
+        for estimate in sizes.estimates.values()
     ]
     head = ("DTYPE", "INFERENCE", "LARGEST LAYER", "TRAINING")
     frozen = sizes.parameters - sizes.trainable
     held = f"{sizes.parameters:,} parameters" + (f", {frozen:,} of them frozen" if frozen else "")
     named = ", ".join(dict.fromkeys(e.layer_name for e in sizes.estimates.values()))
     return f"{name}: {held}\n{table(head, rows)}\nLargest layer: {named}.\n{_NOTES}"
-
-
-def _training(estimate: MemoryEstimate) -> str:
-    return "-" if estimate.training is None else size_of(estimate.training.total)
 
 
 def _as_json(name: str, sizes: ModelSizes) -> str:

@@ -24,12 +24,6 @@ def pipe_may_close() -> Iterator[None]:
 
     Raises:
         CommandError: the encoding of standard output cannot represent the text.
-
-    Example:
-        >>> from accel_callbacks.cli.main import pipe_may_close
-        >>> with pipe_may_close():
-        ...     print("one")
-        one
     """
     try:
         try:

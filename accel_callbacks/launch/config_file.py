@@ -53,14 +53,6 @@ def values_of(data: Mapping[str, Any], source: str) -> tuple[dict[str, Any], dic
     Raises:
         SettingsError: a key is unknown (the text names the nearest known one), or a value has
             the wrong type; the text begins with ``source``.
-
-    Example:
-        >>> from accel_callbacks.launch.config_file import values_of
-        >>> values_of({"fp16": True, "fsdp_config": {}}, "accel.yaml")
-        ({'mixed_precision': 'fp16'}, {})
-        >>> values_of({"num_proceses": 2}, "accel.yaml")
-        Traceback (most recent call last):
-        accel_callbacks.plugins.option.SettingsError: accel.yaml: has no key 'num_proceses'. ...
     """
     _refuse_sagemaker(data, source)
     gone = {key: GONE[key] for key in data if key in GONE}
@@ -142,11 +134,6 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
     Raises:
         SettingsError: ``~name`` names a user without a home directory.
-
-    Example:
-        >>> from accel_callbacks.launch.config_file import expanded
-        >>> expanded("conf/accel.yaml").as_posix()
-        'conf/accel.yaml'
     """
     try:
         return Path(path).expanduser()
@@ -155,13 +142,7 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Return the folder of the user's config file.
-
-    Example:
-        >>> from accel_callbacks.launch.config_file import cache_folder
-        >>> cache_folder({"HF_HOME": "/data"}).as_posix()
-        '/data/accelerate'
-    """
+    """Return the folder of the user's config file."""
     if home := environment.get("ACCEL_HOME"):
         return expanded(home)
     if home := environment.get("HF_HOME"):
@@ -174,13 +155,7 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 
 
 def default_path(environment: Mapping[str, str]) -> Path:
-    """Return the file that ``accel config`` writes by default.
-
-    Example:
-        >>> from accel_callbacks.launch.config_file import default_path
-        >>> default_path({"ACCEL_HOME": "/data"}).name
-        'default_config.yaml'
-    """
+    """Return the file that ``accel config`` writes by default."""
     return cache_folder(environment) / CACHE_FILES[0]
 
 
@@ -193,11 +168,6 @@ def find_config(script: str | None, environment: Mapping[str, str]) -> Path | No
 
     Raises:
         SettingsError: a variable of the cache folder names a user without a home directory.
-
-    Example:
-        >>> from accel_callbacks.launch.config_file import find_config
-        >>> find_config("/nowhere/train.py", {"ACCEL_HOME": "/nowhere"}) is None
-        True
     """
     with suppress(OSError, ValueError, RuntimeError):
         start = Path.cwd() if script is None else Path(script).resolve().parent
@@ -215,16 +185,6 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         SettingsError: the file cannot be read; one line with its name and the reason.
-
-    Example:
-        >>> from pathlib import Path
-        >>> from tempfile import TemporaryDirectory
-        >>> from accel_callbacks.launch.config_file import read_config
-        >>> with TemporaryDirectory() as folder:
-        ...     path = Path(folder, "accel.yaml")
-        ...     _ = path.write_text("num_processes: 2")
-        ...     read_config(path)
-        {'num_processes': 2}
     """
     text = _text_of(path)
     try:
@@ -345,14 +305,6 @@ def write_config(path: str | os.PathLike[str], values: Mapping[str, Any]) -> Pat
 
     Raises:
         SettingsError: the file cannot be written; an existing one is unchanged.
-
-    Example:
-        >>> from pathlib import Path
-        >>> from tempfile import TemporaryDirectory
-        >>> from accel_callbacks.launch.config_file import read_config, write_config
-        >>> with TemporaryDirectory() as folder:
-        ...     read_config(write_config(Path(folder, "accel.yaml"), {"use_cpu": True}))
-        {'use_cpu': True}
     """
     target = Path(os.path.realpath(expanded(path)))
     text = _as_text(target, values)

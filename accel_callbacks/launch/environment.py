@@ -78,11 +78,6 @@ def loopback_variables() -> dict[str, str]:
 
     Without them they listen at the address of the host name, or of the first network card; gloo
     fails where the name resolves to no local address. Empty if no interface is named ``lo``.
-
-    Example:
-        >>> from accel_callbacks.launch.environment import loopback_variables
-        >>> set(loopback_variables().values()) <= {"lo"}
-        True
     """
     if not hasattr(socket, "if_nameindex") or "lo" not in dict(socket.if_nameindex()).values():
         return {}
@@ -95,11 +90,6 @@ def recorder_variables(log_dir: str, environment: Mapping[str, str]) -> dict[str
     Args:
         log_dir: the folder.
         environment: of this process; what it has of them, under either name, is kept.
-
-    Example:
-        >>> from accel_callbacks.launch.environment import recorder_variables
-        >>> recorder_variables("logs", {})["TORCH_NCCL_DUMP_ON_TIMEOUT"]
-        '1'
     """
     prefix = os.path.join(os.path.abspath(log_dir), RECORDER_PREFIX)
     wanted = [
@@ -133,15 +123,6 @@ def changed_environment(extra: Mapping[str, str]) -> Iterator[None]:
     """Set variables for processes started in the block; restore the whole environment after it.
 
     Changes that others make in the block, as torch's launcher does, are undone too.
-
-    Example:
-        >>> import os
-        >>> from accel_callbacks.launch.environment import changed_environment
-        >>> with changed_environment({"ACCEL_EXAMPLE": "1"}):
-        ...     os.environ["ACCEL_EXAMPLE"]
-        '1'
-        >>> "ACCEL_EXAMPLE" in os.environ
-        False
     """
     before = dict(os.environ)
     os.environ.update(extra)

@@ -32,12 +32,6 @@ def fsdp1_notes(resolved: Resolved) -> list[str]:
     """Describe the options of FSDP1 in the settings of a sharded launch, a line for each.
 
     Options of the command line are left out: those without effect are reported in any case.
-
-    Example:
-        >>> from accel_callbacks.launch.foreign import fsdp1_notes
-        >>> from accel_callbacks.launch.resolve import resolve_settings
-        >>> fsdp1_notes(resolve_settings({"distributed_type": "FSDP"}, None, "/x", {"HOME": "/x"}))
-        []
     """
     if resolved.value("distributed_type") != "FSDP" and resolved.value(_SHARD) == 1:
         return []
@@ -69,14 +63,6 @@ def to_fsdp2(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
     Raises:
         SettingsError: ``NO_SHARD``, or the replicas of ``HYBRID_SHARD`` cannot be counted.
-
-    Example:
-        >>> from accel_callbacks.launch.foreign import to_fsdp2
-        >>> after, lines = to_fsdp2({"fsdp_config.fsdp_sharding_strategy": "SHARD_GRAD_OP"})
-        >>> after
-        {'fsdp_config.fsdp_version': 2, 'fsdp_config.fsdp_reshard_after_forward': 'false'}
-        >>> lines
-        ['fsdp_sharding_strategy: SHARD_GRAD_OP is fsdp_reshard_after_forward: false']
     """
     settings = dict(values)
     if not any(path.startswith(_BLOCK) for path in settings):
@@ -134,12 +120,6 @@ def megatron_note(resolved: Resolved) -> str:
 
     Returns:
         One line; empty if there are none, or another kind of run is launched.
-
-    Example:
-        >>> from accel_callbacks.launch.foreign import megatron_note
-        >>> from accel_callbacks.launch.resolve import resolve_settings
-        >>> megatron_note(resolve_settings({"num_processes": 2}, None, "/x", {"HOME": "/x"}))
-        ''
     """
     if resolved.value("distributed_type") != "MEGATRON_LM":
         return ""

@@ -34,15 +34,6 @@ def isolated_launcher() -> Iterator[None]:
 
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed, for which torch's launcher raises SignalException.
-
-    Example:
-        >>> import signal
-        >>> from accel_callbacks.launch.fork_safety import isolated_launcher
-        >>> before = signal.getsignal(signal.SIGTERM)
-        >>> with isolated_launcher():
-        ...     _ = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        >>> signal.getsignal(signal.SIGTERM) == before
-        True
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -118,11 +109,6 @@ class ForkSupport:
         devices: number of usable accelerators.
         spoiled: accelerators exist, but forks cannot use them: this process has initialized one.
         threaded: torch may use several threads.
-
-    Example:
-        >>> from accel_callbacks.launch.fork_safety import ForkSupport
-        >>> ForkSupport(devices=2).spoiled
-        False
     """
 
     devices: int = 0
@@ -142,11 +128,6 @@ def probe_forks(*, devices: bool, threads: int) -> ForkSupport:
 
     Raises:
         RuntimeError: the fork died or hung while it probed devices.
-
-    Example:
-        >>> from accel_callbacks.launch.fork_safety import probe_forks
-        >>> probe_forks(devices=False, threads=1)
-        ForkSupport(devices=0, spoiled=False, threaded=False)
     """
     if sys.platform == "win32" or (not devices and threads < 2):
         return ForkSupport()

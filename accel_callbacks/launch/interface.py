@@ -25,11 +25,6 @@ def gloo_variables(address: str, environment: Mapping[str, str]) -> dict[str, st
     Args:
         address: of the main machine.
         environment: of this process; a ``GLOO_SOCKET_IFNAME`` in it is kept.
-
-    Example:
-        >>> from accel_callbacks.launch.interface import gloo_variables
-        >>> gloo_variables("10.0.0.1", {"GLOO_SOCKET_IFNAME": "eth1"})
-        {}
     """
     if "GLOO_SOCKET_IFNAME" in environment or not hasattr(socket, "if_nameindex"):
         return {}
@@ -52,12 +47,6 @@ def named_interfaces(text: str, existing: Sequence[str]) -> list[str]:
     Args:
         text: the value.
         existing: the interfaces of this machine.
-
-    Example:
-        >>> from accel_callbacks.launch.interface import named_interfaces
-        >>> cards = ["lo", "eth0", "eth1", "ib0"]
-        >>> [named_interfaces(text, cards) for text in ("eth", "=eth1", "^eth,lo", "")]
-        [['eth0', 'eth1'], ['eth1'], ['ib0'], []]
     """
     excludes = text.startswith("^")
     text = text.removeprefix("^")
@@ -82,11 +71,6 @@ def interface_towards(address: str, existing: Sequence[str]) -> str | None:
     Args:
         address: its address or name.
         existing: the interfaces of this machine.
-
-    Example:
-        >>> from accel_callbacks.launch.interface import interface_towards
-        >>> interface_towards("127.0.0.1", ["lo"]) is None
-        True
     """
     if sys.platform != "linux":
         return None

@@ -43,13 +43,7 @@ _SLURM = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
 
 @dataclass(frozen=True)
 class GpuDriver:
-    """An NVIDIA GPU and the version of its driver, as nvidia-smi names them.
-
-    Example:
-        >>> from accel_callbacks.launch.machine import GpuDriver
-        >>> GpuDriver("NVIDIA L4", "550.54.15").driver
-        '550.54.15'
-    """
+    """An NVIDIA GPU and the version of its driver, as nvidia-smi names them."""
 
     name: str
     driver: str
@@ -69,11 +63,6 @@ class Machine:
         torch_xla: the package that TPUs need is installed.
         fp8: all of its GPUs compute in fp8.
         deepspeed: the package is installed.
-
-    Example:
-        >>> from accel_callbacks.launch.machine import Machine
-        >>> Machine(gpus=("A100", "A100"), gpu_kind="cuda", cores=32).lines()[0]
-        'GPUs: 2 (A100)'
     """
 
     gpus: tuple[str, ...] = ()
@@ -105,12 +94,6 @@ def detect_machine(environment: Mapping[str, str], root: Path = Path("/")) -> Ma
     Args:
         environment: usually ``os.environ``.
         root: parent folder of ``/dev``, ``/proc`` and ``/sys``.
-
-    Example:
-        >>> import os
-        >>> from accel_callbacks.launch.machine import detect_machine
-        >>> detect_machine(os.environ).cores >= 1
-        True
     """
     kind, names = _gpus(environment, root)
     gpus = _visible(names, environment)
@@ -129,56 +112,33 @@ def detect_machine(environment: Mapping[str, str], root: Path = Path("/")) -> Ma
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use, which may be a subset of all.
-
-    Example:
-        >>> from accel_callbacks.launch.machine import usable_cores
-        >>> usable_cores() >= 1
-        True
-    """
+    """Return the number of cores that this process may use, which may be a subset of all."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def has_driver(kind: str, root: Path = Path("/")) -> bool:
-    """Return whether the driver of a distributed type has device files; True if unknown.
-
-    Example:
-        >>> from pathlib import Path
-        >>> import sys
-        >>> from accel_callbacks.launch.machine import has_driver
-        >>> has_driver("MULTI_GPU", Path("/nowhere")) == (sys.platform != "linux")
-        True
-    """
+    """Return whether the driver of a distributed type has device files; True if unknown."""
     if sys.platform != "linux" or kind not in DRIVERS:
         return True
     return any(path.name.startswith(DRIVERS[kind]) for path in _listed(root / "dev"))
 
 
 def _gpus(environment: Mapping[str, str], root: Path) -> tuple[str, tuple[str, ...]]:
+    is_apple = sys.platform == "darwin" and platform.machine() == "arm64"
     for kind, names in (
         ("cuda", _nvidia_smi(environment) or _nvidia_files(root)),
         ("rocm", _amd_files(root)),
-        ("mps", ("Apple GPU",) if _is_apple() else ()),
+        ("mps", ("Apple GPU",) if is_apple else ()),
     ):
         if names:
             return kind, names
     return "", ()
 
 
-def _is_apple() -> bool:
-    return sys.platform == "darwin" and platform.machine() == "arm64"
-
-
 def gpu_drivers(environment: Mapping[str, str]) -> tuple[GpuDriver, ...]:
-    """Return the NVIDIA GPUs of this machine with their driver; empty if nvidia-smi has no answer.
-
-    Example:
-        >>> from accel_callbacks.launch.machine import gpu_drivers
-        >>> gpu_drivers({"PATH": ""})
-        ()
-    """
+    """Return the NVIDIA GPUs of this machine; empty if nvidia-smi has no answer."""
     lines = nvidia_smi(environment, "--query-gpu=name,driver_version", "--format=csv,noheader")
     pairs = (line.rpartition(",") for line in lines)
     return tuple(GpuDriver(_clean(name), _clean(driver)) for name, _, driver in pairs if name)
@@ -193,11 +153,6 @@ def nvidia_smi(
         environment: its ``PATH`` is searched.
         words: arguments.
         timeout: in seconds, 10 by default.
-
-    Example:
-        >>> from accel_callbacks.launch.machine import nvidia_smi
-        >>> nvidia_smi({"PATH": ""}, "-L")
-        []
     """
     tool = shutil.which("nvidia-smi", path=environment.get("PATH"))
     if tool is None:
@@ -245,14 +200,11 @@ def _amd_files(root: Path) -> tuple[str, ...]:
     """List the nodes of the kernel's compute driver that have SIMD units; the others are CPUs."""
     names = []
     for folder in _listed(root / "sys/class/kfd/kfd/topology/nodes"):
-        facts = dict(line.split(maxsplit=1) for line in _pairs(folder / "properties"))
+        lines = _text_of(folder / "properties").splitlines()
+        facts = dict(line.split(maxsplit=1) for line in lines if len(line.split()) > 1)
         if facts.get("simd_count", "0").strip() != "0":
             names.append(_clean(_text_of(folder / "name")) or "AMD GPU")
     return tuple(names)
-
-
-def _pairs(path: Path) -> list[str]:
-    return [line for line in _text_of(path).splitlines() if len(line.split()) > 1]
 
 
 def _listed(folder: Path) -> list[Path]:

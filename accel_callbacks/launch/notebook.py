@@ -117,7 +117,9 @@ def notebook_launcher(
     plan = replace(plan, start_method=method)
     counts = sys.platform != "darwin" and not _on_cpu()
     support = _probe(method, devices=counts, threads=_threads_for(asked or 1))
-    processes = asked or max(1, _device_count(support))
+    # This process may count devices if it has used one.
+    devices = torch.accelerator.device_count() if support.spoiled else support.devices
+    processes = asked or max(1, devices)
     if processes == 1 and plain:
         return [_call_here(plan, function, args)]
     _check_uninitialized("notebook_launcher")
@@ -315,11 +317,6 @@ def _call_here(plan: ForkPlan, function: Callable[..., Any], args: Sequence[Any]
 
 def _on_cpu() -> bool:
     return resolve_config({}, os.environ).cpu
-
-
-def _device_count(support: ForkSupport) -> int:
-    """Return the number of accelerators; this process may count them if it has used one."""
-    return torch.accelerator.device_count() if support.spoiled else support.devices
 
 
 def _check_devices(processes: int, support: ForkSupport) -> None:

@@ -23,13 +23,6 @@ def nccl_workarounds(gpus: Sequence[GpuDriver], environment: Mapping[str, str]) 
     Args:
         gpus: those of the machine.
         environment: usually ``os.environ``.
-
-    Example:
-        >>> from accel_callbacks.launch.machine import GpuDriver
-        >>> from accel_callbacks.launch.peer_access import nccl_workarounds
-        >>> cards = [GpuDriver("NVIDIA GeForce RTX 4090", "535.54.03")] * 2
-        >>> nccl_workarounds(cards, {"NCCL_IB_DISABLE": "0"})
-        {'NCCL_P2P_DISABLE': '1'}
     """
     concerned = [gpu for gpu in gpus if _WITHOUT_PEERS.search(gpu.name)]
     old = any(_version(gpu.driver) < _FIRST_RIGHT_DRIVER for gpu in concerned)

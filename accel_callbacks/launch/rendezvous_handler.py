@@ -38,14 +38,6 @@ def listen_at_one_address(config: Any) -> None:
     On one machine that is a loopback address, unless another one was named; on several it is the
     address of the rendezvous, and of this machine in the same network. Rendezvous by etcd or by a
     file stay as they are.
-
-    Example:
-        >>> from torch.distributed.launcher.api import LaunchConfig
-        >>> from accel_callbacks.launch.rendezvous_handler import listen_at_one_address
-        >>> config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0")
-        >>> listen_at_one_address(config)
-        >>> config.rdzv_backend
-        'accel-c10d'
     """
     backend = config.rdzv_backend
     if backend not in _DEFAULT_PORTS or config.rdzv_configs.get("store_type", "tcp") != "tcp":

@@ -76,13 +76,7 @@ def exit_code(code: int) -> int:
 
 
 def status_of(code: int) -> int | None:
-    """Return the status of Windows that an exit code is, read as signed or not; None if it is none.
-
-    Example:
-        >>> from accel_callbacks.launch.report import status_of
-        >>> hex(status_of(-1073741819)), hex(status_of(3221225477)), status_of(-9), status_of(1)
-        ('0xc0000005', '0xc0000005', None, None)
-    """
+    """Return the status of Windows that an exit code is, read as signed or not; else None."""
     unsigned = code & 0xFFFFFFFF
     return unsigned if unsigned >= _FIRST_STATUS and not -256 < code < 0 else None
 
@@ -107,7 +101,9 @@ def root_cause(failures: Mapping[int, Failure]) -> int:
     def order(rank: int) -> tuple[bool, bool, bool, float, int]:
         failure = failures[rank]
         late = _seconds(failure) - first >= 2
-        killed = _crashed(failure.exitcode) and not late
+        status = status_of(failure.exitcode)
+        crashed = -failure.exitcode in _ROOT_SIGNALS if status is None else status != _CTRL_C
+        killed = crashed and not late
         kind = late or _follows(failure), not killed, _told_by(failure) >= 0
         return *kind, _seconds(failure), seen.index(rank)
 
@@ -140,11 +136,6 @@ def _extra(failure: Failure) -> Mapping[str, Any]:
     return extra if isinstance(extra, Mapping) else {}
 
 
-def _crashed(code: int) -> bool:
-    status = status_of(code)
-    return -code in _ROOT_SIGNALS if status is None else status != _CTRL_C
-
-
 def _stopped(failure: Failure) -> bool:
     """Return whether the process ended by the signal with which the launcher stops processes."""
     code = code_of(failure)
@@ -156,11 +147,12 @@ def failure_report(failures: Mapping[int, Failure], script: str, log_dir: str | 
     rank = root_cause(failures)
     failure = failures[rank]
     others = [peer for peer in sorted(failures) if peer != rank]
-    failed = [
-        f"rank {peer} {_how(code_of(failures[peer]))}{_relation(failures[peer])}"
-        for peer in others
-        if not _stopped(failures[peer])
-    ]
+    failed = []
+    for peer in others:
+        if not _stopped(failures[peer]):
+            same = _told_by(failures[peer]) >= 0 and not _follows(failures[peer])
+            relation = " with the same error" if same else ""
+            failed.append(f"rank {peer} {_how(code_of(failures[peer]))}{relation}")
     stopped = [f"rank {p}" for p in others if _stopped(failures[p])]
     lines = [
         f"accel launch: {script} failed: rank {rank} {_how(code_of(failure))} "
@@ -179,11 +171,6 @@ def failure_report(failures: Mapping[int, Failure], script: str, log_dir: str | 
     lines += [f"  {title}: {', '.join(ranks)}" for title, ranks in named.items() if ranks]
     lines.append(f"  {_where(teller, reason, log, bool(shown))}")
     return "\n".join(lines)
-
-
-def _relation(failure: Failure) -> str:
-    same = _told_by(failure) >= 0 and not _follows(failure)
-    return " with the same error" if same else ""
 
 
 def _how(code: int) -> str:

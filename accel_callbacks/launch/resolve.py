@@ -38,14 +38,6 @@ class Resolved:
             ``"default"``, or the setting that implies it.
         file: the config file, if there is one.
         gone: obsolete keys of the file, and why.
-
-    Example:
-        >>> from accel_callbacks.launch.resolve import resolve_settings
-        >>> found = resolve_settings({"num_processes": 2}, None, "/nowhere/a.py", {"HOME": "/x"})
-        >>> found.settings.num_processes, found.origins["num_processes"]
-        (2, 'command line')
-        >>> found.value("mixed_precision"), found.given("mixed_precision")
-        ('no', False)
     """
 
     settings: LaunchSettings
@@ -107,13 +99,6 @@ def resolve_settings(
 
     Raises:
         SettingsError: a setting is invalid, or contradicts another; one line with its origin.
-
-    Example:
-        >>> from accel_callbacks.launch.resolve import resolve_settings
-        >>> place = {"ACCEL_HOME": "/nowhere", "ACCEL_DEBUG": "1"}
-        >>> found = resolve_settings({}, None, "/nowhere/train.py", place)
-        >>> found.settings.debug, found.origins["debug"]
-        (True, 'environment variable ACCEL_DEBUG')
     """
     path = Path(config_file) if config_file is not None else find_config(script, environment)
     values, origins = _from_environment(environment)
@@ -178,20 +163,13 @@ def resolve_conflicts(values: dict[str, Any], origins: dict[str, str]) -> None:
 
     Raises:
         SettingsError: two settings of the same origin contradict each other.
-
-    Example:
-        >>> from accel_callbacks.launch.resolve import resolve_conflicts
-        >>> values = {"distributed_type": "NO", "num_processes": 2}
-        >>> origins = {"distributed_type": "a.yaml (a.yaml)", "num_processes": "command line"}
-        >>> resolve_conflicts(values, origins)
-        >>> values
-        {'num_processes': 2}
     """
     for first, second in _SAME:
         if first in values and second in values:
             _keep_stronger(first, second, values, origins)
     kind = values.get("distributed_type")
-    if kind == "NO" and _several(values):
+    processes = max(values.get("num_processes") or 1, values.get("nproc_per_node") or 1)
+    if kind == "NO" and processes > 1:
         rival = "num_processes" if "num_processes" in values else "nproc_per_node"
         _keep_stronger("distributed_type", rival, values, origins)
     if kind in _ON_DEVICES and values.get("use_cpu"):
@@ -201,10 +179,6 @@ def resolve_conflicts(values: dict[str, Any], origins: dict[str, str]) -> None:
         _keep_stronger("nnodes", "rdzv_backend", values, origins)
     if values.get("distributed_type") == "MULTI_CPU":
         _all_on_cpu(values, origins)
-
-
-def _several(values: dict[str, Any]) -> bool:
-    return max(values.get("num_processes") or 1, values.get("nproc_per_node") or 1) > 1
 
 
 def _keep_stronger(
@@ -248,13 +222,6 @@ def refuse_unbuilt(resolved: Resolved) -> None:
 
     Raises:
         SettingsError: one is requested; one line with the setting, its origin and an alternative.
-
-    Example:
-        >>> from accel_callbacks.launch.resolve import refuse_unbuilt, resolve_settings
-        >>> asked = {"tpu_use_cluster": True}
-        >>> refuse_unbuilt(resolve_settings(asked, None, "/x/a.py", {"HOME": "/x"}))
-        Traceback (most recent call last):
-        accel_callbacks.plugins.option.SettingsError: tpu_use_cluster: 1 (command line): ...
     """
     for feature in UNBUILT:
         if feature.asked(resolved.settings):
@@ -269,10 +236,6 @@ def refuse_absent_gpus(resolved: Resolved, root: Path = Path("/")) -> None:
 
     Raises:
         SettingsError: there is no such device; one line with the origin and an alternative.
-
-    Example:
-        >>> from accel_callbacks.launch.resolve import refuse_absent_gpus, resolve_settings
-        >>> refuse_absent_gpus(resolve_settings({"use_cpu": True}, None, "/x/a.py", {"HOME": "/x"}))
     """
     from accel_callbacks.launch.machine import has_driver
 

@@ -317,23 +317,12 @@ class LaunchSettings(Blocks, Tpu, Running, Training, Machines, Processes):
     """All settings of a launch; the base classes are its groups.
 
     A block is None if none of its options is given.
-
-    Example:
-        >>> from accel_callbacks.launch.settings import LaunchSettings
-        >>> LaunchSettings(num_processes=2).mixed_precision
-        'no'
     """
 
 
 @cache
 def all_options() -> tuple[Option, ...]:
-    """Return all options; those of a block follow it.
-
-    Example:
-        >>> from accel_callbacks.launch.settings import all_options
-        >>> [option.flag for option in all_options() if option.group == "Training"]
-        ['--mixed_precision', '--gradient_accumulation_steps', '--debug', '--on_conflict']
-    """
+    """Return all options; those of a block follow it."""
     options: list[Option] = []
     for setting in options_of(LaunchSettings):
         options.append(setting)
@@ -347,11 +336,6 @@ def find(path: str) -> Option:
 
     Raises:
         SettingsError: there is no such option; the text names the nearest one.
-
-    Example:
-        >>> from accel_callbacks.launch.settings import find
-        >>> find("max_restarts").default
-        0
     """
     known = {option.path: option for option in all_options()}
     if path not in known:

@@ -29,11 +29,6 @@ class SlurmPlace:
         rank: index of this task.
         local_rank: index of this task on this machine.
         port: for the rendezvous; the same on all machines, different for each step.
-
-    Example:
-        >>> from accel_callbacks.launch.slurm import SlurmPlace
-        >>> SlurmPlace(("a", "b"), True, tasks=8, tasks_here=4).task_is_process
-        True
     """
 
     hosts: tuple[str, ...]
@@ -61,14 +56,6 @@ def slurm_place(environment: Mapping[str, str]) -> SlurmPlace | None:
 
     Raises:
         SettingsError: a variable is missing or malformed.
-
-    Example:
-        >>> from accel_callbacks.launch.slurm import slurm_place
-        >>> variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[01-02]"}
-        >>> slurm_place(variables).hosts
-        ('node01', 'node02')
-        >>> slurm_place({}) is None
-        True
     """
     if "SLURM_JOB_ID" not in environment:
         return None
@@ -138,11 +125,6 @@ def expand_hosts(text: str) -> tuple[str, ...]:
 
     Raises:
         SettingsError: the list is malformed.
-
-    Example:
-        >>> from accel_callbacks.launch.slurm import expand_hosts
-        >>> expand_hosts("login,node[01-03,7]")
-        ('login', 'node01', 'node02', 'node03', 'node7')
     """
     parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     if ",".join(parts) != text:
@@ -181,11 +163,6 @@ def expand_tasks(text: str) -> tuple[int, ...]:
 
     Raises:
         SettingsError: the text is malformed.
-
-    Example:
-        >>> from accel_callbacks.launch.slurm import expand_tasks
-        >>> expand_tasks("2(x3),1")
-        (2, 2, 2, 1)
     """
     counts: list[int] = []
     for part in text.split(","):

@@ -36,11 +36,6 @@ class Unbuilt:
         asked: predicate: do these settings request it?
         reason: why it is refused.
         instead: alternative settings.
-
-    Example:
-        >>> from accel_callbacks.launch.unsupported import UNBUILT
-        >>> {feature.path for feature in UNBUILT} >= {"tpu_use_cluster"}
-        True
     """
 
     path: str

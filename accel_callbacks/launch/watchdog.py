@@ -25,12 +25,6 @@ def guarded() -> Iterator[dict[str, str]]:
     """Run a watchdog during the block; yield the variables that children must get.
 
     Linux only, where a process can read the environment of others; elsewhere there are none.
-
-    Example:
-        >>> from accel_callbacks.launch.watchdog import guarded
-        >>> with guarded() as variables:
-        ...     len(variables) <= 1
-        True
     """
     if sys.platform != "linux":
         yield {}
@@ -53,12 +47,7 @@ def guarded() -> Iterator[dict[str, str]]:
 
 
 def end_marked(mark: str, grace: float = _GRACE) -> None:
-    """End all processes of a launch with SIGTERM, and with SIGKILL after a grace period.
-
-    Example:
-        >>> from accel_callbacks.launch.watchdog import end_marked
-        >>> end_marked("of no launch")
-    """
+    """End all processes of a launch with SIGTERM, and with SIGKILL after a grace period."""
     if sys.platform != "linux":
         return
     text = f"{MARK}={mark}".encode()

@@ -53,13 +53,6 @@ def run_checks(
         checks: in the order to run them.
         lab: options of the checks.
         begin: called before each check.
-
-    Example:
-        >>> from accel_callbacks.selftest.check import Check, Lab
-        >>> from accel_callbacks.selftest.runner import run_checks
-        >>> check = Check("sums", lambda lab: str(1 + 1), "buy another computer")
-        >>> [(one.status, one.details) for one in run_checks([check], Lab())]
-        [('ok', '2')]
     """
     aborted_in = ""
     for check in checks:
