@@ -145,7 +145,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if loop.stages:
             loop.require_own_weights("step")
         elif loop.outer is None:
-            loop.own.before_step(self)
+            loop.own_batches.before_step(self)
         # Hot path: without hooks or a correction, gradients are left to the precision's step.
         table = loop.dispatch.hooks
         hooks = table["on_before_optimizer_step"]
@@ -177,7 +177,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         elif stepped is not False:
             loop.count_later(self, stepped)
         if loop.outer is None:
-            loop.own.note_call(self)
+            loop.own_batches.note_call(self)
         return result
 
     def _is_skipped(self, hooks: Iterable[Hook]) -> bool:

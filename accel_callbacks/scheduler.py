@@ -64,12 +64,12 @@ class AcceleratedScheduler:
                     and optimizer.step_was_skipped
                     and not loop.between_passes
                 ):
-                    loop.own.note_call(self)
+                    loop.own_batches.note_call(self)
                     return
         for _ in self._steps_at_once:
             self.scheduler.step(*args, **kwargs)
         if loop.outer is None:
-            loop.own.note_call(self)
+            loop.own_batches.note_call(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the wrapped scheduler."""

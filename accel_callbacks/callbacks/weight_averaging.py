@@ -157,7 +157,7 @@ class Averaging(ResumableState, ABC):
     ) -> None:
         """Restore the weights after an evaluation that raised."""
         # Without a loader and `accumulate`, a batch begins with its backward, after the forward.
-        if run.iterating or run.accelerator.loop.own.in_block:
+        if run.iterating or run.accelerator.loop.own_batches.in_block:
             self._swap_out_after_evaluation(run)
 
     def on_before_backward(self, run: TrainingRun, model: Any, loss: torch.Tensor) -> None:

@@ -217,7 +217,7 @@ class TrainingState:
 
     def _run_position(self) -> dict[str, Any]:
         """Return the position of the run; a batch without a loader counts once it has worked."""
-        waiting = self.loop.own.is_open and not self.loop.worked
+        waiting = self.loop.own_batches.is_open and not self.loop.worked
         state = self.loop.run.state_dict()
         return {**state, "batch_idx": state["batch_idx"] - waiting}
 

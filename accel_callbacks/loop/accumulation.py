@@ -36,7 +36,7 @@ class Accumulate(AbstractContextManager["Accumulate"]):
     def __enter__(self) -> Accumulate:
         loop = self._loop
         if loop.outer is None and not loop.stages:
-            loop.own.enter_block()
+            loop.own_batches.enter_block()
         # The window before was left early, by an error or at the end of a pass.
         window = loop.window
         if window.dirty:
@@ -64,13 +64,13 @@ class Accumulate(AbstractContextManager["Accumulate"]):
         window = loop.window
         if error is None:
             loop.worked = True
-            if loop.own.in_block:
+            if loop.own_batches.in_block:
                 stepped = window.sync
                 window.leave()
-                loop.own.leave_block(stepped=stepped)
+                loop.own_batches.leave_block(stepped=stepped)
             elif window.sync:
                 window.close()
         else:
             window.abandon()
-            if loop.own.in_block:
+            if loop.own_batches.in_block:
                 loop.drop_own_batch()

@@ -149,7 +149,7 @@ class Loop:
         model: the first prepared model that has an optimizer, as the user built it; hooks get it.
         unprepared_steps: the optimizers that step without being prepared.
         require_prepared_steps: raises for them in a run, and warns in another loop.
-        own: the batches of a loop that iterates no prepared loader.
+        own_batches: the batches of a loop that iterates no prepared loader.
         active: loaders being iterated, the innermost last.
         worked: True once the current training batch was trained on.
         stepped: optimizers that stepped since the global step was last counted.
@@ -214,7 +214,7 @@ class Loop:
         self.outer: DataLoaderShard | None = None
         self.unprepared_steps = UnpreparedSteps(optimizers)
         self.require_prepared_steps: Callable[[], None] = lambda: None
-        self.own = OwnBatches(optimizers, schedulers)
+        self.own_batches = OwnBatches(optimizers, schedulers)
         self.pass_ends: PassEnds | None = None
         self.drain_votes: Callable[[], None] = lambda: None
         self.check_parameters: Callable[[], None] = lambda: None
@@ -360,8 +360,8 @@ load_state() takes the newest valid one.
         try:
             while self.deferred:
                 self.deferred.pop(0)()
-            if self.own.waits:
-                self.own.finish()
+            if self.own_batches.waits:
+                self.own_batches.finish()
         finally:
             self._settling = False
 
@@ -480,7 +480,7 @@ load_state() takes the newest valid one.
         """Forget a training without a prepared loader or epochs: some steps before a run."""
         # To save them would be to resume from them.
         if self._warming_up:
-            self.own.drop()
+            self.own_batches.drop()
             self._train_started = False
 
     def end_fit(self, error: BaseException | None = None) -> None:
@@ -562,7 +562,7 @@ load_state() takes the newest valid one.
         self.settle_steps()
         self.stepped = ()
         self.outer = None
-        self.own.drop()
+        self.own_batches.drop()
         # After a load, the open window is the one that the checkpoint holds.
         if not self.run.awaits_training:
             self.window.abandon()
@@ -617,7 +617,7 @@ load_state() takes the newest valid one.
         if outer:
             self.random_at_stop = None
             self.outer = self.used_loaders.training = loader
-            self.own.drop()  # its data comes from this loader
+            self.own_batches.drop()  # its data comes from this loader
             self.check_parameters()
             self._warming_up = False
         loader.passes += 1
@@ -644,7 +644,7 @@ load_state() takes the newest valid one.
 
     def drop_own_batch(self) -> None:
         """Forget a batch that an error has ended; the next one has its index if it did no work."""
-        self.own.drop()
+        self.own_batches.drop()
         self.run.batch_idx -= not self.worked
 
     def stop_after_own_batch(self) -> None:

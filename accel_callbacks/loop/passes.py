@@ -38,7 +38,7 @@ class Passes:
         self.boundary = StepBoundary(loop)
         self._loop = loop
         self._warned_eval = False
-        loop.own.connect(self._begin_own_batch, self._end_own_batch)
+        loop.own_batches.connect(self._begin_own_batch, self._end_own_batch)
         loop.drain_votes = self.boundary.drain
 
     def iterate(self, loader: DataLoaderShard) -> Iterator[Any]:

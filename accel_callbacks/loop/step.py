@@ -80,7 +80,7 @@ class StepEngine:
         if loop.half_loaded is not None:
             loop.require_loaded("backward")
         if loop.outer is None and not loop.stages:
-            loop.own.before_backward()
+            loop.own_batches.before_backward()
         # Of loss_parallel, equal on all ranks. A plain tensor is told by its type.
         if type(loss) is not Tensor and collectives.is_sharded(loss):
             loss = loss.full_tensor()  # type: ignore[attr-defined]
