@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from accel_callbacks.config import launched_options
+
 __all__ = ["child_variables"]
 
 _STARTUP = os.path.join(os.path.dirname(os.path.abspath(__file__)), "startup")
@@ -15,12 +17,8 @@ _PREFIXES = {  # of Accelerate's variables, by those of this library; the longer
     "ACCEL_DEEPSPEED_": "ACCELERATE_DEEPSPEED_",
     "ACCEL_DYNAMO_": "ACCELERATE_DYNAMO_",
 }
+# Of options whose declaration names no variable of Accelerate's.
 _NAMES = {
-    "ACCEL_CPU": "ACCELERATE_USE_CPU",
-    "ACCEL_DEBUG": "ACCELERATE_DEBUG_MODE",
-    "ACCEL_GRADIENT_ACCUMULATION_STEPS": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-    "ACCEL_MIXED_PRECISION": "ACCELERATE_MIXED_PRECISION",
-    "ACCEL_FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "FSDP_TRANSFORMER_CLS_TO_WRAP",
     "ACCEL_DEEPSPEED_GRADIENT_ACCUMULATION_STEPS": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     "ACCEL_DEEPSPEED_GRADIENT_CLIPPING": "ACCELERATE_GRADIENT_CLIPPING",
 }
@@ -42,10 +40,15 @@ def child_variables(environment: Mapping[str, str]) -> dict[str, str]:
         environment: of this process; what it has of Accelerate's variables stays.
     """
     places = [place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place]
+    declared = {
+        option.variable: option.foreign
+        for option in launched_options(environment).values()
+        if option.foreign
+    }
     options = {
         translated: value
         for name, value in environment.items()
-        if (translated := _translated(name))
+        if (translated := declared.get(name) or _translated(name))
     }
     options |= _ENGINES.get(environment.get("ACCEL_DISTRIBUTED_TYPE", ""), {})
     return {
