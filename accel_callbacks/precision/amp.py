@@ -65,7 +65,9 @@ class Autocast(Precision):
     def wrap_methods(self, model: torch.nn.Module, names: Sequence[str]) -> None:
         """Run these methods under autocast too, and upcast what the outermost call returns."""
         entered: list[bool] = []
-        before = [one for one, it in vars(model).items() if isinstance(it, PreparedForward)]
+        before = [
+            name for name, method in vars(model).items() if isinstance(method, PreparedForward)
+        ]
         for name in dict.fromkeys([*before, *names]):
             method = getattr(model, name)
             original = method.original if isinstance(method, PreparedForward) else method

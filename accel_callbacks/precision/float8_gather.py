@@ -110,14 +110,20 @@ def share_scales(model: torch.nn.Module, weights: Sequence[torch.nn.Parameter]) 
 
     def compute(module: torch.nn.Module, args: Any) -> None:
         # Offloaded parts are on the host, where the mesh may have no backend.
-        here = [one for one in _shards(weights) if one[0].device.type == _device_type(one[0])]
-        if not here:
+        local_shards = [
+            (part, shard)
+            for part, shard in _shards(weights)
+            if part.device.type == _device_type(part)
+        ]
+        if not local_shards:
             return
         with torch.no_grad():
-            largest: Any = torch.stack(torch._foreach_norm([one for one, _ in here], math.inf))
+            largest: Any = torch.stack(
+                torch._foreach_norm([part for part, _ in local_shards], math.inf)
+            )
             amax_to_scale = import_module("torchao.float8.float8_utils").amax_to_scale
-            scales = amax_to_scale(largest.full_tensor(), here[0][1].target_dtype)
-        for (_, shard), scale in zip(here, scales, strict=True):
+            scales = amax_to_scale(largest.full_tensor(), local_shards[0][1].target_dtype)
+        for (_, shard), scale in zip(local_shards, scales, strict=True):
             shard.note_scale(scale)
 
     def forget(module: torch.nn.Module, args: Any, output: Any) -> None:

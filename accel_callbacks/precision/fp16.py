@@ -29,12 +29,12 @@ class _Scaler(torch.amp.GradScaler):
                 by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
         if len(by_mesh) <= 1:
             return super()._unscale_grads_(optimizer, *args)
-        found: dict[torch.device, torch.Tensor] = {}
+        flags: dict[torch.device, torch.Tensor] = {}
         for parameters in by_mesh.values():
             part: Any = SimpleNamespace(param_groups=[{"params": parameters}])
             for device, flag in super()._unscale_grads_(part, *args).items():
-                found[device] = found[device] + flag if device in found else flag.clone()
-        return found
+                flags[device] = flags[device] + flag if device in flags else flag.clone()
+        return flags
 
 
 class FP16(Autocast):

@@ -106,7 +106,9 @@ class FP8(BF16):
         if not self.float8_config.enable_fsdp_float8_all_gather:
             return
         layers = _converted(model)
-        casts = [GatherCast(one.weight, partial(Float8Shard, layer=one)) for one in layers.values()]
+        casts = [
+            GatherCast(layer.weight, partial(Float8Shard, layer=layer)) for layer in layers.values()
+        ]
         gathered = strategy.gather_through(model, casts)
         if gathered is not None:
             share_scales(model, gathered)
@@ -178,9 +180,9 @@ def _read_config(recipe: AORecipeKwargs) -> Any:
         raise TypeError(
             f"AORecipeKwargs(config={config!r}) must be a torchao.float8.Float8LinearConfig."
         )
-    given = {name: getattr(recipe, name) for name in _OVERRIDES}
+    overrides = {name: getattr(recipe, name) for name in _OVERRIDES}
     try:
-        return dataclasses.replace(config, **{k: v for k, v in given.items() if v is not None})
+        return dataclasses.replace(config, **{k: v for k, v in overrides.items() if v is not None})
     except AssertionError as error:  # of torchao
         raise ValueError(
             f"AORecipeKwargs(enable_fsdp_float8_all_gather=True) does not go with its config: "

@@ -17,7 +17,7 @@ from accel_callbacks.data.device import Feed, device_feed
 from accel_callbacks.distributed.failures import meet
 from accel_callbacks.distributed.rng import share_rng
 from accel_callbacks.distributed.topology import DistributedType, Topology
-from accel_callbacks.gradients import has_gradients
+from accel_callbacks.gradients import has_gradients, parameters_of
 from accel_callbacks.logging import notice
 from accel_callbacks.modeling.compile import original, regions
 from accel_callbacks.offload.placeholder import unwritable
@@ -547,7 +547,7 @@ class Strategy(ABC):
         Plain ones are this rank's own, DTensors are averaged over the ranks.
         """
         named = self.unwrap(model).named_parameters()
-        return {name: one.grad for name, one in named if one.grad is not None}
+        return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
 
     def replicated_parameters(self, model: torch.nn.Module) -> set[str]:
         """Return the names of parameters that training keeps equal on all ranks."""
@@ -569,10 +569,10 @@ class Strategy(ABC):
 
     def load_model_state_dict(self, model: torch.nn.Module, state: dict[str, Any]) -> None:
         """Load a state whose tensors are full, the same on all ranks, or sharded as here."""
-        here = self.local_state_dict(model)
+        local_state = self.local_state_dict(model)
         fitting = {
-            name: collectives.shard_like(value, here[name])
-            if name in here and isinstance(value, torch.Tensor)
+            name: collectives.shard_like(value, local_state[name])
+            if name in local_state and isinstance(value, torch.Tensor)
             else value
             for name, value in state.items()
         }
@@ -611,12 +611,12 @@ class Strategy(ABC):
 
         Full tensors, which a hook may have been given, are sharded as their parameters are.
         """
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = list(parameters_of([optimizer]))
         sharded = {
-            place: map_tensors(own, partial(_sharded_like, parameters[place]))
+            place: map_tensors(entry, partial(_sharded_like, parameters[place]))
             if collectives.is_sharded(parameters[place])
-            else own
-            for place, own in state["state"].items()
+            else entry
+            for place, entry in state["state"].items()
         }
         optimizer.load_state_dict({**state, "state": sharded})
 

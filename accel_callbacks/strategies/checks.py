@@ -45,8 +45,8 @@ def is_of_transformers(module: torch.nn.Module) -> bool:
     """
     # By name: a model of transformers is here only if the script has imported it.
     return any(
-        one.__name__ == "PreTrainedModel" and one.__module__.startswith("transformers.")
-        for one in type(module).__mro__
+        base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.")
+        for base in type(module).__mro__
     )
 
 
@@ -69,8 +69,9 @@ def is_plain(model: torch.nn.Module) -> bool:
     kinds = {type(module) for module in model.modules()}
     if not all(_inherits(kind, method) for kind in kinds for method in _METHODS):
         return False
-    found = (vars(module).get(hooks) or {} for module in model.modules() for hooks in _HOOKS)
-    return all(getattr(hook, "leaves_names", False) for hooks in found for hook in hooks.values())
+    registries = (vars(module).get(name) or {} for module in model.modules() for name in _HOOKS)
+    hooks = (hook for registry in registries for hook in registry.values())
+    return all(getattr(hook, "leaves_names", False) for hook in hooks)
 
 
 def _inherits(kind: type, method: str) -> bool:
@@ -88,7 +89,7 @@ def is_on_several_devices(model: torch.nn.Module) -> bool:
         False
     """
     maps = [getattr(module, "hf_device_map", None) for module in model.modules()]
-    return any(len(set(found.values())) > 1 for found in maps if isinstance(found, dict))
+    return any(len(set(places.values())) > 1 for places in maps if isinstance(places, dict))
 
 
 def is_dispatched(model: torch.nn.Module) -> bool:
@@ -106,7 +107,7 @@ def is_dispatched(model: torch.nn.Module) -> bool:
 def _absent(model: torch.nn.Module) -> Iterator[tuple[str, AbsentWeight]]:
     """Yield the tensors that are fetched while their module runs."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    return ((name, one) for name, one in named if isinstance(one, AbsentWeight))
+    return ((name, tensor) for name, tensor in named if isinstance(tensor, AbsentWeight))
 
 
 def refuse_empty(model: torch.nn.Module) -> None:

@@ -115,19 +115,19 @@ class ContextParallel:
         """Context manager: see ``Accelerator.maybe_context_parallel``."""
         if self.active:
             raise RuntimeError(f"{_WHAT}: this is inside of another one; leave that first.")
-        given = list(buffers or ())
-        kept = _ids_within(no_restore or (), given)
-        dims = _checked_dims(given, list(seq_dims or ()))
-        self._length = self._checked_length(given, dims)
-        whole = [(buffer, buffer.data) for buffer in given]
+        sequences = list(buffers or ())
+        unrestored = _ids_within(no_restore or (), sequences)
+        dims = _checked_dims(sequences, list(seq_dims or ()))
+        self._length = self._checked_length(sequences, dims)
+        whole = [(buffer, buffer.data) for buffer in sequences]
         self._attended = self._trained = self._pending = False
         with ExitStack() as stack:
-            stack.callback(self._leave, whole, kept)
+            stack.callback(self._leave, whole, unrestored)
             for buffer, data in whole:
                 # torch resizes buffers in place, and some are views of one tensor, such as inputs
                 # and labels: each gets memory of its own.
                 buffer.data = data.clone(memory_format=torch.contiguous_format)
-            stack.enter_context(self._patched(given, dims))
+            stack.enter_context(self._patched(sequences, dims))
             self._whole, self.active = whole, True
             yield
         if self._trained and not self._attended:
@@ -220,8 +220,8 @@ class ContextParallel:
         It is one function in all contexts, or each would compile a model again.
         """
         if self._attention is None:
-            own = self._checked_attention()
-            self._attention = torch.compiler.disable(own)  # type: ignore[no-untyped-call]
+            attention = self._checked_attention()
+            self._attention = torch.compiler.disable(attention)  # type: ignore[no-untyped-call]
         self._over_ranks = partial(attend, inner)
         before, F.scaled_dot_product_attention = F.scaled_dot_product_attention, self._attention
         try:
@@ -354,7 +354,7 @@ class ContextParallel:
             return None
         name = type(model).__name__
         parameters = inspect.signature(model.forward).parameters
-        if any(one.kind is one.VAR_POSITIONAL for one in parameters.values()):
+        if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values()):
             return None
         kwargs = {**dict(zip(parameters, args, strict=False)), **kwargs}
         _refuse_attention(name, model, self._size)

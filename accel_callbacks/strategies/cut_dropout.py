@@ -95,19 +95,19 @@ class CutDropout:
         if self._is_own:
             return
         seed = int(torch.randint(1 << 31, (), generator=torch.default_generator, device="cpu"))
-        own = _MARK | ((seed + self._rank * _GOLDEN) & _LOW)
-        self._whole = own, self.generator.get_state()
-        self.generator.manual_seed(own)
+        cut_seed = _MARK | ((seed + self._rank * _GOLDEN) & _LOW)
+        self._whole = cut_seed, self.generator.get_state()
+        self.generator.manual_seed(cut_seed)
 
     def join(self) -> None:
         """Draw the numbers of all ranks again."""
         if not self._is_own:
             return
-        own = self.generator.initial_seed()
-        if self._whole is not None and self._whole[0] == own:
+        cut_seed = self.generator.initial_seed()
+        if self._whole is not None and self._whole[0] == cut_seed:
             self.generator.set_state(self._whole[1])
         else:  # of another forward than the last one: go on with what all ranks know of it
-            self.generator.manual_seed((own - self._rank * _GOLDEN) & _LOW)
+            self.generator.manual_seed((cut_seed - self._rank * _GOLDEN) & _LOW)
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -28,10 +28,15 @@ class LocalModule(ParallelStyle):
         self._sums = sums
 
     def _apply(self, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
-        if self._sums and any(isinstance(one, DTensor) for one in module._parameters.values()):
+        parameters = module._parameters.values()
+        if self._sums and any(isinstance(parameter, DTensor) for parameter in parameters):
             # Layers inside of a module without such parameters sum the gradients themselves.
             _map_inputs(module, lambda tensor: _with_summed_gradient(tensor, device_mesh))
-        local_parameters(module, lambda _, one: one.to_local() if isinstance(one, DTensor) else one)
+
+        def localize(name: str, parameter: Any) -> Any:
+            return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+        local_parameters(module, localize)
         if self._sums:
 
             def summed(module: torch.nn.Module, inputs: Any, output: Any) -> Any:

@@ -265,7 +265,7 @@ class DDP(Strategy):
         self, models: Sequence[Any], follow: Callable[[int], None]
     ) -> AbstractContextManager[None]:
         """Return torch's ``Join`` around the models that have gradients to average."""
-        return joined([one for one in models if self._is_averaged(one)], follow)
+        return joined([model for model in models if self._is_averaged(model)], follow)
 
     def _is_averaged(self, model: Any) -> bool:
         if isinstance(model, Joinable):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from accel_callbacks import collectives
 from accel_callbacks.distributed.failures import meet
 from accel_callbacks.distributed.topology import DistributedType, Topology, is_current
-from accel_callbacks.gradients import clip_norm, has_gradients
+from accel_callbacks.gradients import clip_norm, has_gradients, parameters_of
 from accel_callbacks.logging import notice
 from accel_callbacks.modeling.compile import original
 from accel_callbacks.modeling.from_pretrained import ShardedByZero
@@ -172,8 +172,10 @@ class EngineOptimizer(torch.optim.Optimizer):
     def multiply_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiply the reduced gradients of a window, before its step."""
         for part in gradient_parts(self.engine):
-            own = factor.to(part.device, part.dtype) if isinstance(factor, torch.Tensor) else factor
-            part.mul_(own)
+            if isinstance(factor, torch.Tensor):
+                part.mul_(factor.to(part.device, part.dtype))
+            else:
+                part.mul_(factor)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse another group: DeepSpeed has laid out its pieces.
@@ -211,8 +213,10 @@ class EngineOptimizer(torch.optim.Optimizer):
 
 def _carry(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
     """Copy the options of groups, such as the learning rate, but not their parameters."""
-    for mine, theirs in zip(source, target, strict=True):
-        theirs.update({name: value for name, value in mine.items() if name != "params"})
+    for source_group, target_group in zip(source, target, strict=True):
+        target_group.update(
+            {name: value for name, value in source_group.items() if name != "params"}
+        )
 
 
 class DeepSpeed(Strategy):
@@ -359,15 +363,15 @@ class DeepSpeed(Strategy):
         self._join()
         _mark_experts(model, plugin.transformer_moe_cls_names)
         with building():
-            made: torch.nn.Module = deepspeed.initialize(
+            new_engine: torch.nn.Module = deepspeed.initialize(
                 model=model, config=filled.config, dist_init_required=False
             )[0]
         self.filled[model] = filled
-        self._untrained[model] = made
+        self._untrained[model] = new_engine
         low = _LOW.get(self.precision)
         if low is not None:
             _cast_around(model, low)
-        return made
+        return new_engine
 
     def setup(
         self,
@@ -391,23 +395,23 @@ class DeepSpeed(Strategy):
                 continue
             dummy = next(
                 (
-                    one
-                    for one in schedulers
-                    if isinstance(one, DummyScheduler) and one.optimizer is optimizer
+                    scheduler
+                    for scheduler in schedulers
+                    if isinstance(scheduler, DummyScheduler) and scheduler.optimizer is optimizer
                 ),
                 None,
             )
-            engine, own, scheduler = self._engine(model, optimizer, dummy)
+            engine, engine_optimizer, scheduler = self._engine(model, optimizer, dummy)
             engines.append(engine)
-            ready[id(optimizer)] = own
+            ready[id(optimizer)] = engine_optimizer
             if dummy is not None:
                 configured[id(dummy)] = scheduler
         for scheduler in schedulers:
             _rebind(configured.get(id(scheduler), scheduler), ready)
         return SetUp(
             engines,
-            [ready.get(id(one), one) for one in optimizers],
-            [configured.get(id(one), one) for one in schedulers],
+            [ready.get(id(optimizer), optimizer) for optimizer in optimizers],
+            [configured.get(id(scheduler), scheduler) for scheduler in schedulers],
         )
 
     def _engine(
@@ -425,21 +429,23 @@ class DeepSpeed(Strategy):
         ]
         self._join()
         _mark_experts(model, plugin.transformer_moe_cls_names)
-        given: dict[str, Any] = (
+        optimizer_options: dict[str, Any] = (
             {"model_parameters": groups}
             if isinstance(optimizer, DummyOptim)
             else {"optimizer": optimizer}
         )
         with building():
             engine, _, _, scheduler = deepspeed.initialize(
-                model=model, config=filled.config, dist_init_required=False, **given
+                model=model, config=filled.config, dist_init_required=False, **optimizer_options
             )
         engine.lr_scheduler = None  # the prepared scheduler steps where the loop says so
         self._agreement.watch(engine)
-        own = EngineOptimizer(engine, groups, dict(optimizer.defaults), self._agreement)
-        _carry(own.inner.param_groups, own.param_groups)
+        engine_optimizer = EngineOptimizer(
+            engine, groups, dict(optimizer.defaults), self._agreement
+        )
+        _carry(engine_optimizer.inner.param_groups, engine_optimizer.param_groups)
         self.filled[model] = filled
-        self._optimizers[model] = own
+        self._optimizers[model] = engine_optimizer
         engine.register_forward_pre_hook(self._note_call)
         if self._buffers is not None and any(True for _ in model.buffers()):
             self._buffers.watch(engine)
@@ -447,15 +453,15 @@ class DeepSpeed(Strategy):
         if low is not None:
             _cast_around(model, low)
         if dummy is not None and dummy.lr_scheduler_callable is not None:
-            scheduler = dummy.lr_scheduler_callable(own)
+            scheduler = dummy.lr_scheduler_callable(engine_optimizer)
         elif dummy is not None:
-            scheduler.optimizer = own
+            scheduler.optimizer = engine_optimizer
         if self.topology.rank == 0:
             notice(
                 f"DeepSpeed trains {type(model).__name__} in ZeRO stage "
                 f"{plugin.zero_stage}; accel.deepspeed_config(model) shows what it was given"
             )
-        return engine, own, scheduler
+        return engine, engine_optimizer, scheduler
 
     def _note_call(self, engine: Any, inputs: Any) -> None:
         if torch.is_grad_enabled() and engine not in self._called:
@@ -552,10 +558,10 @@ class DeepSpeed(Strategy):
             if "grad_accum_dtype" not in types:
                 types["grad_accum_dtype"] = "fp32"
                 origins["data_types.grad_accum_dtype"] = "bf16, in which sums of a window lose bits"
-        own = optimizer is not None and not isinstance(optimizer, DummyOptim)
+        of_torch = optimizer is not None and not isinstance(optimizer, DummyOptim)
         offloads = (config["zero_optimization"].get("offload_optimizer") or {}).get("device")
-        chosen = {"zero_allow_untested_optimizer": (True, own)}
-        chosen["zero_force_ds_cpu_optimizer"] = (False, own and offloads in ("cpu", "nvme"))
+        chosen = {"zero_allow_untested_optimizer": (True, of_torch)}
+        chosen["zero_force_ds_cpu_optimizer"] = (False, of_torch and offloads in ("cpu", "nvme"))
         for key, (value, wanted) in chosen.items():
             if wanted and key not in config:
                 config[key] = value
@@ -578,10 +584,13 @@ class DeepSpeed(Strategy):
         return None
 
     def _engines(self) -> list[Any]:
-        return [*(own.engine for own in self._optimizers.values()), *self._untrained.values()]
+        trained = [optimizer.engine for optimizer in self._optimizers.values()]
+        return [*trained, *self._untrained.values()]
 
     def _optimizer_of(self, engine: Any) -> EngineOptimizer:
-        return next(own for own in self._optimizers.values() if own.engine is engine)
+        return next(
+            optimizer for optimizer in self._optimizers.values() if optimizer.engine is engine
+        )
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward pass of the engine whose model was called.
@@ -595,23 +604,23 @@ class DeepSpeed(Strategy):
             loss = loss * seed if loss.dim() == 0 else (loss * seed).sum()
         called, self._called = self._called, []
         if not called:
-            called = [own.engine for own in self._optimizers.values()]
+            called = [optimizer.engine for optimizer in self._optimizers.values()]
         if len(called) != 1:
             raise RuntimeError(
                 f"backward: {len(called)} models were called since the last backward, and "
                 "DeepSpeed runs it for one: call backward for the loss of each, or put the "
                 "models into one module."
             )
-        own = self._optimizer_of(called[0])
-        if own.closed:
+        optimizer = self._optimizer_of(called[0])
+        if optimizer.closed:
             raise RuntimeError(
                 "backward: the gradients of a full window wait for a step, and DeepSpeed has "
                 "averaged them already: put the body of the loop into "
                 "`with accel.accumulate(model):`, or call optimizer.step() after each backward."
             )
         called[0].set_gradient_accumulation_boundary(self._boundary)
-        own.micro_batches += 1
-        own.closed = self._boundary
+        optimizer.micro_batches += 1
+        optimizer.closed = self._boundary
         self._agreement.start_backward(called[0])
         called[0].backward(loss, **kwargs)
         self._agreement.finish_backward(called[0], self._boundary)
@@ -676,19 +685,19 @@ class DeepSpeed(Strategy):
         Raises:
             ValueError: some parameters of an engine are left out.
         """
-        ids = {id(one) for one in parameters}
-        found = []
-        for own in self._optimizers.values():
-            held = {id(p) for g in own.param_groups for p in g["params"] if p.requires_grad}
-            if not held & ids:
+        ids = {id(parameter) for parameter in parameters}
+        optimizers = []
+        for optimizer in self._optimizers.values():
+            trained = {id(p) for p in parameters_of([optimizer]) if p.requires_grad}
+            if not trained & ids:
                 continue
-            if held - ids:
+            if missing := trained - ids:
                 raise ValueError(
-                    f"clipping: {len(held - ids)} of {len(held)} trained parameters were left out, "
+                    f"clipping: {len(missing)} of {len(trained)} trained parameters were left out, "
                     "and DeepSpeed clips all of a model: pass model.parameters()."
                 )
-            found.append(own)
-        return found
+            optimizers.append(optimizer)
+        return optimizers
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
@@ -700,29 +709,29 @@ class DeepSpeed(Strategy):
         """
         parameters = list(parameters)
         norms = []
-        for own in self._asked(parameters):
-            if own.clipping and own.clipping != max_norm:
+        for optimizer in self._asked(parameters):
+            if optimizer.clipping and optimizer.clipping != max_norm:
                 raise ValueError(
                     f"clip_grad_norm_(max_norm={max_norm}) contradicts gradient_clipping="
-                    f"{own.clipping} of DeepSpeed's configuration: make it 'auto' there, or leave "
-                    "the call out."
+                    f"{optimizer.clipping} of DeepSpeed's configuration: make it 'auto' there, or "
+                    "leave the call out."
                 )
-            if not is_zero(own.engine):
+            if not is_zero(optimizer.engine):
                 norms.append(clip_norm(parameters, max_norm, norm_type))
                 continue
             if norm_type != 2.0:
                 raise ValueError(f"norm_type={norm_type}: ZeRO clips by the 2-norm alone.")
-            own.set_clipping(float(max_norm))
-            norms.append(_norm(own.engine))
+            optimizer.set_clipping(float(max_norm))
+            norms.append(_norm(optimizer.engine))
         if not norms:
             return clip_norm(parameters, max_norm, norm_type)
         return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Clip each gradient element to ``[-clip_value, clip_value]``."""
-        for own in self._asked(parameters):
-            scale = float(getattr(own.engine.optimizer, "loss_scale", 1.0))
-            for part in gradient_parts(own.engine):
+        for optimizer in self._asked(parameters):
+            scale = float(getattr(optimizer.engine.optimizer, "loss_scale", 1.0))
+            for part in gradient_parts(optimizer.engine):
                 part.clamp_(-clip_value * scale, clip_value * scale)
 
     @property
@@ -733,7 +742,7 @@ class DeepSpeed(Strategy):
     @property
     def keeps_gradients_apart(self) -> bool:
         """True under ZeRO, which reduces and partitions gradients within a window."""
-        return any(is_zero(own.engine) for own in self._optimizers.values())
+        return any(is_zero(optimizer.engine) for optimizer in self._optimizers.values())
 
     # --- states -------------------------------------------------------------------------------
 
@@ -747,16 +756,16 @@ class DeepSpeed(Strategy):
     def _full_parameters(self, module: torch.nn.Module, writeback: bool) -> Iterator[None]:
         from deepspeed.runtime.zero import GatheredParameters
 
-        sharded = [one for one in module.parameters() if hasattr(one, "ds_id")]
+        sharded = [parameter for parameter in module.parameters() if hasattr(parameter, "ds_id")]
         with GatheredParameters(sharded) if sharded else nullcontext():
             yield
-            kept = [
-                (one, collectives.broadcast(one.detach().clone()))
-                for one in (module.parameters() if writeback else ())
+            values = [
+                (parameter, collectives.broadcast(parameter.detach().clone()))
+                for parameter in (module.parameters() if writeback else ())
             ]
         for engine in self._engines() if writeback else ():
-            mine = {id(one) for one in engine.module.parameters()}
-            load_parameters({one: v for one, v in kept if id(one) in mine})
+            engine_parameters = dict.fromkeys(engine.module.parameters())
+            load_parameters({p: value for p, value in values if p in engine_parameters})
 
     def local_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return rows of each parameter in host memory, float32 where the optimizer has it.
@@ -839,10 +848,13 @@ class DeepSpeed(Strategy):
             super().load_optimizer_state_dict(optimizer, state)
             return
         if is_zero(optimizer.engine):
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            parameters = list(parameters_of([optimizer]))
             load_optimizer_state(
                 optimizer.engine.optimizer,
-                {parameters[place]: own for place, own in state["state"].items()},
+                {
+                    parameters[place]: parameter_state
+                    for place, parameter_state in state["state"].items()
+                },
             )
         else:
             super().load_optimizer_state_dict(optimizer.inner, state)
@@ -895,23 +907,23 @@ def _pairs(
     Raises:
         ValueError: one has several, or an optimizer no model.
     """
-    new = [one for one in optimizers if not isinstance(one, EngineOptimizer)]
+    new = [optimizer for optimizer in optimizers if not isinstance(optimizer, EngineOptimizer)]
     pairs: list[tuple[torch.nn.Module, torch.optim.Optimizer | None]] = []
     for model in models:
-        held = {id(one) for one in model.parameters()}
-        own = [
+        parameter_ids = {id(parameter) for parameter in model.parameters()}
+        model_optimizers = [
             optimizer
             for optimizer in new
-            if any(id(one) in held for group in optimizer.param_groups for one in group["params"])
+            if any(id(parameter) in parameter_ids for parameter in parameters_of([optimizer]))
         ]
-        if len(own) > 1:
+        if len(model_optimizers) > 1:
             raise ValueError(
-                f"{type(model).__name__} has {len(own)} optimizers, and an engine of DeepSpeed "
-                "steps one: put their groups into one optimizer."
+                f"{type(model).__name__} has {len(model_optimizers)} optimizers, and an engine of "
+                "DeepSpeed steps one: put their groups into one optimizer."
             )
-        pairs.append((model, own[0] if own else None))
+        pairs.append((model, model_optimizers[0] if model_optimizers else None))
     for optimizer in new:
-        if not any(optimizer is own for _, own in pairs):
+        if not any(optimizer is paired for _, paired in pairs):
             raise ValueError(
                 f"{type(optimizer).__name__} has no parameter of a model in this call. {_TOGETHER}."
             )
@@ -920,12 +932,12 @@ def _pairs(
 
 def _rebind(scheduler: Any, ready: Mapping[int, EngineOptimizer]) -> None:
     """Let a scheduler, and those inside of it, set the learning rate of the engine's optimizer."""
-    for one in (scheduler, *getattr(scheduler, "_schedulers", ())):
-        own = ready.get(id(getattr(one, "optimizer", None)))
-        if own is not None:
-            one.optimizer = own
-        elif scheduler is not one:
-            _rebind(one, ready)
+    for inner in (scheduler, *getattr(scheduler, "_schedulers", ())):
+        engine_optimizer = ready.get(id(getattr(inner, "optimizer", None)))
+        if engine_optimizer is not None:
+            inner.optimizer = engine_optimizer
+        elif scheduler is not inner:
+            _rebind(inner, ready)
 
 
 def _mark_experts(model: torch.nn.Module, names: str | None) -> None:
@@ -938,8 +950,8 @@ def _mark_experts(model: torch.nn.Module, names: str | None) -> None:
         return
     from deepspeed.utils import set_z3_leaf_modules
 
-    for name in (one.strip() for one in names.split(",")):
-        kinds = {type(one) for one in model.modules() if type(one).__name__ == name}
+    for name in (name.strip() for name in names.split(",")):
+        kinds = {type(module) for module in model.modules() if type(module).__name__ == name}
         if not kinds:
             raise ValueError(
                 f"transformer_moe_cls_names: {type(model).__name__} has no module of class "
@@ -980,11 +992,10 @@ def _batch_sizes(plugin: DeepSpeedPlugin, world_size: int) -> dict[str, Known]:
     elif isinstance(total, int):
         over = world_size * (steps if isinstance(steps, int) else 1)
         known = Known(max(total // over, 1), "train_batch_size")
-    one = Known(1, "the loop's window")
     return {
         "train_micro_batch_size_per_gpu": known,
         "train_batch_size": known,
-        "gradient_accumulation_steps": one,
+        "gradient_accumulation_steps": Known(1, "the loop's window"),
     }
 
 

@@ -58,7 +58,7 @@ def stale_locks(folder: str, now: float) -> list[Lock]:
         >>> stale_locks("/no/such/folder", now=0.0)
         []
     """
-    found = []
+    locks = []
     try:
         names = sorted(os.listdir(folder))
     except OSError:
@@ -70,8 +70,8 @@ def stale_locks(folder: str, now: float) -> list[Lock]:
         except OSError:
             continue
         if not _is_open(path):
-            found.append(Lock(path, age))
-    return found
+            locks.append(Lock(path, age))
+    return locks
 
 
 def _is_open(path: str) -> bool:
@@ -84,7 +84,7 @@ def _is_open(path: str) -> bool:
     for process in processes:
         try:
             with os.scandir(f"/proc/{process}/fd") as files:
-                if any(os.path.realpath(one.path) == wanted for one in files):
+                if any(os.path.realpath(descriptor.path) == wanted for descriptor in files):
                     return True
         except OSError:  # it has ended, or belongs to another user
             continue

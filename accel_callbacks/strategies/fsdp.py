@@ -16,7 +16,7 @@ import torch.distributed as dist
 from accel_callbacks import collectives
 from accel_callbacks.distributed.rank_subset import needs_all_ranks, refuse_on_subset
 from accel_callbacks.distributed.topology import DistributedType, Topology
-from accel_callbacks.gradients import has_gradients, local_part
+from accel_callbacks.gradients import has_gradients, local_part, parameters_of
 from accel_callbacks.logging import notice
 from accel_callbacks.modeling.absent_weights import absent_weights
 from accel_callbacks.modeling.activation_checkpointing import checkpoint_with
@@ -180,7 +180,7 @@ class FSDP(Sharding):
             required_plan(model, self.parallelism)
         else:
             axis = self.device_mesh["tp"]
-            meshes = {getattr(one, "device_mesh", axis) for one in model.parameters()}
+            meshes = {getattr(parameter, "device_mesh", axis) for parameter in model.parameters()}
             if meshes != {axis}:
                 raise ValueError(
                     f"{type(model).__name__} is cut over another mesh than that of this run: cut "
@@ -253,7 +253,9 @@ class FSDP(Sharding):
             self._replace(before, model)
         else:  # by the user, or for another Accelerator
             self._plain[model] = True
-            self._lingering[model] = [ref(one) for one in model.modules() if _is_sharded(one)]
+            self._lingering[model] = [
+                ref(module) for module in model.modules() if _is_sharded(module)
+            ]
         self._groups[model] = list(map(ref, parameter_groups(model)))
         self._units.watch(model)
         self._watch_inputs(model)
@@ -272,23 +274,23 @@ class FSDP(Sharding):
         self, model: torch.nn.Module, casts: Sequence[GatherCast]
     ) -> list[torch.nn.Parameter]:
         """Gather weights through casts, where FSDP can."""
-        wanted = {id(one.parameter): one.cast for one in casts}
+        casts_by_id = {id(cast.parameter): cast.cast for cast in casts}
         return [
-            one.sharded_param
+            parameter.sharded_param
             for group in parameter_groups(model)
-            for one in group.fsdp_params
-            if id(one.sharded_param) in wanted
-            and gather_through(one, wanted[id(one.sharded_param)])
+            for parameter in group.fsdp_params
+            if id(parameter.sharded_param) in casts_by_id
+            and gather_through(parameter, casts_by_id[id(parameter.sharded_param)])
         ]
 
     def _is_cut_now(self, buffer: torch.Tensor) -> bool:
         return self._context is not None and self._context.is_cut(buffer)
 
     def _initial_weights(self, model: torch.nn.Module, sync: bool = True) -> InitialWeights:
-        kept = torch.device("cpu") if self.options.offloads else self.topology.device
+        shard_device = torch.device("cpu") if self.options.offloads else self.topology.device
         return InitialWeights(
             model,
-            kept,
+            shard_device,
             sync=sync and self.options.sync_module_states is not False,
             param_init_fn=self.options.param_init_fn,
         )
@@ -305,11 +307,11 @@ class FSDP(Sharding):
         common |= _around_packed(model, mesh)
         policy = self._policy or _policy(options.mixed_precision_policy, "no", AutocastKwargs())
         lingering: list[Any] = [model]
-        upcast, taken = 0, {id(parameter) for parameter in whole}
+        upcast, placed = 0, {id(parameter) for parameter in whole}
         inner = _without_output_dtype(policy)
         units = find_units(model, options, whole)
         for unit in units:
-            upcast += self._take_weights(unit.modules, taken, policy)
+            upcast += self._take_weights(unit.modules, placed, policy)
             with whole_parameters_freed(*unit.modules):
                 fully_shard(
                     list(unit.modules) if len(unit.modules) > 1 else unit.modules[0],
@@ -319,7 +321,7 @@ class FSDP(Sharding):
                 )
             if unit.is_last or options.reshard is not True:
                 lingering.extend(unit.modules)
-        upcast += self._take_weights((model,), taken, policy)
+        upcast += self._take_weights((model,), placed, policy)
         with whole_parameters_freed(model):
             fully_shard(model, mp_policy=policy, reshard_after_forward=False, **common)
         self._lingering[model] = list(map(ref, lingering))
@@ -336,7 +338,7 @@ class FSDP(Sharding):
         self._whole[model] = list(whole)
 
     def _take_weights(
-        self, modules: Sequence[torch.nn.Module], taken: set[int], policy: Any
+        self, modules: Sequence[torch.nn.Module], placed: set[int], policy: Any
     ) -> int:
         """Bring the weights of a unit, which are about to be sharded, to the device.
 
@@ -347,9 +349,9 @@ class FSDP(Sharding):
             tensor
             for module in modules
             for tensor in (*module.parameters(), *module.buffers())
-            if id(tensor) not in taken and not _is_of_fsdp(tensor)
+            if id(tensor) not in placed and not _is_of_fsdp(tensor)
         ]
-        taken.update(map(id, tensors))
+        placed.update(map(id, tensors))
         upcast = 0
         for tensor in tensors:
             cut = collectives.is_sharded(tensor)  # and on the device already
@@ -372,10 +374,10 @@ class FSDP(Sharding):
     def _offload_policy(self) -> Any:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-        given = self.options.cpu_offload
+        policy = self.options.cpu_offload
         if not self.options.offloads:
             return OffloadPolicy()
-        pinned = getattr(given, "pin_memory", True) and self.topology.device.type != "cpu"
+        pinned = getattr(policy, "pin_memory", True) and self.topology.device.type != "cpu"
         return CPUOffloadPolicy(pin_memory=pinned)
 
     # --- the step -----------------------------------------------------------------------------
@@ -502,38 +504,38 @@ def _is_sharded(model: torch.nn.Module) -> bool:
 
 
 def _ids(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return set(map(id, parameters_of([optimizer])))
 
 
 # --- precision --------------------------------------------------------------------------------
 
 
-def _policy(given: Any, precision: str, autocast: AutocastKwargs) -> Any:
+def _policy(option: Any, precision: str, autocast: AutocastKwargs) -> Any:
     """Return the MixedPrecisionPolicy that was given, or that of a precision."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    if given is None:
+    if option is None:
         # Autocast brings about fp16: it leaves norms and sums in float32, which fp16 needs.
-        given = "bf16" if precision == "bf16" and autocast.enabled else "no"
-    if isinstance(given, str):
-        if given not in _DTYPES:
+        option = "bf16" if precision == "bf16" and autocast.enabled else "no"
+    if isinstance(option, str):
+        if option not in _DTYPES:
             raise ValueError(
-                f"mixed_precision_policy={given!r} is unknown; use one of {list(_DTYPES)}."
+                f"mixed_precision_policy={option!r} is unknown; use one of {list(_DTYPES)}."
             )
-        dtype = _DTYPES[given]
+        dtype = _DTYPES[option]
         if dtype is None:
             return MixedPrecisionPolicy()
         output = torch.float32 if autocast.upcast_outputs else None
         return MixedPrecisionPolicy(dtype, torch.float32, output)
-    if isinstance(given, MixedPrecisionPolicy):
-        return given
-    if isinstance(given, dict):
-        read: dict[str, Any] = {name: _DTYPES.get(one, one) for name, one in given.items()}
-        return MixedPrecisionPolicy(**read)
-    if hasattr(given, "param_dtype") and hasattr(given, "reduce_dtype"):  # FSDP1's
-        return MixedPrecisionPolicy(given.param_dtype, given.reduce_dtype)
+    if isinstance(option, MixedPrecisionPolicy):
+        return option
+    if isinstance(option, dict):
+        dtypes: dict[str, Any] = {name: _DTYPES.get(dtype, dtype) for name, dtype in option.items()}
+        return MixedPrecisionPolicy(**dtypes)
+    if hasattr(option, "param_dtype") and hasattr(option, "reduce_dtype"):  # FSDP1's
+        return MixedPrecisionPolicy(option.param_dtype, option.reduce_dtype)
     raise TypeError(
-        f"mixed_precision_policy={given!r} must be a MixedPrecisionPolicy, a dict, or 'bf16'."
+        f"mixed_precision_policy={option!r} must be a MixedPrecisionPolicy, a dict, or 'bf16'."
     )
 
 
@@ -564,12 +566,12 @@ def _checked(
 ) -> Callable[..., Any]:
     """Return a method that gathers weights, and says so where the other ranks do not come."""
     method = vars(model)[name]
-    what = f"{class_of(model).__name__}.{name}"
+    label = f"{class_of(model).__name__}.{name}"
 
     @functools.wraps(method)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        refuse_on_subset(what)
-        with collectives.explained(f"{what}, which gathers weights from all ranks"):
+        refuse_on_subset(label)
+        with collectives.explained(f"{label}, which gathers weights from all ranks"):
             if buffers is not None:
                 buffers.share(model)
             return method(*args, **kwargs)
@@ -612,7 +614,9 @@ def _around_packed(model: torch.nn.Module, mesh: Any) -> dict[str, Any]:
                 f"parallelism, and FSDP can shard its columns alone, over {ranks} ranks: choose a "
                 "dp_shard_size that divides them, or split it into one layer each."
             )
-    return {"shard_placement_fn": lambda one: Shard(1) if packed_dim(one) == 0 else None}
+    return {
+        "shard_placement_fn": lambda parameter: Shard(1) if packed_dim(parameter) == 0 else None
+    }
 
 
 def _prefetch(modules: Sequence[Any]) -> None:
@@ -624,7 +628,7 @@ def _prefetch(modules: Sequence[Any]) -> None:
 def _admit_unfrozen(group: Any) -> None:
     """Let FSDP reduce gradients of a group that was all frozen at its first forward."""
     if getattr(group, "_orig_dtype", 0) is None and any(
-        one.sharded_param.requires_grad for one in group.fsdp_params
+        parameter.sharded_param.requires_grad for parameter in group.fsdp_params
     ):
         group._init_mp_dtypes()
 
@@ -642,11 +646,15 @@ def _average(parameters: Sequence[torch.nn.Parameter], copies: int, mesh: Any) -
     """
     for parameter in parameters:
         part = local_part(parameter)
-        own = parameter.grad
-        if own is not None and any(one.is_partial() for one in getattr(own, "placements", ())):
-            own = own.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
-        mine = torch.zeros_like(part) if own is None else local_part(own)
-        flat = torch.cat([mine.flatten(), mine.new_tensor([own is not None])])
+        gradient = parameter.grad
+        if gradient is not None and any(
+            placement.is_partial() for placement in getattr(gradient, "placements", ())
+        ):
+            gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+        local_gradient = torch.zeros_like(part) if gradient is None else local_part(gradient)
+        flat = torch.cat(
+            [local_gradient.flatten(), local_gradient.new_tensor([gradient is not None])]
+        )
         if copies == 1:
             dist.all_reduce(flat, group=collectives.group_for(flat))
         else:
@@ -655,9 +663,9 @@ def _average(parameters: Sequence[torch.nn.Parameter], copies: int, mesh: Any) -
         if flat[-1] == 0:
             continue
         mean = (flat[:-1] / mesh.size()).view_as(part)
-        if own is None:
+        if gradient is None:
             parameter.grad = torch.zeros_like(parameter)
-        elif own is not parameter.grad:
-            parameter.grad = own
+        elif gradient is not parameter.grad:
+            parameter.grad = gradient
         assert parameter.grad is not None
         local_part(parameter.grad).copy_(mean)

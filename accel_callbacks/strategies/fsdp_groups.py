@@ -39,7 +39,7 @@ def parameter_groups(model: torch.nn.Module) -> Iterator[Any]:
     for state in _states(model):
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:  # before torch 2.12 a state has one
-            groups = [one for one in [state._fsdp_param_group] if one is not None]
+            groups = [group for group in [state._fsdp_param_group] if group is not None]
         for group in groups:
             if id(group) not in seen:
                 seen.add(id(group))
@@ -88,7 +88,9 @@ def reducing(
         >>> with reducing(torch.nn.Linear(1, 1), scatter=False):  # not sharded: nothing to set
         ...     pass
     """
-    before = [(one, one.reduce_grads, one.all_reduce_grads) for one in parameter_groups(model)]
+    before = [
+        (group, group.reduce_grads, group.all_reduce_grads) for group in parameter_groups(model)
+    ]
     for group, _, _ in before:
         if scatter is not None:
             group.reduce_grads = scatter
@@ -135,7 +137,7 @@ def has_held(models: Iterable[torch.nn.Module], parameters: Collection[int]) -> 
 
 
 def _has(group: Any, parameters: Collection[int]) -> bool:
-    return any(id(one.sharded_param) in parameters for one in group.fsdp_params)
+    return any(id(parameter.sharded_param) in parameters for parameter in group.fsdp_params)
 
 
 def drop_held(models: Iterable[torch.nn.Module], parameters: Collection[int]) -> None:
@@ -149,11 +151,11 @@ def drop_held(models: Iterable[torch.nn.Module], parameters: Collection[int]) ->
         if not _has(group, parameters):
             continue
         group._partial_reduce_output = None
-        for one in group.fsdp_params:
-            if id(one.sharded_param) in parameters:
-                one.unsharded_accumulated_grad = None
-                if _unsharded_gradient(one) is not None:
-                    one._unsharded_param.grad = None
+        for parameter in group.fsdp_params:
+            if id(parameter.sharded_param) in parameters:
+                parameter.unsharded_accumulated_grad = None
+                if _unsharded_gradient(parameter) is not None:
+                    parameter._unsharded_param.grad = None
 
 
 def reduce_held(models: Iterable[torch.nn.Module]) -> None:
@@ -171,11 +173,13 @@ def reduce_held(models: Iterable[torch.nn.Module]) -> None:
         for group in groups:
             if group._partial_reduce_output is not None and not _holds_unsharded(group):
                 # A reduction of zeros brings the sum of a shard over the replicas.
-                for one in group.fsdp_params:
-                    if one.sharded_param.requires_grad and hasattr(one, "_unsharded_param"):
-                        one.unsharded_accumulated_grad = torch.zeros(
-                            one.sharded_param.shape,
-                            dtype=one.reduce_dtype or one.orig_dtype,
+                for parameter in group.fsdp_params:
+                    if parameter.sharded_param.requires_grad and hasattr(
+                        parameter, "_unsharded_param"
+                    ):
+                        parameter.unsharded_accumulated_grad = torch.zeros(
+                            parameter.sharded_param.shape,
+                            dtype=parameter.reduce_dtype or parameter.orig_dtype,
                             device=group.device,
                         )
         with reducing(model, scatter=True, all_reduce=True), torch.no_grad():
@@ -207,16 +211,16 @@ def gather_through(
         return False
     if hasattr(parameter, "_unsharded_param") or _is_cast(shard):  # for another Accelerator
         return False
-    reset, held = parameter.reset_sharded_param, ref(parameter)
+    reset, parameter_ref = parameter.reset_sharded_param, ref(parameter)
 
     def writes() -> int:
-        return int(held().sharded_param._version)  # type: ignore[union-attr]
+        return int(parameter_ref().sharded_param._version)  # type: ignore[union-attr]
 
     def cast_part() -> None:
         reset()
-        now = parameter.sharded_param
-        if not _is_cast(now):
-            now._local_tensor = cast(now._local_tensor, writes)
+        part = parameter.sharded_param
+        if not _is_cast(part):
+            part._local_tensor = cast(part._local_tensor, writes)
 
     # FSDP calls it where the part has become another tensor: one that is pinned, or loaded, or the
     # same memory after `model.to(device)`.

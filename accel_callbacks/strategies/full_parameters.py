@@ -34,9 +34,9 @@ def full_parameters(module: torch.nn.Module, *, writeback: bool = False) -> Iter
     """
     reshard(module)
     slots = [
-        (one, name, parameter)
-        for one in module.modules()
-        for name, parameter in one._parameters.items()
+        (owner, name, parameter)
+        for owner in module.modules()
+        for name, parameter in owner._parameters.items()
         if parameter is not None and is_sharded(parameter)
     ]
     whole: dict[int, torch.nn.Parameter] = {}
@@ -45,14 +45,14 @@ def full_parameters(module: torch.nn.Module, *, writeback: bool = False) -> Iter
             gathered = _gathered(shard)
             whole[id(shard)] = torch.nn.Parameter(gathered, requires_grad=shard.requires_grad)
     try:
-        for one, name, shard in slots:
-            one._parameters[name] = whole[id(shard)]
+        for owner, name, shard in slots:
+            owner._parameters[name] = whole[id(shard)]
         yield
         if writeback:
             _write_back(slots, whole)
     finally:
-        for one, name, shard in slots:
-            one._parameters[name] = shard
+        for owner, name, shard in slots:
+            owner._parameters[name] = shard
 
 
 @torch.no_grad()

@@ -77,7 +77,8 @@ class HeadExchange(ContextParallel):
     ) -> torch.Tensor:
         """Compute attention of whole sequences, for this rank's part of the heads."""
         ranks, piece = self._ranks, self._length // self._ranks
-        counts, lengths = [one.shape[-3] for one in heads], [one.shape[-2] for one in heads]
+        counts = [tensor.shape[-3] for tensor in heads]
+        lengths = [tensor.shape[-2] for tensor in heads]
         if any(count % ranks for count in counts):
             raise ValueError(
                 f"attention with {counts[0]} heads of queries and {counts[1]} of keys, which "
@@ -89,7 +90,7 @@ class HeadExchange(ContextParallel):
                 f"{piece} tokens: name what they are made of among the buffers."
             )
         group = self._mesh().get_group()
-        seen = plain(*(_exchanged(one, group, -3, -2) for one in heads), **options)
+        seen = plain(*(_exchanged(tensor, group, -3, -2) for tensor in heads), **options)
         return _exchanged(seen, group, -2, -3)
 
 

@@ -74,7 +74,7 @@ def joined(models: Sequence[Joinable], follow: Callable[[int], None]) -> Iterato
             model._join_config = config
     last = collectives.gather(torch.tensor([finish.was_last], device="cpu")).tolist()
     if not all(last):
-        follow(max(rank for rank, one in enumerate(last) if one))
+        follow(max(rank for rank, was_last in enumerate(last) if was_last))
 
 
 def state_from(source: int, state: Any, device: torch.device) -> Any:
@@ -91,12 +91,14 @@ def state_from(source: int, state: Any, device: torch.device) -> Any:
         >>> state_from(0, {"step": torch.tensor(3)}, torch.device("cpu"))
         {'step': tensor(3)}
     """
-    mine = collectives.rank() == source
-    tensors = collectives.tensors_in(state) if mine else []
-    outline = collectives.map_tensors(state, lambda one: one.to("meta")) if mine else None
-    places = [one.device.type == "cpu" for one in tensors]
+    is_source = collectives.rank() == source
+    tensors = collectives.tensors_in(state) if is_source else []
+    outline = (
+        collectives.map_tensors(state, lambda tensor: tensor.to("meta")) if is_source else None
+    )
+    places = [tensor.device.type == "cpu" for tensor in tensors]
     outline, places = collectives.broadcast_object((outline, places), source)
-    if mine:
+    if is_source:
         for tensor in tensors:
             collectives.broadcast(tensor, source)
         return state

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from accel_callbacks.errors import ResumeError, nearest
+from accel_callbacks.gradients import parameters_of
 
 __all__ = ["named_optimizer_state", "parameter_names", "positional_optimizer_state"]
 
@@ -34,8 +35,8 @@ def _ordered_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -
 
     A parameter that belongs to no model is named by its position.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return [names.get(id(p), f"parameter.{i}") for i, p in enumerate(parameters)]
+    parameters = enumerate(parameters_of([optimizer]))
+    return [names.get(id(parameter), f"parameter.{index}") for index, parameter in parameters]
 
 
 def named_optimizer_state(
@@ -64,29 +65,29 @@ def positional_optimizer_state(
     """
     ordered = _ordered_names(optimizer, names)
     position = {name: i for i, name in enumerate(ordered)}
-    here, first = [], 0
+    current_groups, first = [], 0
     for group in optimizer.param_groups:
-        here.append(ordered[first : first + len(group["params"])])
+        current_groups.append(ordered[first : first + len(group["params"])])
         first += len(group["params"])
-    _check_groups([group["params"] for group in state["param_groups"]], here)
+    _check_groups([group["params"] for group in state["param_groups"]], current_groups)
     return {
         **state,
         "state": {position[name]: value for name, value in state["state"].items()},
         # torch pairs parameters by their place in the group: use the order of this optimizer.
         "param_groups": [
-            {**group, "params": [position[name] for name in own]}
-            for group, own in zip(state["param_groups"], here, strict=True)
+            {**group, "params": [position[name] for name in group_names]}
+            for group, group_names in zip(state["param_groups"], current_groups, strict=True)
         ],
     }
 
 
-def _check_groups(saved: Sequence[Sequence[str]], here: Sequence[Sequence[str]]) -> None:
-    if len(saved) != len(here):
+def _check_groups(saved: Sequence[Sequence[str]], current: Sequence[Sequence[str]]) -> None:
+    if len(saved) != len(current):
         raise ResumeError(
-            f"the optimizer has {len(here)} parameter groups and the checkpoint's {len(saved)}: "
+            f"the optimizer has {len(current)} parameter groups and the checkpoint's {len(saved)}: "
             "add the groups before loading."
         )
-    for number, (before, now) in enumerate(zip(saved, here, strict=True)):
+    for number, (before, now) in enumerate(zip(saved, current, strict=True)):
         for name in sorted(set(before) ^ set(now)):
             place, other = ("checkpoint", now) if name in before else ("optimizer", before)
             raise ResumeError(

@@ -24,12 +24,12 @@ def outputs_dim(module: torch.nn.Module) -> int:
     return int(isinstance(getattr(module, "nf", None), int))
 
 
-def local_parameters(module: torch.nn.Module, taken: Any) -> None:
+def local_parameters(module: torch.nn.Module, localize: Any) -> None:
     """Let a module compute with plain tensors in place of its DTensors.
 
     Args:
         module: with DTensors as parameters.
-        taken: called with the name of a parameter and the DTensor; returns the plain tensor.
+        localize: called with the name of a parameter and the DTensor; returns the plain tensor.
     """
     held: dict[str, Any] = {}
 
@@ -37,7 +37,7 @@ def local_parameters(module: torch.nn.Module, taken: Any) -> None:
         held.update(module._parameters)
         for name, parameter in held.items():
             if parameter is not None:
-                module._parameters[name] = taken(name, parameter)
+                module._parameters[name] = localize(name, parameter)
 
     def put_back(module: torch.nn.Module, inputs: Any, output: Any) -> None:
         module._parameters.update(held)
@@ -61,7 +61,7 @@ class LocalColwise(ParallelStyle):
     def __init__(self, parts: int = 1, *, sequence: bool = False) -> None:
         super().__init__()
         self._parts = parts
-        self._given = Shard(1) if sequence else Replicate()
+        self._input_layout = Shard(1) if sequence else Replicate()
 
     def _apply(self, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
         dim = outputs_dim(module)
@@ -69,25 +69,25 @@ class LocalColwise(ParallelStyle):
         if dim == 1:
             module.nf = module.nf // device_mesh.size()
         _cut(module, device_mesh, dim, self._parts)
-        rank, ranks, parts, given = (
+        rank, ranks, parts, input_layout = (
             device_mesh.get_local_rank(),
             device_mesh.size(),
             self._parts,
-            self._given,
+            self._input_layout,
         )
 
-        def taken(name: str, parameter: Any) -> torch.Tensor:
+        def localize(name: str, parameter: Any) -> torch.Tensor:
             if name == "weight":
                 return parameter.to_local()  # type: ignore[no-any-return]
             return _part(parameter.to_local(grad_placements=[Partial()]), 0, parts, rank, ranks)
 
         def whole(module: torch.nn.Module, inputs: Any) -> Any:
-            first = DTensor.from_local(inputs[0], device_mesh, [given], run_check=False)
+            first = DTensor.from_local(inputs[0], device_mesh, [input_layout], run_check=False)
             first = first.redistribute(placements=[Replicate()])
             return (first.to_local(grad_placements=[Partial()]), *inputs[1:])
 
         module.register_forward_pre_hook(whole)
-        local_parameters(module, taken)
+        local_parameters(module, localize)
         return module
 
 
@@ -102,13 +102,13 @@ class LocalRowwise(ParallelStyle):
     def __init__(self, parts: int = 1, *, sequence: bool = False) -> None:
         super().__init__()
         self._parts = parts
-        self._wanted = Shard(1) if sequence else Replicate()
+        self._output_layout = Shard(1) if sequence else Replicate()
 
     def _apply(self, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
         _cut(module, device_mesh, 1 - outputs_dim(module), self._parts)
-        ranks, wanted = device_mesh.size(), self._wanted
+        ranks, output_layout = device_mesh.size(), self._output_layout
 
-        def taken(name: str, parameter: Any) -> torch.Tensor:
+        def localize(name: str, parameter: Any) -> torch.Tensor:
             if name == "weight":
                 return parameter.to_local()  # type: ignore[no-any-return]
             # The sum over ranks has it once.
@@ -117,9 +117,9 @@ class LocalRowwise(ParallelStyle):
 
         def summed(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
             part = DTensor.from_local(output, device_mesh, [Partial()], run_check=False)
-            return part.redistribute(placements=[wanted]).to_local()
+            return part.redistribute(placements=[output_layout]).to_local()
 
-        local_parameters(module, taken)
+        local_parameters(module, localize)
         module.register_forward_hook(summed)
         return module
 
@@ -163,4 +163,4 @@ def _cut(module: torch.nn.Module, mesh: Any, dim: int, parts: int) -> None:
 
 def _part(tensor: torch.Tensor, dim: int, parts: int, rank: int, ranks: int) -> torch.Tensor:
     """Return what a rank has of each of the equal parts of a tensor."""
-    return torch.cat([one.chunk(ranks, dim)[rank] for one in tensor.chunk(parts, dim)], dim)
+    return torch.cat([part.chunk(ranks, dim)[rank] for part in tensor.chunk(parts, dim)], dim)

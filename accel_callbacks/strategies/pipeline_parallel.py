@@ -17,7 +17,13 @@ from torch.utils import _pytree
 from accel_callbacks import collectives
 from accel_callbacks.distributed.failures import meet
 from accel_callbacks.distributed.topology import Topology
-from accel_callbacks.gradients import combined_norm, local_part, scale_gradients, total_norm
+from accel_callbacks.gradients import (
+    combined_norm,
+    local_part,
+    parameters_of,
+    scale_gradients,
+    total_norm,
+)
 from accel_callbacks.modeling.initial_weights import whole_parameters_freed
 from accel_callbacks.modeling.original_class import class_of
 from accel_callbacks.plugins.base import Handlers
@@ -114,7 +120,7 @@ class PipelinedModel(torch.nn.Module):
             if parameter is not None and parameter.is_meta
         }
         # Models look for their device at the first parameter, which other stages do not have.
-        here = {
+        placeholders = {
             slot: torch.empty(0, dtype=parameter.dtype, device=self._device)
             for slot, parameter in absent.items()
         }
@@ -123,7 +129,7 @@ class PipelinedModel(torch.nn.Module):
             with slots_filled(absent):
                 return self(*args, **{**kwargs, "use_cache": False})
 
-        with calls_answered({"": model}, answer), slots_filled(here):
+        with calls_answered({"": model}, answer), slots_filled(placeholders):
             return model.generate(*args, **{**kwargs, "use_cache": False})
 
 
@@ -368,7 +374,7 @@ class PipelineParallel(Sharding):
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if an optimizer holds no parameter of a pipeline, and no gradient."""
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        held = set(map(id, parameters_of([optimizer])))
         known = {id(p) for model in self._models for p in model.parameters()}
         if not held & known:
             super().check_step(optimizer)
@@ -377,11 +383,11 @@ class PipelineParallel(Sharding):
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor:
         """Clip by the total norm over all stages."""
-        parameters = [self._shard_of(one) for one in parameters]
+        parameters = [self._shard_of(parameter) for parameter in parameters]
         of_stages = {id(p) for model in self._models for p in model.parameters()}
-        own = [one for one in parameters if id(one) in of_stages]
-        rest = [one for one in parameters if id(one) not in of_stages]
-        norm = self._over_stages(total_norm(own, norm_type), norm_type)
+        stage_parameters = [parameter for parameter in parameters if id(parameter) in of_stages]
+        rest = [parameter for parameter in parameters if id(parameter) not in of_stages]
+        norm = self._over_stages(total_norm(stage_parameters, norm_type), norm_type)
         if rest:  # the same on all stages
             norm = combined_norm([norm, total_norm(rest, norm_type)], norm_type)
         scale_gradients(parameters, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
@@ -400,12 +406,12 @@ class PipelineParallel(Sharding):
         self, norms: Mapping[str, torch.Tensor], norm_type: float
     ) -> dict[str, torch.Tensor]:
         """Collective: return norms of the gradients of all stages; of one name, the total."""
-        found: list[Any] = [None] * self._ranks
-        mine = {name: float(norm) for name, norm in norms.items()}
-        dist.all_gather_object(found, mine, group=self._group)
+        gathered: list[Any] = [None] * self._ranks
+        local_norms = {name: float(norm) for name, norm in norms.items()}
+        dist.all_gather_object(gathered, local_norms, group=self._group)
         parts: dict[str, list[torch.Tensor]] = {}
-        for one in found:
-            for name, norm in one.items():
+        for stage_norms in gathered:
+            for name, norm in stage_norms.items():
                 parts.setdefault(name, []).append(torch.tensor(norm, device=self.topology.device))
         return {name: combined_norm(several, norm_type) for name, several in parts.items()}
 
@@ -486,7 +492,7 @@ class PipelineParallel(Sharding):
 
         def placed(value: Any, name: Any = None) -> Any:
             if isinstance(value, Mapping):
-                return {key: placed(one, key) for key, one in value.items()}
+                return {key: placed(entry, key) for key, entry in value.items()}
             if isinstance(value, torch.Tensor) and name in owners:
                 local = value if owners[name] == self._index else None
                 return self._placed(owners[name], local, tuple(value.shape), value.dtype)
@@ -515,11 +521,11 @@ class PipelineParallel(Sharding):
         keep = all_ranks or self.topology.rank == 0
         prefix = "" if unwrap else "module."
         owners, gathered = self._owners[inner], {}
-        for name, one in inner.state_dict().items():
+        for name, tensor in inner.state_dict().items():
             if owners[name] != self._index:
-                full = torch.empty(one.shape, dtype=one.dtype, device=self.topology.device)
+                full = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.topology.device)
             else:
-                full = collectives.full_tensor(one)
+                full = collectives.full_tensor(tensor)
             source = int(self._mesh_of(owners[name], self.topology.device.type).mesh[0])
             full = collectives.broadcast(full, source)
             if keep:
@@ -535,15 +541,15 @@ class PipelineParallel(Sharding):
         """Collective: load the stages of this rank from a full state, or one as here."""
         inner = self.unwrap(model)
         owners = self._owners[inner]
-        for name, one in inner.state_dict().items():
+        for name, tensor in inner.state_dict().items():
             if owners[name] == self._index and name in state:
                 value = state[name]
-                if not collectives.is_sharded(one) and collectives.is_sharded(value):
+                if not collectives.is_sharded(tensor) and collectives.is_sharded(value):
                     value = local_part(value)
                 if collectives.is_sharded(value):
-                    local_part(one).copy_(local_part(value))
+                    local_part(tensor).copy_(local_part(value))
                 else:
-                    collectives.copy_part(one, value)
+                    collectives.copy_part(tensor, value)
         self._share_copies(inner)
 
     def _share_copies(self, model: torch.nn.Module) -> None:
@@ -571,19 +577,21 @@ class PipelineParallel(Sharding):
         """Collective: return the gradients of an open window, those of all ranks by their place."""
         inner = self.unwrap(model)
         named = dict(inner.named_parameters())
-        here = [name for name, one in named.items() if one.grad is not None]
-        known = set().union(*self._from_stages(here))
+        local_names = [name for name, parameter in named.items() if parameter.grad is not None]
+        known = set().union(*self._from_stages(local_names))
         owners = self._owners[inner]
         return {
-            name: self._placed(owners[name], one.grad, tuple(one.shape), one.dtype)
-            for name, one in named.items()
+            name: self._placed(
+                owners[name], parameter.grad, tuple(parameter.shape), parameter.dtype
+            )
+            for name, parameter in named.items()
             if name in known
         }
 
     def _from_stages(self, value: Any) -> list[Any]:
-        found: list[Any] = [None] * self._ranks
-        dist.all_gather_object(found, value, group=self._group)
-        return found
+        gathered: list[Any] = [None] * self._ranks
+        dist.all_gather_object(gathered, value, group=self._group)
+        return gathered
 
     def optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
@@ -591,27 +599,27 @@ class PipelineParallel(Sharding):
         """Collective: return the state of an optimizer, of the parameters of all ranks."""
         named = super().optimizer_state_dict(optimizer, names)
         known = self._owners_by_name(names)
-        mine = {name: own for name, own in named["state"].items() if name in known}
+        local_state = {name: entry for name, entry in named["state"].items() if name in known}
         everywhere: dict[str, Any] = {}
-        for found in self._from_stages(_pytree.tree_map(_Outline.of, mine)):
-            everywhere.update(found)
+        for outlines in self._from_stages(_pytree.tree_map(_Outline.of, local_state)):
+            everywhere.update(outlines)
         state: dict[str, Any] = {}
         for name in [n for group in named["param_groups"] for n in group["params"]]:
-            if name in mine:
+            if name in local_state:
                 state[name] = _pytree.tree_map(
-                    lambda one, owner=known[name]: (
-                        self._placed(owner, one, tuple(one.shape), one.dtype)
-                        if isinstance(one, torch.Tensor)
-                        else one
+                    lambda value, owner=known[name]: (
+                        self._placed(owner, value, tuple(value.shape), value.dtype)
+                        if isinstance(value, torch.Tensor)
+                        else value
                     ),
-                    mine[name],
+                    local_state[name],
                 )
             elif name in everywhere:
                 state[name] = _pytree.tree_map(
-                    lambda one, owner=known[name]: (
-                        self._placed(owner, None, one.shape, one.dtype)
-                        if isinstance(one, _Outline)
-                        else one
+                    lambda value, owner=known[name]: (
+                        self._placed(owner, None, value.shape, value.dtype)
+                        if isinstance(value, _Outline)
+                        else value
                     ),
                     everywhere[name],
                 )
@@ -622,10 +630,10 @@ class PipelineParallel(Sharding):
     def _owners_by_name(self, names: Mapping[int, str]) -> dict[str, int]:
         """Return the owner of each parameter of pipelines, by its name in a checkpoint."""
         return {
-            names[id(one)]: owners[name]
+            names[id(parameter)]: owners[name]
             for model, owners in self._owners.items()
-            for name, one in model.named_parameters()
-            if id(one) in names
+            for name, parameter in model.named_parameters()
+            if id(parameter) in names
         }
 
     def fit_optimizer_state(
@@ -633,9 +641,13 @@ class PipelineParallel(Sharding):
     ) -> dict[str, Any]:
         """Translate a state by name, without that of parameters of other ranks."""
         fitted = super().fit_optimizer_state(state, optimizer, names)
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        own = {place: one for place, one in fitted["state"].items() if not held[place].is_meta}
-        return {**fitted, "state": own}
+        parameters = list(parameters_of([optimizer]))
+        local_state = {
+            place: entry
+            for place, entry in fitted["state"].items()
+            if not parameters[place].is_meta
+        }
+        return {**fitted, "state": local_state}
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,7 @@ class _Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for number, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 target = args[number] if number < len(args) else kwargs.get(argument.name)
-                self.written |= {self._homes.get(_memory(one)) for one in _tensors(target)}
+                self.written |= {self._homes.get(_memory(tensor)) for tensor in _tensors(target)}
         origins = self.of((args, kwargs))
         self.used |= origins
         if origins and {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(
@@ -348,8 +348,8 @@ class _Run:
         passed = [
             [
                 number
-                for number, made in enumerate(self._made)
-                if made < stage <= max(self._read.get(number, (0,)))
+                for number, producer in enumerate(self._made)
+                if producer < stage <= max(self._read.get(number, (0,)))
             ]
             for stage in range(count)
         ]

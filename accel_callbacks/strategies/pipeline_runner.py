@@ -302,7 +302,11 @@ class PipelineRunner:
                 if self._replicas is not None:
                     self._replicas.units.finish_backward()
                 self._return_loans(ready.route, loans)
-                held = [(own, one.grad) for own, one in pairs if one.grad is not None]
+                gradients = [
+                    (parameter, shadow.grad)
+                    for parameter, shadow in pairs
+                    if shadow.grad is not None
+                ]
         finally:
             self._targets = ()
         total = torch.zeros((), dtype=self._dtype, device=self._device)
@@ -312,7 +316,10 @@ class PipelineRunner:
         anchor = torch.zeros((), device=self._device, requires_grad=True)
         settle: Any = _Settled.apply
         loss_of_batch: torch.Tensor = settle(
-            total, [one for _, one in held], anchor, *(own for own, _ in held)
+            total,
+            [gradient for _, gradient in gradients],
+            anchor,
+            *(parameter for parameter, _ in gradients),
         )
         if self._options.loss_fn is None:
             return ready.route.with_loss(loss_of_batch)
@@ -587,8 +594,8 @@ class _Settled(torch.autograd.Function):
             )
         (factor,) = grad
         with torch.no_grad():
-            for one in gradients:
-                part = local_part(one)
+            for gradient in gradients:
+                part = local_part(gradient)
                 part.mul_(factor.to(part.dtype))
         return None, None, None, *gradients
 
@@ -624,12 +631,12 @@ def _apart(
             if parameter.requires_grad:
                 pairs.append((parameter, shadow))
     try:
-        for own, key, parameter in slots:
-            own[key] = shadows[id(parameter)]
+        for registry, key, parameter in slots:
+            registry[key] = shadows[id(parameter)]
         yield pairs
     finally:
-        for own, key, parameter in slots:
-            own[key] = parameter
+        for registry, key, parameter in slots:
+            registry[key] = parameter
 
 
 @contextmanager
@@ -637,8 +644,10 @@ def _own_gradients(
     parameters: Sequence[Any],
 ) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
     """Context manager: set the gradients of parameters aside, and the hooks that see new ones."""
-    hooks = [one._post_accumulate_grad_hooks or {} for one in parameters]
-    before = [(one.grad, dict(known)) for one, known in zip(parameters, hooks, strict=True)]
+    hooks = [parameter._post_accumulate_grad_hooks or {} for parameter in parameters]
+    before = [
+        (parameter.grad, dict(known)) for parameter, known in zip(parameters, hooks, strict=True)
+    ]
     try:
         for parameter, known in zip(parameters, hooks, strict=True):
             parameter.grad = None
@@ -747,4 +756,4 @@ def _pieces(tree: Any, count: int, rows: int, what: str = "an input has") -> lis
         )
 
     cut = [pieces(leaf) for leaf in leaves]
-    return [_pytree.tree_unflatten([one[n] for one in cut], structure) for n in range(count)]
+    return [_pytree.tree_unflatten([chunks[n] for chunks in cut], structure) for n in range(count)]

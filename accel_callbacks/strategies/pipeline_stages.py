@@ -297,8 +297,10 @@ class Route(NamedTuple):
     def outputs_on_meta(self) -> list[tuple[torch.Tensor, ...]]:
         """Return what each stage receives, and what the last one returns, on the meta device."""
         received = [tuple(self.values[n].on_meta() for n in numbers) for numbers in self.passed]
-        outputs = (one if one.shape else one._replace(shape=(1,)) for one in self.tensors())
-        return [*received, tuple(one.on_meta() for one in outputs)]
+        outputs = (
+            outline if outline.shape else outline._replace(shape=(1,)) for outline in self.tensors()
+        )
+        return [*received, tuple(outline.on_meta() for outline in outputs)]
 
     def tensors(self) -> list[Outline]:
         """Return the tensors of the result."""
@@ -426,7 +428,9 @@ class Stage(torch.nn.Module):
                         leaves[place] = leaves[place].clone()
             return _pytree.tree_unflatten(leaves, call.structure)
 
-        zeros = {slot: one.zeros(self._device) for slot, one in route.filled[number].items()}
+        zeros = {
+            slot: outline.zeros(self._device) for slot, outline in route.filled[number].items()
+        }
         (model,) = self._model
         with slots_filled({**zeros, **self._loans}), calls_answered(layers, answer):
             try:
@@ -492,19 +496,19 @@ def calls_answered(
         return lambda *args, **kwargs: called(name, module, *args, **kwargs)
 
     for name, layer in layers.items():
-        own = layer.__dict__
-        own["_before_answer"] = own.get("_compiled_call_impl")
-        own["_compiled_call_impl"] = bound(name, layer)
+        attributes = layer.__dict__
+        attributes["_before_answer"] = attributes.get("_compiled_call_impl")
+        attributes["_compiled_call_impl"] = bound(name, layer)
     try:
         yield
     finally:
         for layer in layers.values():
-            own = layer.__dict__
-            before = own.pop("_before_answer")
+            attributes = layer.__dict__
+            before = attributes.pop("_before_answer")
             if before is None:
-                del own["_compiled_call_impl"]
+                del attributes["_compiled_call_impl"]
             else:
-                own["_compiled_call_impl"] = before
+                attributes["_compiled_call_impl"] = before
 
 
 @contextmanager

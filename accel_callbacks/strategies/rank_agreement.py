@@ -129,12 +129,12 @@ class RankAgreement:
         timeout = collectives.group_timeout().total_seconds()
         deadline = time.monotonic() + (1.0 if in_forward else 0.9) * timeout
         pause, longest = _POLLING
-        where = self._describe(event)
+        operation = self._describe(event)
         while True:
             value = collectives.store().read([key])[0]
             if value is not None:
                 return json.loads(value)
-            remote_failure.raise_in(where)
+            remote_failure.raise_in(operation)
             left = deadline - time.monotonic()
             if left <= 0:
                 break
@@ -143,5 +143,5 @@ class RankAgreement:
         problem = self._left_alone(event)
         if in_forward:
             raise RuntimeError(f"Timed out in the process group: {problem}")
-        cause = abort_run(problem, where)
+        cause = abort_run(problem, operation)
         raise cause from (None if cause is problem else problem)

@@ -73,9 +73,9 @@ class Reductions:
 
     def _compare(self, operation: str, model: DistributedDataParallel, missing: list[str]) -> None:
         self._checks += 1
-        ranks, mine = range(collectives.world_size()), json.dumps([self._checks, missing])
+        ranks, report = range(collectives.world_size()), json.dumps([self._checks, missing])
         keys = [f"{_KEY}/{rank}" for rank in ranks]
-        collectives.store().set(keys[collectives.rank()], mine)
+        collectives.store().set(keys[collectives.rank()], report)
         patience = min(_LONGEST, 0.5 * collectives.group_timeout().total_seconds())
         deadline, (pause, longest) = time.monotonic() + patience, _POLLING
         while time.monotonic() < deadline:
@@ -109,8 +109,8 @@ def _missing(model: DistributedDataParallel, error: RuntimeError) -> list[str]:
         for name, parameter in model.module.named_parameters()
         if parameter.requires_grad and name not in model.parameters_to_ignore
     ]
-    found = _INDICES.search(str(error))
-    indices = range(len(names)) if found is None else map(int, found[1].split())
+    match = _INDICES.search(str(error))
+    indices = range(len(names)) if match is None else map(int, match[1].split())
     return [names[index] for index in indices if index < len(names)]
 
 

@@ -84,18 +84,18 @@ class ReplicaAgreement:
             return
         self._gradients -= 1
         named = [
-            (name, one)
+            (name, parameter)
             for model in models
-            for name, one in model.named_parameters()
-            if one.requires_grad and not _is_on(one, self._mesh)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and not _is_on(parameter, self._mesh)
         ]
-        values = self._all([value for _, one in named for value in _marks(one.grad)])
+        values = self._all([value for _, parameter in named for value in _marks(parameter.grad)])
         marks = [list(zip(row[::2], row[1::2], strict=True)) for row in values]  # of each rank
         total = math.sqrt(sum(norm**2 for norm, _ in marks[0]))
         wrong = [
             name
-            for number, (name, one) in enumerate(named)
-            if _differ([rank[number] for rank in marks], one.numel(), total)
+            for number, (name, parameter) in enumerate(named)
+            if _differ([rank[number] for rank in marks], parameter.numel(), total)
         ]
         if wrong:
             self._gradients = 0
@@ -111,15 +111,15 @@ class ReplicaAgreement:
 
     def _of_all(self, value: float) -> list[float]:
         """Return one value of each rank."""
-        return [own for (own,) in self._all([value])]
+        return [rank_value for (rank_value,) in self._all([value])]
 
     def _all(self, values: Sequence[float]) -> list[list[float]]:
         """Return the values of all ranks."""
-        mine = torch.tensor(values, dtype=torch.float64, device=self._device)
-        every = [torch.empty_like(mine) for _ in range(self._mesh.size())]
+        local_values = torch.tensor(values, dtype=torch.float64, device=self._device)
+        every = [torch.empty_like(local_values) for _ in range(self._mesh.size())]
         if values:
-            dist.all_gather(every, mine, group=self._mesh.get_group())
-        return [one.tolist() for one in every]
+            dist.all_gather(every, local_values, group=self._mesh.get_group())
+        return [row.tolist() for row in every]
 
     @property
     def _device(self) -> torch.device:
@@ -140,7 +140,7 @@ def _summary(value: Any, place: int = 1) -> float:
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return sum(_summary(one, place + number) for number, one in enumerate(value))
+        return sum(_summary(entry, place + number) for number, entry in enumerate(value))
     if not isinstance(value, torch.Tensor) or value.is_meta or value.is_complex():
         return 0.0
     part = local_part(value).detach().double().flatten()
@@ -152,10 +152,10 @@ def _is_on(parameter: torch.Tensor, mesh: Any) -> bool:
     """Return whether a parameter belongs to the mesh of tensor parallelism, cut or replicated."""
     if not collectives.is_sharded(parameter):
         return False
-    own: Any = parameter.device_mesh  # type: ignore[attr-defined]
-    if own == mesh:
+    parameter_mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
+    if parameter_mesh == mesh:
         return True
-    return bool(set(own.mesh_dim_names or ()) & set(mesh.mesh_dim_names or ()))
+    return bool(set(parameter_mesh.mesh_dim_names or ()) & set(mesh.mesh_dim_names or ()))
 
 
 def _marks(gradient: torch.Tensor | None) -> tuple[float, float]:
@@ -167,7 +167,7 @@ def _marks(gradient: torch.Tensor | None) -> tuple[float, float]:
 
 
 def _differ(marks: Sequence[Sequence[float]], elements: int, total: float) -> bool:
-    norms, sums = [one[0] for one in marks], [one[1] for one in marks]
+    norms, sums = [mark[0] for mark in marks], [mark[1] for mark in marks]
     if not all(map(math.isfinite, (*norms, *sums))):
         return False
     allowed = _GRADIENT * max(norms) + 1e-6 * total

@@ -65,7 +65,7 @@ def explain_forward(model: torch.nn.Module, args: Any, output: Any) -> None:
 
 
 def _float32_buffers(model: torch.nn.Module) -> str:
-    names = [repr(name) for name, one in model.named_buffers() if one.dtype == torch.float32]
+    names = [repr(name) for name, buffer in model.named_buffers() if buffer.dtype == torch.float32]
     more = ", ..." if len(names) > _SHOWN else ""
     return f"; {', '.join(names[:_SHOWN])}{more} of its buffers are float32" if names else ""
 

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accel_callbacks import collectives
 from accel_callbacks.distributed.rank_subset import refuse_on_subset
 from accel_callbacks.distributed.topology import Topology
-from accel_callbacks.gradients import clip_norm, clip_value
+from accel_callbacks.gradients import clip_norm, clip_value, parameters_of
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.strategies.base import SetUp, Strategy
@@ -145,7 +145,7 @@ class Sharding(Strategy):
         if not len(self._sharded):
             return
         state = optimizer.state
-        for known in [one for one in state if shard(one) is not one]:
+        for known in [parameter for parameter in state if shard(parameter) is not parameter]:
             state[shard(known)] = _sharded_state(state.pop(known), known, shard(known))
         for name, value in vars(optimizer).items():
             if name not in ("param_groups", "state"):
@@ -167,8 +167,7 @@ class Sharding(Strategy):
             self._agrees.check_gradients(self._models)
         if not self._models or self.has_gradients(optimizer):
             return
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        if any(map(collectives.is_sharded, held)):
+        if any(map(collectives.is_sharded, parameters_of([optimizer]))):
             return
         raise RuntimeError(
             f"step: {type(optimizer).__name__} holds no parameter of a sharded model, and would "
@@ -265,13 +264,13 @@ def _sharded_state(state: Any, whole: torch.Tensor, shard: Any) -> Any:
 def _replace_in(value: Any, shard: Callable[[Any], Any]) -> None:
     """Replace parameters in an attribute of an optimizer, in nested lists and dicts."""
     if isinstance(value, list):
-        for index, one in enumerate(value):
-            value[index] = shard(one)
-            _replace_in(one, shard)
+        for index, entry in enumerate(value):
+            value[index] = shard(entry)
+            _replace_in(entry, shard)
     elif isinstance(value, dict):
         for key in list(value):
-            one = value[key]
-            if shard(key) is not key or shard(one) is not one:
+            entry = value[key]
+            if shard(key) is not key or shard(entry) is not entry:
                 del value[key]
-                value[shard(key)] = shard(one)
-            _replace_in(one, shard)
+                value[shard(key)] = shard(entry)
+            _replace_in(entry, shard)

@@ -176,26 +176,27 @@ def _chosen_plan(
 ) -> Mapping[str, Any]:
     """Return the plan that was given or proposed as asked for, or that of the model, else empty."""
     handler = None if parallelism is None else parallelism.tp_handler
-    given = None if handler is None else handler.plan
-    if not isinstance(given, str):
-        return given or plan_of(model)
-    own = plan_of(model)
-    if _keeps_sequence(given, model):
-        given = "proposed"
-    cuts_sequence = given == "proposed_sequence"
-    if own and (not cuts_sequence or any("sequence" in str(style) for style in own.values())):
-        return own
+    plan = None if handler is None else handler.plan
+    if not isinstance(plan, str):
+        return plan or plan_of(model)
+    model_plan = plan_of(model)
+    if _keeps_sequence(plan, model):
+        plan = "proposed"
+    cuts_sequence = plan == "proposed_sequence"
+    has_sequence = any("sequence" in str(style) for style in model_plan.values())
+    if model_plan and (has_sequence or not cuts_sequence):
+        return model_plan
     try:
         return propose_plan(model, sequence_parallel=cuts_sequence)
     except ValueError as error:
         raise ValueError(f"{error} Set the plan as an attribute of the model: tp_plan.") from None
 
 
-def _keeps_sequence(given: Any, model: torch.nn.Module) -> bool:
+def _keeps_sequence(plan: Any, model: torch.nn.Module) -> bool:
     """Return whether sequences are to be cut that a model takes positions and masks from."""
     of_transformers = any(map(is_of_transformers, model.modules()))
     cut = any("sequence" in str(style) for style in plan_of(model).values())
-    return bool(given == "proposed_sequence" and of_transformers and not cut)
+    return bool(plan == "proposed_sequence" and of_transformers and not cut)
 
 
 def is_cut(model: torch.nn.Module) -> bool:
@@ -226,9 +227,10 @@ def packed_dim(parameter: torch.Tensor) -> int | None:
         >>> packed_dim(torch.ones(1)) is None
         True
     """
-    placements = getattr(parameter, "placements", ())
-    found = [one.dim for one in placements if type(one).__name__ == "_StridedShard"]
-    return found[0] if found else None
+    for placement in getattr(parameter, "placements", ()):
+        if type(placement).__name__ == "_StridedShard":
+            return int(placement.dim)
+    return None
 
 
 @torch.no_grad()
@@ -277,7 +279,7 @@ def reduce_partial_gradients(model: torch.nn.Module) -> None:
         if not collectives.is_sharded(parameter):
             continue
         target: Any = parameter
-        if all(one.is_replicate() for one in target.placements):
+        if all(placement.is_replicate() for placement in target.placements):
             frozen = not parameter.requires_grad
             parameter.requires_grad_(True)  # a hook that it has once it is unfrozen
             parameter.register_hook(_summed)  # type: ignore[no-untyped-call]
@@ -287,7 +289,7 @@ def reduce_partial_gradients(model: torch.nn.Module) -> None:
 
 def _summed(gradient: Any) -> Any:
     placements = getattr(gradient, "placements", ())
-    if not any(one.is_partial() for one in placements):
+    if not any(placement.is_partial() for placement in placements):
         return gradient
     from torch.distributed.tensor import Replicate
 
@@ -310,12 +312,12 @@ def separate_dropout(
 def _by_pattern(
     model: torch.nn.Module, cut: Mapping[str, bool | None]
 ) -> dict[torch.nn.Module, str]:
-    found = {}
+    patterns = {}
     for name, module in model.named_modules():
         pattern = first_pattern(name, cut)
         if pattern is not None and cut[pattern] is not None:
-            found[module] = pattern
-    return found
+            patterns[module] = pattern
+    return patterns
 
 
 def parallelize(model: torch.nn.Module, plan: Mapping[str, Any], mesh: Any) -> None:
@@ -448,15 +450,17 @@ def _style(style: Any, module: torch.nn.Module, model: torch.nn.Module, name: st
     if style == "sequence_split":
         return PrepareModuleOutput(output_layouts=whole, desired_output_layouts=sequence)
     if style.startswith("colwise"):
-        taken = sequence if "_sequence" in style else whole
+        input_layout = sequence if "_sequence" in style else whole
         if style.endswith("loss_parallel"):
-            return ColwiseParallel(input_layouts=taken, output_layouts=last, use_local_output=False)
-        given = whole if style.endswith("gather_output") else last
-        return ColwiseParallel(input_layouts=taken, output_layouts=given)
+            return ColwiseParallel(
+                input_layouts=input_layout, output_layouts=last, use_local_output=False
+            )
+        output_layout = whole if style.endswith("gather_output") else last
+        return ColwiseParallel(input_layouts=input_layout, output_layouts=output_layout)
     takes_whole = style.startswith("embedding") or style == "rowwise_split_input"
-    taken = whole if takes_whole else last
-    given = sequence if style.endswith("_sequence") else whole
-    return RowwiseParallel(input_layouts=taken, output_layouts=given)
+    input_layout = whole if takes_whole else last
+    output_layout = sequence if style.endswith("_sequence") else whole
+    return RowwiseParallel(input_layouts=input_layout, output_layouts=output_layout)
 
 
 def _rotary_width(model: torch.nn.Module, name: str) -> int:
@@ -503,7 +507,7 @@ def _replicate(module: torch.nn.Module, mesh: Any) -> None:
             placed = parameter.detach().to(mesh.device_type) if not parameter.is_meta else parameter
             whole = DTensor.from_local(placed.detach(), mesh, [Replicate()], run_check=False)
             module._parameters[name] = torch.nn.Parameter(whole, parameter.requires_grad)
-    local_parameters(module, lambda _, one: one.to_local(grad_placements=[Partial()]))
+    local_parameters(module, lambda _, parameter: parameter.to_local(grad_placements=[Partial()]))
 
 
 # What Conv1D of transformers, which has its weight the other way round, is cut by.
@@ -578,8 +582,8 @@ def _ties(model: torch.nn.Module) -> list[_Slots]:
 
 def _tie_again(model: torch.nn.Module, ties: list[_Slots]) -> None:
     for slots in ties:
-        found = [module._parameters[key] for module, key in slots]
-        kinds = {getattr(one, "placements", None) for one in found}
+        parameters = [module._parameters[key] for module, key in slots]
+        kinds = {getattr(parameter, "placements", None) for parameter in parameters}
         if len(kinds) > 1:
             names = {id(module): name for name, module in model.named_modules()}
             shown = " and ".join(f"{names[id(module)]}.{key}" for module, key in slots)
@@ -589,4 +593,4 @@ def _tie_again(model: torch.nn.Module, ties: list[_Slots]) -> None:
                 '"embedding_rowwise" and "colwise_gather_output").'
             )
         for module, key in slots[1:]:
-            module._parameters[key] = found[0]
+            module._parameters[key] = parameters[0]

@@ -286,7 +286,7 @@ def is_cut_after(style: Any) -> bool | None:
     if layouts is None:
         return None
     each = layouts if isinstance(layouts, (tuple, list)) else (layouts,)
-    return any(one is not None and one.is_shard() for one in each)
+    return any(layout is not None and layout.is_shard() for layout in each)
 
 
 def check_pairs(chosen: Iterable[tuple[str, torch.nn.Module, Any]]) -> None:
@@ -352,7 +352,7 @@ def _role(style: Any) -> str | None:
     if type(style) is ColwiseParallel and style.use_local_output:
         return "leaves" if is_cut_after(style) else None
     if type(style) is RowwiseParallel:
-        return "takes" if any(one.is_shard() for one in style.input_layouts) else None
+        return "takes" if any(layout.is_shard() for layout in style.input_layouts) else None
     return "unknown"
 
 
@@ -386,8 +386,8 @@ def check_own(model: torch.nn.Module, plan: Mapping[str, Any]) -> None:
     if not is_of_transformers(model) or dict(plan) != plan_of(model):
         return
     for name, module in model.named_modules():
-        own = [key for key, one in module._parameters.items() if one is not None]
-        forgotten = [key for key in own if first_pattern(f"{name}.{key}", plan) is None]
+        keys = [key for key, parameter in module._parameters.items() if parameter is not None]
+        forgotten = [key for key in keys if first_pattern(f"{name}.{key}", plan) is None]
         styles = {
             plan.get(first_pattern(f"{name}.{key}", plan) or "")
             for key, _ in module.named_children()
@@ -522,8 +522,8 @@ def _heads(
 
 
 def _number(places: Iterable[Any], names: Iterable[str]) -> int | None:
-    found = (getattr(place, name, None) for place in places for name in names)
-    return next((one for one in found if type(one) is int and one > 0), None)
+    numbers = (getattr(place, name, None) for place in places for name in names)
+    return next((number for number in numbers if type(number) is int and number > 0), None)
 
 
 def _known(pattern: str, style: Any) -> Any:
@@ -589,7 +589,7 @@ def propose_plan(model: torch.nn.Module, *, sequence_parallel: bool = False) -> 
         >>> propose_plan(torch.nn.ModuleList([mlp(), mlp()]))
         {'*.fc1': 'colwise', '*.fc2': 'rowwise'}
     """
-    found: dict[str, str] = {}
+    plan: dict[str, str] = {}
     suffix = "_sequence" if sequence_parallel else ""
     for name, module in model.named_modules():
         last, inner = name.rpartition(".")[2], ".".join(name.split(".")[-2:])
@@ -607,15 +607,15 @@ def propose_plan(model: torch.nn.Module, *, sequence_parallel: bool = False) -> 
         elif sequence_parallel and _is_norm(module):
             style = "sequence_parallel"
         if style is not None:
-            found[_pattern(name)] = style
-    leaves = any(_role(style) == "leaves" for style in found.values())
-    if not leaves or f"rowwise{suffix}" not in found.values():
+            plan[_pattern(name)] = style
+    leaves = any(_role(style) == "leaves" for style in plan.values())
+    if not leaves or f"rowwise{suffix}" not in plan.values():
         raise ValueError(
             f"{type(model).__name__} has no layers with the usual names of attention and MLPs: "
             'give a plan, such as {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}.'
         )
-    _refuse_wide(model, found)
-    return {**_ends(model), **found} if sequence_parallel else found
+    _refuse_wide(model, plan)
+    return {**_ends(model), **plan} if sequence_parallel else plan
 
 
 def _packed_parts(model: torch.nn.Module, name: str) -> int:
@@ -668,12 +668,12 @@ def _refuse_wide(model: torch.nn.Module, styles: Mapping[str, str]) -> None:
             style = styles.get(_pattern(name), "").removesuffix("_sequence")
             if style in cut and isinstance(child, torch.nn.Linear):
                 cut[style].append((name, child))
-        taken = max((one.in_features for _, one in cut["rowwise"]), default=None)
+        features = max((layer.in_features for _, layer in cut["rowwise"]), default=None)
         for name, layer in cut["colwise"]:
-            if taken is not None and layer.out_features > taken:
+            if features is not None and layer.out_features > features:
                 raise ValueError(
                     f"{name!r} returns {layer.out_features} features, of which the next layer "
-                    f"takes {taken}: it packs several layers into one. Split it into one layer "
+                    f"takes {features}: it packs several layers into one. Split it into one layer "
                     "each; or give a plan yourself, if its features are ordered by head."
                 )
 
@@ -689,11 +689,13 @@ def _is_norm(module: torch.nn.Module) -> bool:
 
 def _ends(model: torch.nn.Module) -> dict[str, str]:
     """Return the styles of the embedding, after which the sequence is cut, and of the head."""
-    embeddings = [n for n, one in model.named_modules() if isinstance(one, torch.nn.Embedding)]
+    embeddings = [
+        n for n, module in model.named_modules() if isinstance(module, torch.nn.Embedding)
+    ]
     heads = [
         name
-        for name, one in model.named_modules()
-        if isinstance(one, torch.nn.Linear) and name.rpartition(".")[2] in _HEADS
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and name.rpartition(".")[2] in _HEADS
     ]
     if len(embeddings) != 1 or len(heads) != 1:
         raise ValueError(

@@ -61,7 +61,7 @@ class UnitAgreement(RankAgreement):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for group in parameter_groups(model):
             unit = " and ".join(filter(None, (modules[module] for module in group.modules)))
-            parameters = [names[id(one.sharded_param)] for one in group.fsdp_params]
+            parameters = [names[id(parameter.sharded_param)] for parameter in group.fsdp_params]
             self._watch(group, len(self._units), is_root=model in group.modules)
             self._units.append(_Unit(unit or class_of(model).__name__, parameters))
 
@@ -112,15 +112,15 @@ class UnitAgreement(RankAgreement):
         reduced = list(self._reduced.values())
         self._reduced.clear()
         device = reduced[0].group.device
-        own = [flag for one in reduced for flag in one.used]
-        used = torch.tensor(own, dtype=torch.int32, device="cpu")
+        local_flags = [flag for reduction in reduced for flag in reduction.used]
+        used = torch.tensor(local_flags, dtype=torch.int32, device="cpu")
         absent = not used.all()
         used = used.to(device)
         dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group or collectives.group_for(used))
         if absent:  # others need not wait for what they know
             flags = iter(used.tolist())
-            for one in reduced:
-                one.take_back([next(flags) for _ in one.used])
+            for reduction in reduced:
+                reduction.take_back([next(flags) for _ in reduction.used])
 
     def _left_alone(self, event: Event) -> RuntimeError:
         rank, known = collectives.rank(), self._next.get((self._phase, self._last))
@@ -172,27 +172,30 @@ class _Reduced:
     def __init__(self, group: Any) -> None:
         self.group = group
         self.used = [False] * len(group.fsdp_params)
-        self._fresh = [one.sharded_param.grad is None for one in group.fsdp_params]
+        self._fresh = [parameter.sharded_param.grad is None for parameter in group.fsdp_params]
 
     def note(self, present: Sequence[bool]) -> None:
         self.used = [before or now for before, now in zip(self.used, present, strict=True)]
 
     def take_back(self, used: Sequence[int]) -> None:
-        for one, was_used, fresh in zip(self.group.fsdp_params, used, self._fresh, strict=True):
+        parameters = self.group.fsdp_params
+        for parameter, was_used, fresh in zip(parameters, used, self._fresh, strict=True):
             if fresh and not was_used:
-                one.sharded_param.grad = None
+                parameter.sharded_param.grad = None
 
 
 def _fill(group: Any, present: Sequence[bool]) -> None:
     """Add zeros for missing gradients, where the gradients are that are there."""
-    held = any(one.unsharded_accumulated_grad is not None for one in group.fsdp_params)
-    for one, has_one in zip(group.fsdp_params, present, strict=True):
-        if has_one or not one.sharded_param.requires_grad or not hasattr(one, "_unsharded_param"):
+    held = any(parameter.unsharded_accumulated_grad is not None for parameter in group.fsdp_params)
+    for parameter, is_present in zip(group.fsdp_params, present, strict=True):
+        if is_present or not parameter.sharded_param.requires_grad:
             continue
-        whole = one._unsharded_param
+        if not hasattr(parameter, "_unsharded_param"):
+            continue
+        whole = parameter._unsharded_param
         if held:
-            one.unsharded_accumulated_grad = torch.zeros_like(
-                whole, dtype=one.reduce_dtype or whole.dtype
+            parameter.unsharded_accumulated_grad = torch.zeros_like(
+                whole, dtype=parameter.reduce_dtype or whole.dtype
             )
         else:
             whole.grad = torch.zeros_like(whole)

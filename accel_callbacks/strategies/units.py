@@ -68,18 +68,18 @@ def find_units(
     def fits(module: torch.nn.Module) -> bool:
         if module is model or isinstance(module, _CONTAINERS):
             return False
-        own = Counter(map(id, _parameters(module)))
-        apart = all(uses[key] == count for key, count in own.items())
-        return apart and bool(own.keys() - skipped)
+        counts = Counter(map(id, _parameters(module)))
+        apart = all(uses[key] == count for key, count in counts.items())
+        return apart and bool(counts.keys() - skipped)
 
-    blocks = [one for one in _blocks(model, options, skipped) if fits(one)]
+    blocks = [block for block in _blocks(model, options, skipped) if fits(block)]
     if not blocks or callable(options.auto_wrap_policy):
         return [Unit((block,)) for block in blocks]
     inside = {id(module) for block in blocks for module in block.modules()}
     ends = [
         Unit(modules, is_last)
         for modules, is_last in _ends(model, blocks)
-        if all(fits(one) and id(one) not in inside for one in modules)
+        if all(fits(module) and id(module) not in inside for module in modules)
     ]
     return [*(Unit((block,)) for block in blocks), *ends]
 
@@ -88,8 +88,8 @@ def _parameters(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
     """Yield each parameter once for each module that it is registered in."""
     return (
         parameter
-        for one in module.modules()
-        for parameter in one._parameters.values()
+        for owner in module.modules()
+        for parameter in owner._parameters.values()
         if parameter is not None
     )
 
@@ -110,8 +110,8 @@ def _blocks(
         return [module for module in inner_first if chosen(module)]
     if policy == "SIZE_BASED_WRAP" or (policy is None and not names and size):
         return _large(model, _DEFAULT_SIZE if size is None else size, skipped)
-    own = list(getattr(model, "_no_split_modules", None) or ())
-    wanted = tuple(names or ()) or tuple(own)
+    declared = list(getattr(model, "_no_split_modules", None) or ())
+    wanted = tuple(names or ()) or tuple(declared)
     if wanted:
         return _of_classes(inner_first, wanted, required=bool(names))
     if policy == "TRANSFORMER_BASED_WRAP":
@@ -164,20 +164,20 @@ def _predicate(policy: Callable[..., Any]) -> Callable[[torch.nn.Module], Any] |
 
 def _large(model: torch.nn.Module, size: int, skipped: Collection[int]) -> list[torch.nn.Module]:
     """Return modules of at least this many elements, without those of units inside of them."""
-    found: list[torch.nn.Module] = []
+    units: list[torch.nn.Module] = []
 
     def visit(module: torch.nn.Module) -> set[int]:
-        own = {id(p) for p in module.parameters(recurse=False) if id(p) not in skipped}
+        ids = {id(p) for p in module.parameters(recurse=False) if id(p) not in skipped}
         for child in module.children():
-            own |= visit(child)
-        if not isinstance(module, _CONTAINERS) and sum(elements[key] for key in own) >= size:
-            found.append(module)
+            ids |= visit(child)
+        if not isinstance(module, _CONTAINERS) and sum(elements[key] for key in ids) >= size:
+            units.append(module)
             return set()
-        return own
+        return ids
 
     elements = {id(parameter): parameter.numel() for parameter in model.parameters()}
     visit(model)
-    return found
+    return units
 
 
 def _ends(
@@ -210,10 +210,10 @@ def _asked(model: torch.nn.Module, method: str) -> torch.nn.Module | None:
     if not callable(ask):
         return None
     try:
-        found = ask()
+        module = ask()
     except NotImplementedError:
         return None
-    return found if isinstance(found, torch.nn.Module) else None
+    return module if isinstance(module, torch.nn.Module) else None
 
 
 def ignored_parameters(
@@ -230,11 +230,13 @@ def ignored_parameters(
         >>> len(ignored_parameters(model, options))
         1
     """
-    given = options.ignored_modules or ()
-    patterns = [given] if isinstance(given, str) else [one for one in given if isinstance(one, str)]
-    modules = [one for one in given if isinstance(one, torch.nn.Module)]
+    ignored = options.ignored_modules or ()
+    if isinstance(ignored, str):
+        ignored = [ignored]
+    patterns = [entry for entry in ignored if isinstance(entry, str)]
+    modules = [entry for entry in ignored if isinstance(entry, torch.nn.Module)]
     for pattern in patterns:
-        named = [one for name, one in model.named_modules() if re.fullmatch(pattern, name)]
+        named = [module for name, module in model.named_modules() if re.fullmatch(pattern, name)]
         if not named:
             known = [name for name, _ in model.named_modules()]
             warn(
@@ -242,6 +244,6 @@ def ignored_parameters(
                 f"{nearest(pattern, known)}"
             )
         modules += named
-    found = {id(parameter) for module in modules for parameter in module.parameters()}
+    ignored_ids = {id(parameter) for module in modules for parameter in module.parameters()}
     # fully_shard cuts along the first dimension, which a scalar has not.
-    return [p for p in model.parameters() if id(p) in found or p.dim() == 0]
+    return [p for p in model.parameters() if id(p) in ignored_ids or p.dim() == 0]

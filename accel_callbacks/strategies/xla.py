@@ -178,17 +178,17 @@ class XLA(Strategy):
         for batch, delivery in pairs:
             self._xla.sync()
             moved = send_to_device(batch, self.topology.device)
-            found: list[tuple[int, ...]] = []
-            map_tensors(moved, partial(self._cut, found))
-            if found not in shapes:
-                self._tell_shapes(shapes, found)
-                shapes.append(found)
+            batch_shapes: list[tuple[int, ...]] = []
+            map_tensors(moved, partial(self._cut, batch_shapes))
+            if batch_shapes not in shapes:
+                self._tell_shapes(shapes, batch_shapes)
+                shapes.append(batch_shapes)
             yield moved, delivery
         self._xla.sync()
 
-    def _cut(self, found: list[tuple[int, ...]], tensor: torch.Tensor) -> torch.Tensor:
+    def _cut(self, shapes: list[tuple[int, ...]], tensor: torch.Tensor) -> torch.Tensor:
         """Cut a tensor of a batch over the devices along its first dimension."""
-        found.append(tuple(tensor.shape))
+        shapes.append(tuple(tensor.shape))
         if self._mesh is not None and tensor.dim() and len(tensor) > 1:
             spec = ((_REPLICATE, _SHARD), *[None] * (tensor.dim() - 1))
             self._spmd.mark_sharding(tensor, self._mesh, spec)
@@ -245,8 +245,8 @@ class XLA(Strategy):
     ) -> None:
         """Load a state, and cut what belongs to a parameter as that is cut."""
         super().load_optimizer_state_dict(optimizer, state)
-        for parameter, own in optimizer.state.items():
-            for value in own.values() if isinstance(own, Mapping) else ():
+        for parameter, entry in optimizer.state.items():
+            for value in entry.values() if isinstance(entry, Mapping) else ():
                 if isinstance(value, torch.Tensor):
                     self._annotate(value, parameter)
         self._xla.sync()

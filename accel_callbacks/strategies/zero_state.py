@@ -58,8 +58,8 @@ class RowMesh:
         if full.dim() == 0 or self._world_size == 1:
             return full.detach().to("cpu", copy=True)
         first, last = self._own_rows(full.shape[0])
-        own = full.detach()[first:last].to("cpu", copy=True).contiguous()
-        return self._sharded(own, full.shape)
+        local_rows = full.detach()[first:last].to("cpu", copy=True).contiguous()
+        return self._sharded(local_rows, full.shape)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a new DTensor of a shape, to be read into; collective the first time.
@@ -71,8 +71,8 @@ class RowMesh:
         if not shape or self._world_size == 1:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         first, last = self._own_rows(shape[0])
-        own = torch.empty((last - first, *shape[1:]), dtype=dtype, device="cpu")
-        return self._sharded(own, torch.Size(shape))
+        local_rows = torch.empty((last - first, *shape[1:]), dtype=dtype, device="cpu")
+        return self._sharded(local_rows, torch.Size(shape))
 
     def _own_rows(self, count: int) -> tuple[int, int]:
         if self._mesh is None:
@@ -142,9 +142,9 @@ class ZeroWeight:
         import torch.distributed as dist
 
         parameter = self._parameter
-        own = part.to(parameter.ds_tensor.device)
-        parts = [torch.empty_like(own) for _ in range(parameter.ds_process_group.size())]
-        dist.all_gather(parts, own.contiguous(), group=parameter.ds_process_group)
+        local = part.to(parameter.ds_tensor.device)
+        parts = [torch.empty_like(local) for _ in range(parameter.ds_process_group.size())]
+        dist.all_gather(parts, local.contiguous(), group=parameter.ds_process_group)
         return torch.cat(parts)[: self.shape.numel()].view(self.shape)
 
 
@@ -238,14 +238,14 @@ class RowsOfModel(torch.nn.Module):
                 shape = getattr(tensor, "ds_shape", tensor.shape)
                 dtype = torch.float32 if tensor.requires_grad else tensor.dtype
                 self.rows[tensor] = torch.nn.Parameter(mesh.empty(shape, dtype), False)
-            path, _, own = name.rpartition(".")
-            places.append((path, own, tensor))
-        for path, own, tensor in places:
+            path, _, attribute = name.rpartition(".")
+            places.append((path, attribute, tensor))
+        for path, attribute, tensor in places:
             module = self._module(path)
             if isinstance(tensor, torch.nn.Parameter):
-                module.register_parameter(own, self.rows[tensor])
+                module.register_parameter(attribute, self.rows[tensor])
             elif isinstance(tensor, torch.Tensor):
-                module.register_buffer(own, tensor)
+                module.register_buffer(attribute, tensor)
 
     def _module(self, path: str) -> torch.nn.Module:
         """Return the module at a path, made if it is not there."""
@@ -268,7 +268,9 @@ class RowsOfModel(torch.nn.Module):
             for name, parameter in self.named_parameters(remove_duplicate=False)
             if name not in missing
         }
-        load_parameters({own: rows for own, rows in self.rows.items() if id(rows) in read})
+        load_parameters(
+            {parameter: rows for parameter, rows in self.rows.items() if id(rows) in read}
+        )
 
 
 def _local_part(parameter: Any, full: torch.Tensor) -> torch.Tensor:
@@ -278,8 +280,8 @@ def _local_part(parameter: Any, full: torch.Tensor) -> torch.Tensor:
     size = parameter.ds_tensor.numel()
     first = size * dist.get_rank(group=parameter.ds_process_group)
     part = torch.zeros(size, dtype=full.dtype, device=full.device)
-    own = full.flatten()[first : first + size]
-    part[: own.numel()] = own
+    piece = full.flatten()[first : first + size]
+    part[: piece.numel()] = piece
     return part
 
 
@@ -312,18 +314,18 @@ def optimizer_state(
     """
     from deepspeed.utils import safe_get_full_optimizer_state
 
-    found: dict[str, dict[str, Any]] = {}
+    states: dict[str, dict[str, Any]] = {}
     for flat, parameters in _flat_groups(optimizer):
         state = optimizer.optimizer.state.get(flat, {})
         if state:
             # DeepSpeed does it after the first group's step, when others have no state yet.
             _link(optimizer, flat, parameters)
         for parameter in parameters:
-            own: dict[str, Any] = {}
+            parameter_state: dict[str, Any] = {}
             for key, value in state.items():
                 if _is_elementwise(value, flat):
                     full = safe_get_full_optimizer_state(parameter, key)
-                    own[key] = mesh.rows(full)
+                    parameter_state[key] = mesh.rows(full)
                 elif isinstance(value, torch.Tensor) and value.numel() > 1:
                     raise RuntimeError(
                         f"{type(optimizer.optimizer).__name__} keeps {key!r} with shape "
@@ -331,10 +333,12 @@ def optimizer_state(
                         "it cannot be saved by parameter. Choose an elementwise optimizer."
                     )
                 else:
-                    own[key] = value.clone() if isinstance(value, torch.Tensor) else value
-            if own:
-                found[names.get(id(parameter), f"parameter.{len(found)}")] = own
-    return found
+                    parameter_state[key] = (
+                        value.clone() if isinstance(value, torch.Tensor) else value
+                    )
+            if parameter_state:
+                states[names.get(id(parameter), f"parameter.{len(states)}")] = parameter_state
+    return states
 
 
 @torch.no_grad()
@@ -352,17 +356,19 @@ def load_optimizer_state(optimizer: Any, states: Mapping[torch.Tensor, Mapping[s
 
     inner = optimizer.optimizer
     for flat, parameters in _flat_groups(optimizer):
-        given = [(one, states[one]) for one in parameters if states.get(one)]
+        pairs = [
+            (parameter, states[parameter]) for parameter in parameters if states.get(parameter)
+        ]
         inner.state.pop(flat, None)
-        if not given:
+        if not pairs:
             continue
-        shared, elementwise = _shared_values(given)
+        shared, elementwise = _shared_values(pairs)
         inner.state[flat] = {
             **{key: torch.zeros_like(flat) for key in elementwise},
             **shared,
         }
         _link(optimizer, flat, parameters)
-        for parameter, state in given:
+        for parameter, state in pairs:
             for key in elementwise:
                 full = collectives.full_tensor(state[key]).to(flat.device, flat.dtype)
                 if hasattr(parameter, "ds_id"):
@@ -373,10 +379,10 @@ def load_optimizer_state(optimizer: Any, states: Mapping[torch.Tensor, Mapping[s
 
 
 def _shared_values(
-    given: Sequence[tuple[torch.Tensor, Mapping[str, Any]]],
+    pairs: Sequence[tuple[torch.Tensor, Mapping[str, Any]]],
 ) -> tuple[dict[str, Any], list[str]]:
     """Return what is one value for all parameters of a vector, and the names of the others."""
-    first, state = given[0]
+    first, state = pairs[0]
     shape = getattr(first, "ds_shape", first.shape)
     elementwise = [
         key
@@ -387,7 +393,7 @@ def _shared_values(
     for key, value in state.items():
         if key in elementwise:
             continue
-        values = {float(one[key]) for _, one in given if one.get(key) is not None}
+        values = {float(entry[key]) for _, entry in pairs if entry.get(key) is not None}
         if len(values) > 1:
             raise ResumeError(
                 f"the optimizer's {key!r} differs between parameters ({sorted(values)}), and ZeRO "
@@ -427,7 +433,7 @@ def kept_by_step(engine: Any, parameters: Sequence[torch.nn.Parameter]) -> Itera
             place = _place(optimizer, parameter) if id(parameter) in wanted else None
             if place is not None and sum(place) <= flat.numel():  # else it is on NVMe
                 pieces = _pieces(optimizer, flat, *place)
-                kept.append((flat, place, {key: one.clone() for key, one in pieces.items()}))
+                kept.append((flat, place, {key: piece.clone() for key, piece in pieces.items()}))
 
     @torch.no_grad()
     def restore(*_: Any) -> None:
@@ -456,14 +462,19 @@ def _place(optimizer: Any, parameter: Any) -> tuple[int, int] | None:
 def _pieces(optimizer: Any, flat: torch.Tensor, first: int, count: int) -> dict[str, torch.Tensor]:
     """Return the elements of a place in the weights, and in each state that has them."""
     state = optimizer.optimizer.state.get(flat, {})
-    vectors = {"": flat, **{key: one for key, one in state.items() if _is_elementwise(one, flat)}}
+    vectors = {
+        "": flat,
+        **{key: vector for key, vector in state.items() if _is_elementwise(vector, flat)},
+    }
     return {key: vector.detach().narrow(0, first, count) for key, vector in vectors.items()}
 
 
 def gradient_parts(engine: Any) -> list[torch.Tensor]:
     """Return this rank's parts of the reduced gradients, between backward and step."""
     if not is_zero(engine):
-        return [one.grad for one in engine.module.parameters() if one.grad is not None]
+        return [
+            parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None
+        ]
     held = [
         part
         for parts in engine.optimizer.averaged_gradients.values()
