@@ -20,6 +20,9 @@ COPY = os.environ.get("ACCEL_TRANSFORMERS_EXAMPLES", "")
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).with_name("programs")
 AS_ACCELERATE = ("-m", "accel_callbacks.as_accelerate")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+LAUNCH = ("-m", "accel_callbacks.cli", "launch", "--cpu", "--num_processes", "2", "--as_accelerate")
+STARTS = {1: ((), AS_ACCELERATE), 2: (TORCHRUN, LAUNCH)}
 CLM = (
     *("--train_file", "train.txt", "--validation_file", "train.txt", "--block_size", "16"),
     *("--per_device_train_batch_size", "2", "--seed", "3", "--learning_rate", "0.01"),
@@ -56,7 +59,8 @@ open("train.json", "w").write("\\n".join(map(json.dumps, labelled)))
 """
 
 
-def run(folder: Path, *command: str) -> None:
+def run(folder: Path, *command: str) -> tuple[int, str]:
+    """Run a command of Python in a folder, and return its exit code and what it says."""
     environment = {
         **os.environ,
         **{"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
@@ -65,9 +69,9 @@ def run(folder: Path, *command: str) -> None:
     }
     done = subprocess.run(
         [sys.executable, *command],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=280,
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=400,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    return done.returncode, done.stdout + done.stderr
 
 
 def ended(folder: Path) -> dict[str, object]:
@@ -79,11 +83,13 @@ def ended(folder: Path) -> dict[str, object]:
     return {"weights": hashlib.sha256(weights).hexdigest(), **kept}
 
 
-def same_on_both(folder: Path, script: Path, *words: str) -> dict[str, object]:
+def same_on_both(folder: Path, script: Path, *words: str, processes: int = 1) -> dict[str, object]:
     """Run a script on Accelerate and on this library, and return what both end with."""
-    run(folder, "-c", FILES)
-    for name, start in (("there", ()), ("here", AS_ACCELERATE)):
-        run(folder, *start, str(script), *words, "--output_dir", name)
+    code, said = run(folder, "-c", FILES)
+    assert code == 0, said
+    for name, start in zip(("there", "here"), STARTS[processes], strict=True):
+        code, said = run(folder, *start, str(script), *words, "--output_dir", name)
+        assert code == 0, said
     outcome = ended(folder / "here")
     assert outcome == ended(folder / "there")
     return outcome
@@ -96,10 +102,31 @@ needs_accelerate = pytest.mark.skipif(
 
 @needs_accelerate
 @pytest.mark.skipif(not COPY, reason="scripts/test_compat --examples PATH names a copy")
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.distributed)])
 @pytest.mark.parametrize("example", CASES)
-def test_an_example_of_transformers_ends_as_on_accelerate(example, tmp_path):
-    same_on_both(tmp_path, Path(COPY) / "pytorch" / example, *CASES[example])
+def test_an_example_of_transformers_ends_as_on_accelerate(example, processes, tmp_path):
+    script = Path(COPY) / "pytorch" / example
+    same_on_both(tmp_path, script, *CASES[example], processes=processes)
+
+
+@needs_accelerate
+@pytest.mark.skipif(not COPY, reason="scripts/test_compat --examples PATH names a copy")
+@pytest.mark.timeout(1800)
+def test_fp16_on_a_cpu_is_refused_as_there(tmp_path):
+    assert run(tmp_path, "-c", FILES)[0] == 0
+    example = "language-modeling/run_clm.py"
+    words = (
+        str(Path(COPY) / "pytorch" / example),
+        *CASES[example],
+        "--fp16",
+        "--output_dir",
+        "run",
+    )
+    ends = [run(tmp_path, *start, *words) for start in STARTS[1]]
+    errors = [said.strip().splitlines()[-1] for _, said in ends]
+    assert [code for code, _ in ends] == [1, 1]
+    assert all(error.startswith("ValueError: fp16 ") for error in errors), errors
 
 
 STAND_IN = """
