@@ -16,13 +16,16 @@ from accel_callbacks.launch.machine import detect_machine
 __all__ = [
     "LaunchConfig",
     "default_config_file",
+    "default_json_config_file",
+    "default_yaml_config_file",
     "launch_command",
     "launch_command_parser",
     "load_config_from_file",
     "write_basic_config",
 ]
 
-default_config_file = default_json_config_file = str(default_path(os.environ))
+default_config_file = str(default_path(os.environ))
+default_json_config_file = default_yaml_config_file = default_config_file
 
 
 class LaunchConfig:

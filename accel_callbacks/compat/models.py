@@ -21,9 +21,11 @@ from accel_callbacks.modeling.activation_checkpointing import apply_activation_c
 from accel_callbacks.modeling.compile import compile_model, regions
 from accel_callbacks.offload.tensors import id_tensor_storage
 from accel_callbacks.plugins.compile import TorchDynamoPlugin
+from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.precision import AutocastKwargs
 from accel_callbacks.state import AcceleratorState, PartialState
+from accel_callbacks.strategies.units import find_units
 from accel_callbacks.warning import warn
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "fsdp2_apply_ac",
     "fsdp2_canonicalize_names",
     "fsdp2_load_full_state_dict",
+    "fsdp2_prepare_auto_wrap_policy",
     "fsdp2_switch_optimizer_parameters",
     "get_fsdp2_grad_scaler",
     "get_grad_scaler",
@@ -185,6 +188,21 @@ def fsdp2_load_full_state_dict(
     )
     set_model_state_dict(model, full_sd, options=options)
     return model
+
+
+def fsdp2_prepare_auto_wrap_policy(
+    fsdp2_plugin: FullyShardedDataParallelPlugin, model: torch.nn.Module
+) -> Callable[[torch.nn.Module], bool] | None:
+    """Return a function that tells which modules are sharded as units of their own, None if none.
+
+    Raises:
+        ValueError: no module has a class that the plugin names.
+    """
+    units = find_units(model, fsdp2_plugin)
+    inside = {id(module) for unit in units for module in unit.modules}
+    # A block whose activations are checkpointed is the same unit.
+    unwrapped = lambda module: getattr(module, "_checkpoint_wrapped_module", module)  # noqa: E731
+    return (lambda module: id(unwrapped(module)) in inside) if inside else None
 
 
 def fsdp2_switch_optimizer_parameters(

@@ -11,7 +11,8 @@ __all__ = ["MODULES", "NOT_PROVIDED", "NotProvided", "resolve"]
 
 _SUBMODULES = (
     *("accelerator", "big_modeling", "checkpointing", "commands", "commands.config"),
-    *("commands.accelerate_cli", "commands.config.default", "commands.launch"),
+    *("commands.accelerate_cli", "commands.config.config_args", "commands.config.default"),
+    "commands.launch",
     *("data_loader", "hooks", "inference", "launchers", "local_sgd", "logging"),
     *("memory_utils", "optimizer", "parallelism_config", "scheduler", "state", "tracking", "utils"),
     *("utils.ao", "utils.bnb", "utils.constants", "utils.dataclasses", "utils.deepspeed"),

@@ -6,13 +6,14 @@ import json
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import loggers
-from accel_callbacks import Accelerator
+from accel_callbacks import Accelerator, FullyShardedDataParallelPlugin
 from accel_callbacks.compat.names import NOT_PROVIDED, resolve
 from checkpoint_io import CorruptCheckpointError
 
@@ -217,11 +218,28 @@ def test_the_parser_of_a_launch_reads_options_of_accelerate(tmp_path):
     assert args.program == [str(script), "--flag"]
 
 
+def test_a_config_file_is_looked_for_where_accelerate_names_it():
+    module = "accelerate.commands.config.config_args"
+    path = name("default_yaml_config_file", module)
+    assert path == name("default_config_file", module)
+    assert Path(path).suffix == ".yaml"
+
+
 # --- models -----------------------------------------------------------------------------------
 
 
 def block() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+
+
+def test_the_policy_of_a_plugin_names_the_modules_that_are_sharded():
+    policy_of = name("fsdp2_prepare_auto_wrap_policy", "accelerate.utils.fsdp_utils")
+    plugin = FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=["Sequential"])
+    model = torch.nn.Sequential(block(), torch.nn.Linear(2, 1), block())
+    policy = policy_of(plugin, model)
+    assert [policy(part) for part in model] == [True, False, True]
+    assert policy(SimpleNamespace(_checkpoint_wrapped_module=model[0]))
+    assert policy_of(FullyShardedDataParallelPlugin(), torch.nn.Linear(1, 1)) is None
 
 
 def test_blocks_are_compiled_in_place():
