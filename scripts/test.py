@@ -1,6 +1,7 @@
 """All checks: ``python scripts/test.py``, on Linux, macOS and Windows alike.
 
 Only pytest, on what you name: ``python scripts/test.py tests/loggers -k csv``
+Only what starts no process, in about two minutes: ``python scripts/test.py --fast``
 Only .venv: ``python scripts/test.py --set-up``
 """
 
@@ -26,6 +27,7 @@ _NAMES_ONLY = (
         for code in ("arg-type", "index", "misc", "operator", "valid-type", "var-annotated")
     ),
 )
+_MARKERS = "not slow and not gpu"
 _TESTS_FAILED = 1  # pytest's exit code, where nothing else is wrong
 _FAILED_AGAIN = 2  # that many failures may be the machine's; more are the change's
 
@@ -35,6 +37,8 @@ def main() -> None:
     set_up("test", "examples")
     if words == ["--set-up"]:
         return
+    if words == ["--fast"]:
+        words += ["-q", "-n", "2", "--dist", "loadfile", "-m", _MARKERS, "tests"]
     if words:
         sys.exit(subprocess.call([str(PYTHON), "-m", "pytest", *words], cwd=ROOT))
     run = [PYTHON, "-m"]
@@ -59,7 +63,7 @@ def main() -> None:
         [*run, "compileall", "-q", *_PACKAGES],
     )
     # Many tests wait, for processes and timeouts: three workers keep two cores busy.
-    options = ["-q", "-m", "not slow and not gpu", "-n", "3", "--dist", "loadfile"]
+    options = ["-q", "-m", _MARKERS, "-n", "3", "--dist", "loadfile"]
     options += ["--durations", "40"]  # all of CI has 15 minutes
     options += ["--cache-clear"]  # of failures before this run
     tests = ["--doctest-modules", *_PACKAGES, "tests"]
@@ -83,7 +87,7 @@ def _run_failed_again(run: list[str | Path], tests: list[str]) -> int:
         return _TESTS_FAILED
     names = "\n".join(f"  {name}" for name in recorded)
     say(f"FAILED the first time, and run again alone, which is to be looked into:\n{names}")
-    words = [*run, "pytest", "-q", "-m", "not slow and not gpu", "--last-failed", *tests]
+    words = [*run, "pytest", "-q", "-m", _MARKERS, "--last-failed", *tests]
     return subprocess.call([str(word) for word in words], cwd=ROOT)
 
 

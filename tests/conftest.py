@@ -16,6 +16,20 @@ import fsspec
 import pytest
 
 ROOT = Path(__file__).parent.parent
+#: A test module with one of these words starts processes, or a server.
+STARTS = ("subprocess", "multiprocessing", "support.warm", "os.fork", "mark.distributed", "mark.s3")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="leave out modules that start processes")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave a module out where only fast ones are asked for."""
+    if not config.getoption("--fast") or not collection_path.match("test_*.py"):
+        return None
+    text = collection_path.read_text("utf-8")
+    return True if any(word in text for word in STARTS) else None
 
 
 @pytest.fixture(scope="session")
