@@ -540,6 +540,13 @@ def test_what_other_systems_lack_is_used_where_the_system_is_looked_at() -> None
     assert found == set(), "test sys.platform, which mypy understands, in the same function"
 
 
+def test_rooms_import_those_below_them_but_for_pairs_with_a_reason() -> None:
+    up = set(rooms.arrows_up(rooms.arrows()))
+    assert up == set(rooms.REASONS), "import downwards, or give the pair a reason in scripts/rooms.py"
+    page = (ROOT / "docs" / "concepts" / "rooms.md").read_text("utf-8")
+    assert all(f"| `{start}` | `{end}` | {why} |" in page for (start, end), why in rooms.REASONS.items())
+
+
 def test_files_are_named_after_things() -> None:
     assert gerunds(SOURCES) == set()
 
