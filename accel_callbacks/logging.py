@@ -197,6 +197,6 @@ def notice(text: str) -> None:
         text: the line, without a newline.
     """
     if process_rank()[0] == 0:
-        from accel_callbacks.utils.text import wrapped  # most runs have nothing to say
+        from accel_callbacks.terminal_text import wrapped  # most runs have nothing to say
 
         print(wrapped(f"[accel] {text}", sys.stderr), file=sys.stderr, flush=True)

@@ -20,40 +20,40 @@ ROOT = Path(__file__).parent.parent
 PICTURE = ROOT / "docs" / "images" / "rooms.svg"
 ROWS = (
     ("tuning", "testing", "selftest", "compat"),
-    ("accelerator", "integrations"),
+    ("accelerator", "integrations", "utils"),
     ("loop", "tracking", "precision", "callbacks"),
     ("checkpoint", "strategies", "offload"),
-    ("cli", "migrate", "launch", "utils"),
-    ("options", "data", "modeling", "steps"),
+    ("cli", "migrate", "launch"),
+    ("options", "data", "modeling", "parts"),
     ("plugins", "distributed", "collectives", "texts"),
     ("checkpoint_io", "loggers"),
 )
 #: Files of the root, by the room that they are drawn as.
 ROOT_FILES = {
     **dict.fromkeys(("config", "engine_options", "foreign_names"), "options"),
-    **dict.fromkeys(("optimizer", "scheduler", "gradients", "memory", "profiler"), "steps"),
-    **dict.fromkeys(("errors", "error_text", "warning", "logging", "rank_report"), "texts"),
-    **dict.fromkeys(("local_files", "host_copy", "_siblings", "_lazy"), "texts"),
+    **dict.fromkeys(("optimizer", "scheduler", "gradients", "memory"), "parts"),
+    **dict.fromkeys(("profiler", "logging"), "parts"),
+    **dict.fromkeys(("errors", "error_text", "warning", "rank_report"), "texts"),
+    **dict.fromkeys(("local_files", "host_copy", "terminal_text", "redaction"), "texts"),
+    **dict.fromkeys(("_siblings", "_lazy"), "texts"),
     **dict.fromkeys(("state", "local_sgd"), "utils"),
     "as_accelerate": "compat",
 }
 #: Why a room imports one above it. A pair that is not here fails `test_architecture.py`.
 REASONS = {
+    ("callbacks", "utils"): "`find_batch_size` of a batch of any shape",
+    ("migrate", "utils"): "it knows the names that can be imported from there",
+    ("offload", "utils"): "`find_device` of inputs of any shape",
     ("checkpoint", "loop"): "a training state holds the loop's place, and a project names its run",
     ("checkpoint", "callbacks"): "the states of callbacks are found by their names",
     ("checkpoint", "tracking"): "a training state holds what trackers go on from",
     ("distributed", "modeling"): "`class_of`: the class of a model under its wrapper",
-    ("modeling", "utils"): "`utils/text.py`, which could be a file of the root",
     ("modeling", "strategies"): "`prepare` wraps by a strategy; estimates ask engines for shards",
     ("modeling", "offload"): "estimates read weights of folders as an offload does",
     ("modeling", "loop"): "`prepare` registers models with the loop",
-    ("plugins", "utils"): "`utils/secrets.py`, which could be a file of the root",
-    ("steps", "loop"): "prepared optimizers and schedulers follow the loop's window",
-    ("steps", "callbacks"): "a prepared optimizer fires the hooks around its step",
-    ("steps", "precision"): "a prepared optimizer steps through the precision",
-    ("texts", "distributed"): "`logging` shows a line on one rank",
-    ("utils", "checkpoint"): "Accelerate's functions on FSDP states are said in terms of it",
-    ("utils", "strategies"): "the same",
+    ("parts", "loop"): "prepared optimizers and schedulers follow the loop's window",
+    ("parts", "callbacks"): "a prepared optimizer fires the hooks around its step",
+    ("parts", "precision"): "a prepared optimizer steps through the precision",
 }
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1f2328; text-anchor: middle }
@@ -99,7 +99,7 @@ def arrows_up(counts: Counter[tuple[str, str]]) -> Counter[tuple[str, str]]:
 
 
 def draw(sizes: Counter[str], up: Counter[tuple[str, str]]) -> str:
-    """Return the picture: a box a room with its lines of code, and a curve for each pair of `up`."""
+    """Return the picture: a box a room with its lines of code, and a curve for each of `up`."""
     centres = {}
     for row_number, row in enumerate(ROWS):
         for number, room in enumerate(row):

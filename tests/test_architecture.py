@@ -18,6 +18,9 @@ import pytest
 from tests.support.other_system import MISSING, MISSING_MODULES
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+import rooms  # noqa: E402
+
 PACKAGES = ("accel_callbacks", "checkpoint_io", "loggers")
 FORBIDDEN_ARROWS = {
     "accel_callbacks": {"examples", "tests"},
@@ -542,9 +545,13 @@ def test_what_other_systems_lack_is_used_where_the_system_is_looked_at() -> None
 
 def test_rooms_import_those_below_them_but_for_pairs_with_a_reason() -> None:
     up = set(rooms.arrows_up(rooms.arrows()))
-    assert up == set(rooms.REASONS), "import downwards, or give the pair a reason in scripts/rooms.py"
+    assert up == set(rooms.REASONS), (
+        "import downwards, or give the pair a reason in scripts/rooms.py"
+    )
     page = (ROOT / "docs" / "concepts" / "rooms.md").read_text("utf-8")
-    assert all(f"| `{start}` | `{end}` | {why} |" in page for (start, end), why in rooms.REASONS.items())
+    assert all(
+        f"| `{start}` | `{end}` | {why} |" in page for (start, end), why in rooms.REASONS.items()
+    )
 
 
 def test_files_are_named_after_things() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.progress_display import Display, Line, display_on
-from accel_callbacks.utils.text import printable
+from accel_callbacks.terminal_text import printable
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun

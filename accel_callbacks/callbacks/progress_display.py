@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from accel_callbacks.utils.text import columns_variable, terminal_width
+from accel_callbacks.terminal_text import columns_variable, terminal_width
 
 if TYPE_CHECKING:
     from rich.console import Console, Group

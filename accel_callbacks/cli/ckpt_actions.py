@@ -19,7 +19,7 @@ from accel_callbacks.cli.ckpt_copy import copy, place_of, refuse_held
 from accel_callbacks.cli.ckpt_deepspeed import DeepSpeedEntry, deepspeed_entry
 from accel_callbacks.cli.parser import CommandError
 from accel_callbacks.local_files import split_path
-from accel_callbacks.utils.text import age_of, printable, shape_of, size_of, table, to_json
+from accel_callbacks.terminal_text import age_of, printable, shape_of, size_of, table, to_json
 from checkpoint_io import Manifest
 from checkpoint_io.folder import remove_all, remove_checkpoint
 from checkpoint_io.format import MANIFEST, save_id_of

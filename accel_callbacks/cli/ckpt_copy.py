@@ -19,7 +19,7 @@ import numpy as np
 import checkpoint_io
 from accel_callbacks.cli.parser import CommandError
 from accel_callbacks.local_files import base_name, local_path, split_path
-from accel_callbacks.utils.text import printable, size_of
+from accel_callbacks.terminal_text import printable, size_of
 from checkpoint_io import Manifest
 from checkpoint_io.folder import extra_files
 from checkpoint_io.format import MANIFEST, parse_manifest, same_manifest, save_id_of, temporary_name

@@ -15,7 +15,7 @@ from typing import Any
 from accel_callbacks.cli.main import pipe_may_close
 from accel_callbacks.cli.migrate import source_files
 from accel_callbacks.cli.parser import CommandError, CommandParser
-from accel_callbacks.utils.text import printable
+from accel_callbacks.terminal_text import printable
 
 _TITLES = {
     "unknown": "not here: the import fails",

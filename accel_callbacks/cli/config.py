@@ -28,8 +28,8 @@ from accel_callbacks.launch.machine import Machine, detect_machine
 from accel_callbacks.launch.resolve import Resolved, refuse_unbuilt, resolve_settings
 from accel_callbacks.launch.settings import all_options, find
 from accel_callbacks.plugins.option import Option, SettingsError
-from accel_callbacks.utils.secrets import redacted
-from accel_callbacks.utils.text import printable, table
+from accel_callbacks.redaction import redacted
+from accel_callbacks.terminal_text import printable, table
 
 _Values = dict[str, Any]
 _Answer = TypeVar("_Answer")

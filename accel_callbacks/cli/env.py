@@ -12,8 +12,8 @@ from typing import Any
 
 from accel_callbacks import __version__
 from accel_callbacks.cli.parser import CommandError, CommandParser
-from accel_callbacks.utils.secrets import redacted
-from accel_callbacks.utils.text import printable
+from accel_callbacks.redaction import redacted
+from accel_callbacks.terminal_text import printable
 
 PACKAGES = (
     "numpy",

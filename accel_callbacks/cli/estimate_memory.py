@@ -19,7 +19,7 @@ from urllib.request import Request, urlopen
 
 from accel_callbacks.cli.parser import CommandError, CommandParser, positive_int, suggestion
 from accel_callbacks.plugins.parallelism import AXES, ParallelismConfig
-from accel_callbacks.utils.text import size_of, table, to_json
+from accel_callbacks.terminal_text import size_of, table, to_json
 
 if TYPE_CHECKING:
     import torch

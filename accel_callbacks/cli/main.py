@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except CommandError as error:
-        from accel_callbacks.utils.text import printable, wrapped  # only a failure needs them
+        from accel_callbacks.terminal_text import printable, wrapped  # only a failure needs them
 
         text = "\n".join(map(printable, str(error).split("\n")))
         print(wrapped(f"accel {words[0]}: error: {text}", sys.stderr), file=sys.stderr)

@@ -10,7 +10,7 @@ from typing import Any
 
 from accel_callbacks.cli.parser import CommandError, CommandParser, natural_int
 from accel_callbacks.local_files import split_path
-from accel_callbacks.utils.text import printable, size_of
+from accel_callbacks.terminal_text import printable, size_of
 
 _CONFIG = "config.json"
 _FILES = (

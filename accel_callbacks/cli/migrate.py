@@ -13,7 +13,7 @@ from accel_callbacks.cli.main import pipe_may_close
 from accel_callbacks.cli.parser import CommandError, CommandParser
 from accel_callbacks.migrate.notebook import MovedFile, read_and_move
 from accel_callbacks.migrate.source import Finding
-from accel_callbacks.utils.text import printable
+from accel_callbacks.terminal_text import printable
 
 _TITLES = {
     "left": "does not run here, and was left as it is",

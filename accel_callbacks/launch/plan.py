@@ -30,7 +30,7 @@ from accel_callbacks.launch.resolve import Resolved
 from accel_callbacks.launch.settings import LaunchSettings, all_options
 from accel_callbacks.launch.slurm import SlurmPlace, slurm_place
 from accel_callbacks.plugins.option import SettingsError
-from accel_callbacks.utils.text import printable
+from accel_callbacks.terminal_text import printable
 
 # Already among the options of the rendezvous.
 _RENDEZVOUS_OPTIONS = ("rdzv_backend", "rdzv_endpoint", "rdzv_conf", "local_addr")

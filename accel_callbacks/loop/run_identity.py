@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from accel_callbacks._siblings import require_neighbour
-from accel_callbacks.utils.secrets import HIDDEN, redacted
+from accel_callbacks.redaction import HIDDEN, redacted
 
 __all__ = ["RunIdentity", "config_fields"]
 

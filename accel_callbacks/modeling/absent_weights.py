@@ -13,7 +13,7 @@ from accel_callbacks import collectives
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.rng import capture_rng, restore_rng
 from accel_callbacks.modeling.compile import is_compiled, original
-from accel_callbacks.utils.text import listed
+from accel_callbacks.terminal_text import listed
 
 __all__ = ["AbsentWeights", "absent_weights", "initialize_weights", "named_tensors"]
 

@@ -13,7 +13,7 @@ from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.modeling.absent_weights import absent_weights
 from accel_callbacks.modeling.compile import original
 from accel_callbacks.strategies.zero_state import RowsOfModel, is_kept_by_zero, without_engine
-from accel_callbacks.utils.text import listed
+from accel_callbacks.terminal_text import listed
 from accel_callbacks.warning import warn
 
 __all__ = ["load_checkpoint_in_model"]

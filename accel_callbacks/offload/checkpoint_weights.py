@@ -15,7 +15,7 @@ from accel_callbacks.offload.placeholder import ON_DISK, AbsentWeight, on_meta, 
 from accel_callbacks.offload.source import Stored, StoredWeights
 from accel_callbacks.offload.spill import Spill
 from accel_callbacks.offload.units import blocks_of, cut_units
-from accel_callbacks.utils.text import listed
+from accel_callbacks.terminal_text import listed
 from accel_callbacks.warning import warn
 
 __all__ = ["load_spread"]

@@ -22,7 +22,7 @@ from accel_callbacks.offload.sizes import (
 )
 from accel_callbacks.offload.units import place_of
 from accel_callbacks.offload.weights import Weights
-from accel_callbacks.utils.text import listed
+from accel_callbacks.terminal_text import listed
 from accel_callbacks.warning import warn
 
 __all__ = [

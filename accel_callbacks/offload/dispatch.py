@@ -30,7 +30,7 @@ from accel_callbacks.offload.source import Stored, StoredWeights
 from accel_callbacks.offload.spill import spill
 from accel_callbacks.offload.units import blocks_of, cut_units
 from accel_callbacks.offload.views import put_views, remove_views
-from accel_callbacks.utils.text import listed
+from accel_callbacks.terminal_text import listed
 
 __all__ = ["cpu_offload", "disk_offload", "dispatch_model", "load_checkpoint_and_dispatch"]
 

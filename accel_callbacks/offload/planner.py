@@ -15,7 +15,7 @@ from accel_callbacks.offload.budgets import Budget, Device, budgets_of
 from accel_callbacks.offload.placement import ELSEWHERE, Items, balance, place
 from accel_callbacks.offload.sizes import convert_file_size_to_int
 from accel_callbacks.offload.weights import Unit, Weights
-from accel_callbacks.utils.text import size_of, table
+from accel_callbacks.terminal_text import size_of, table
 
 __all__ = ["POLICIES", "DeviceUse", "Plan", "PlanError", "plan"]
 

@@ -16,7 +16,7 @@ from accel_callbacks.offload.sizes import CustomDtype, find_tied_parameters
 from accel_callbacks.offload.slots import Slot
 from accel_callbacks.offload.tensors import Device, as_device, is_absent
 from accel_callbacks.offload.units import place_of
-from accel_callbacks.utils.text import listed
+from accel_callbacks.terminal_text import listed
 from accel_callbacks.warning import warn
 
 __all__ = [

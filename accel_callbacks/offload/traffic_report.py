@@ -10,7 +10,7 @@ import torch
 from accel_callbacks.offload.placeholder import AbsentWeight
 from accel_callbacks.offload.residence import Offload, offload_hooks
 from accel_callbacks.offload.window import Traffic
-from accel_callbacks.utils.text import size_of
+from accel_callbacks.terminal_text import size_of
 
 __all__ = ["OffloadReport", "report"]
 

@@ -13,7 +13,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from accel_callbacks.errors import nearest
-from accel_callbacks.utils.secrets import redacted
+from accel_callbacks.redaction import redacted
 
 __all__ = [
     "Block",

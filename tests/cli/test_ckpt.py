@@ -15,7 +15,7 @@ import torch
 from accel_callbacks import Accelerator
 from accel_callbacks.callbacks import Checkpoint
 from accel_callbacks.cli.main import main
-from accel_callbacks.utils.text import age_of, size_of, to_json
+from accel_callbacks.terminal_text import age_of, size_of, to_json
 from checkpoint_io import CheckpointFolder, read_manifest, save, save_model
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from accel_callbacks.utils.secrets import redacted
+from accel_callbacks.redaction import redacted
 
 __all__ = ["family", "numbered", "options_of", "paired", "remedy", "shown"]
 

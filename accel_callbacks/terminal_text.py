@@ -20,7 +20,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Align cells in columns under a header; unprintable characters of cells become escapes.
 
     Example:
-        >>> from accel_callbacks.utils.text import table
+        >>> from accel_callbacks.terminal_text import table
         >>> print(table(("NAME", "SIZE"), [("a", "1"), ("bcd", "2")]))
         NAME  SIZE
         a     1
@@ -64,7 +64,7 @@ def wrapped(text: str, file: TextIO | None) -> str:
 
     Example:
         >>> import io
-        >>> from accel_callbacks.utils.text import wrapped
+        >>> from accel_callbacks.terminal_text import wrapped
         >>> wrapped("a file is not a terminal", io.StringIO())
         'a file is not a terminal'
     """
@@ -89,7 +89,7 @@ def listed(names: Iterable[str], most: int = 5, between: str = ", ") -> str:
     """Join the first names, and tell how many there are besides.
 
     Example:
-        >>> from accel_callbacks.utils.text import listed
+        >>> from accel_callbacks.terminal_text import listed
         >>> listed("abc", most=2)
         'a, b and 1 more'
     """

@@ -29,7 +29,7 @@ def redacted(value: Any, name: str = "") -> Any:
         name: of the setting or variable; none by default.
 
     Example:
-        >>> from accel_callbacks.utils.secrets import redacted
+        >>> from accel_callbacks.redaction import redacted
         >>> redacted("hf_abc", "HF_TOKEN")
         '(set, not shown)'
         >>> redacted({"env": ["WANDB_API_KEY=abc", "DEBUG=1"], "steps": 3})
