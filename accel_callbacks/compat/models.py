@@ -199,10 +199,13 @@ def fsdp2_prepare_auto_wrap_policy(
         ValueError: no module has a class that the plugin names.
     """
     units = find_units(model, fsdp2_plugin)
-    inside = {id(module) for unit in units for module in unit.modules}
-    # A block whose activations are checkpointed is the same unit.
-    unwrapped = lambda module: getattr(module, "_checkpoint_wrapped_module", module)  # noqa: E731
-    return (lambda module: id(unwrapped(module)) in inside) if inside else None
+    sharded = {id(module) for unit in units for module in unit.modules}
+
+    def is_unit(module: torch.nn.Module) -> bool:
+        # A block whose activations are checkpointed is the same unit.
+        return id(getattr(module, "_checkpoint_wrapped_module", module)) in sharded
+
+    return is_unit if sharded else None
 
 
 def fsdp2_switch_optimizer_parameters(
