@@ -202,7 +202,7 @@ class Accelerator(ProcessControl, MediaLogging):
         if unknown:
             name = next(iter(unknown))
             parameters = inspect.signature(type(self)).parameters.values()
-            known = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
+            known = [option.name for option in parameters if option.kind is option.KEYWORD_ONLY]
             raise TypeError(unknown_option(type(self).__name__, name, known, _instead(name)))
         # Check all options before joining the process group: an invalid one must not cost the
         # other ranks a timeout.
@@ -563,24 +563,28 @@ class Accelerator(ProcessControl, MediaLogging):
         if len(places) != len(args):
             raise ValueError(f"device_placement has {len(places)} entries for {len(args)} objects.")
         placed = list(zip(args, places, strict=True))
-        models = [one for one in args if isinstance(one, torch.nn.Module)]
-        stages = {id(one): self.prepare_pipeline(one) for one in models if self.strategy.cuts(one)}
+        models = [model for model in args if isinstance(model, torch.nn.Module)]
+        stages = {
+            id(model): self.prepare_pipeline(model) for model in models if self.strategy.cuts(model)
+        }
         ready = self._preparer.prepare(
             [
-                ModelRequest(one, self._placement(place))
-                for one, place in placed
-                if isinstance(one, torch.nn.Module) and id(one) not in stages
+                ModelRequest(argument, self._placement(place))
+                for argument, place in placed
+                if isinstance(argument, torch.nn.Module) and id(argument) not in stages
             ],
-            [one for one in args if isinstance(one, torch.optim.Optimizer)],
-            [one for one in args if _is_scheduler(one)],
+            [optimizer for optimizer in args if isinstance(optimizer, torch.optim.Optimizer)],
+            [scheduler for scheduler in args if _is_scheduler(scheduler)],
             _names(forward_methods),
-            left_in_place={id(one) for one, place in placed if not self._placement(place)},
+            left_in_place={
+                id(argument) for argument, place in placed if not self._placement(place)
+            },
         )
         ready.update(stages)
-        for one, place in placed:
-            if isinstance(one, (DataLoader, SkipDataLoader)):
-                ready[id(one)] = self.prepare_data_loader(one, place)
-        result = tuple(ready.get(id(one), one) for one in args)
+        for argument, place in placed:
+            if isinstance(argument, (DataLoader, SkipDataLoader)):
+                ready[id(argument)] = self.prepare_data_loader(argument, place)
+        result = tuple(ready.get(id(argument), argument) for argument in args)
         return result[0] if len(result) == 1 else result
 
     def prepare_model(
@@ -2078,8 +2082,8 @@ def _several(callbacks: Any) -> Iterable[Any]:
     """Return the callbacks of an argument that may be one, several or None."""
     if callbacks is None:
         return ()
-    one = isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable)
-    return (callbacks,) if one else callbacks
+    is_single = isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable)
+    return (callbacks,) if is_single else callbacks
 
 
 def _unnamed_option(value: Any, owner: type[Any]) -> str:
@@ -2094,8 +2098,8 @@ def _unnamed_option(value: Any, owner: type[Any]) -> str:
 
 def _names(forward_methods: Sequence[str] | str) -> tuple[str, ...]:
     """Return the names of an argument that may be a single one."""
-    one = isinstance(forward_methods, str)
-    return (forward_methods,) if one else tuple(forward_methods)  # type: ignore[return-value]
+    is_single = isinstance(forward_methods, str)
+    return (forward_methods,) if is_single else tuple(forward_methods)  # type: ignore[return-value]
 
 
 def _as_list(log_with: Any) -> list[Any]:
@@ -2123,7 +2127,7 @@ def _parts() -> list[tuple[str, type[Any]]]:
     from accel_callbacks.checkpoint.project import ProjectConfiguration
     from accel_callbacks.data.config import DataLoaderConfiguration
 
-    own = [
+    arguments = [
         ("dataloader_config={}", DataLoaderConfiguration),
         ("project_config={}", ProjectConfiguration),
         ("gradient_accumulation_plugin={}", plugins.GradientAccumulationPlugin),
@@ -2131,4 +2135,4 @@ def _parts() -> list[tuple[str, type[Any]]]:
         ("deepspeed_plugin={}", plugins.DeepSpeedPlugin),
     ]
     handlers = (plugins.DistributedDataParallelKwargs, plugins.GradScalerKwargs)
-    return own + [("kwargs_handlers=[{}]", handler) for handler in handlers]
+    return arguments + [("kwargs_handlers=[{}]", handler) for handler in handlers]

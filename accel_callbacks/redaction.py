@@ -49,7 +49,7 @@ def _redacted(value: Any, name: str, levels: int) -> Any:
     if isinstance(value, Mapping):
         return {key: _redacted(item, str(key), levels - 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        items = [_redacted(one, flag, levels - 1) for one, flag in _after_flags(value)]
+        items = [_redacted(element, flag, levels - 1) for element, flag in _after_flags(value)]
         return tuple(items) if isinstance(value, tuple) else items
     return _without_secrets(value) if isinstance(value, str) else value
 

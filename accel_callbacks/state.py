@@ -237,14 +237,14 @@ class PartialState(ProcessControl):
         return f"{type(self).__name__}(rank={here.rank}/{here.world_size}, device={here.device})"
 
 
-def _group_options(given: dict[str, Any], owner: type[Any]) -> InitProcessGroupKwargs:
+def _group_options(keywords: dict[str, Any], owner: type[Any]) -> InitProcessGroupKwargs:
     options = [field.name for field in fields(InitProcessGroupKwargs)]
     known = [name for name in inspect.signature(owner).parameters if name != "kwargs"] + options
-    for name in given:
+    for name in keywords:
         if name not in options:
             text = f"{owner.__name__}() has no option {name!r}; use some of {known}."
             raise TypeError(text + nearest(name, known))
-    return InitProcessGroupKwargs(**given)
+    return InitProcessGroupKwargs(**keywords)
 
 
 class AcceleratorState(PartialState):
@@ -314,8 +314,8 @@ class AcceleratorState(PartialState):
     @property
     def megatron_lm_plugin(self) -> MegatronLMPlugin | None:
         """The options of Megatron-LM with their defaults, None if there are none."""
-        found = None if self._strategy is None else self._strategy.handlers.get(MegatronLMPlugin)
-        return None if found is None else found.filled()
+        plugin = None if self._strategy is None else self._strategy.handlers.get(MegatronLMPlugin)
+        return None if plugin is None else plugin.filled()
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:

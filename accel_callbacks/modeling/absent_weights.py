@@ -62,8 +62,8 @@ def absent_weights(model: torch.nn.Module) -> AbsentWeights | None:
         >>> absent_weights(torch.nn.Linear(1, 1)) is None
         True
     """
-    found: AbsentWeights | None = vars(original(model)).get(_ATTRIBUTE)
-    return found
+    guard: AbsentWeights | None = vars(original(model)).get(_ATTRIBUTE)
+    return guard
 
 
 def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -157,12 +157,12 @@ class AbsentWeights:
         """Look after the model no more, which has all of its values."""
         self._absent.clear()
         self._handle.remove()
-        own = vars(self._model)
-        own.pop(_ATTRIBUTE, None)
+        attributes = vars(self._model)
+        attributes.pop(_ATTRIBUTE, None)
         for name, (before, checked) in self._guarded.items():
-            if own.get(name) is checked:
-                del own[name]
-                own.update({} if before is None else {name: before})
+            if attributes.get(name) is checked:
+                del attributes[name]
+                attributes.update({} if before is None else {name: before})
         self._guarded.clear()
 
     def require(self) -> None:
@@ -194,7 +194,7 @@ class AbsentWeights:
             The names of what was initialized.
         """
         # A rank whose part is empty lacks nothing, and draws the same numbers all the same.
-        wanted = {name for own in collectives.all_objects(sorted(names)) for name in own}
+        wanted = {name for lacking in collectives.all_objects(sorted(names)) for name in lacking}
         if not wanted:
             return []
         init = param_init_fn or self._param_init_fn
@@ -256,8 +256,8 @@ class AbsentWeights:
             for key, tensor in slots.items()
             if tensor is not None
         ]
-        own = [f"{prefix}.{key}" if prefix else key for _, key, _ in targets]
-        if wanted.isdisjoint(own):
+        names = [f"{prefix}.{key}" if prefix else key for _, key, _ in targets]
+        if wanted.isdisjoint(names):
             return []
         left = []
         with _whole(module, targets, self._device):
@@ -266,7 +266,7 @@ class AbsentWeights:
                 module.reset_parameters()  # type: ignore[operator]
             else:
                 init(module)
-            for (slots, key, target), name, old in zip(targets, own, before, strict=True):
+            for (slots, key, target), name, old in zip(targets, names, before, strict=True):
                 if name not in wanted:
                     continue
                 if _is_written(slots[key], target.shape, *old):
@@ -392,16 +392,16 @@ def _random_numbers_of_rank_0(device: torch.device) -> Iterator[None]:
         yield
         return
     with shared_failure(_INITIALIZE):
-        own = capture_rng(device)
-    first = collectives.broadcast_object(own)
-    if own == first:
+        state = capture_rng(device)
+    first = collectives.broadcast_object(state)
+    if state == first:
         yield
         return
     restore_rng(first, device)
     try:
         yield
     finally:
-        restore_rng(own, device)
+        restore_rng(state, device)
 
 
 def _have(names: list[str]) -> str:

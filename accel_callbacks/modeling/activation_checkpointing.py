@@ -93,7 +93,7 @@ def apply_activation_checkpointing(
             f"{type(model).__name__} repeats no blocks that could be computed again: name them "
             "with blocks=, such as blocks=['Block']."
         )
-    doubled = [name for name, one in model.named_modules() if _of_transformers_is_on(one)]
+    doubled = [name for name, module in model.named_modules() if _of_transformers_is_on(module)]
     if every and doubled:
         raise ValueError(
             f"{type(model).__name__} has gradient checkpointing of its own on (in "
@@ -145,10 +145,10 @@ def _read_policy(policy: CheckpointingPolicy) -> tuple[int, Callable[[], Any]]:
             return 1, noop_context_fn
     else:
         saved = policy if callable(policy) else list(policy)
-        for one in saved if isinstance(saved, list) else ():
-            if not isinstance(one, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
+        for operator in saved if isinstance(saved, list) else ():
+            if not isinstance(operator, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
                 raise ValueError(
-                    f"policy: {one!r} is no operator with an overload, such as "
+                    f"policy: {operator!r} is no operator with an overload, such as "
                     "torch.ops.aten.mm.default."
                 )
     # A partial, since that is what torch.compile can look into.
@@ -157,13 +157,13 @@ def _read_policy(policy: CheckpointingPolicy) -> tuple[int, Callable[[], Any]]:
 
 def _costly_operators() -> list[Any]:
     """Return those of the costly operators that this torch has."""
-    found = []
+    operators = []
     for name in _COSTLY:
         packet, _, overload = name.partition(".")
         operator = getattr(getattr(torch.ops.aten, packet, None), overload, None)
         if operator is not None:
-            found.append(operator)
-    return found
+            operators.append(operator)
+    return operators
 
 
 def _chosen(model: torch.nn.Module, blocks: Blocks | None) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -174,12 +174,12 @@ def _chosen(model: torch.nn.Module, blocks: Blocks | None) -> Iterator[tuple[str
         picks = blocks
     else:
         wanted = [blocks] if isinstance(blocks, str) else list(blocks)
-        names = {one for one in wanted if isinstance(one, str)}
-        classes = tuple(one for one in wanted if isinstance(one, type))
-        modules = {id(one) for one in wanted if isinstance(one, torch.nn.Module)}
-        absent = names - {name for one in model.modules() for name in _class_names(one)}
+        names = {name for name in wanted if isinstance(name, str)}
+        classes = tuple(kind for kind in wanted if isinstance(kind, type))
+        modules = {id(module) for module in wanted if isinstance(module, torch.nn.Module)}
+        absent = names - {name for module in model.modules() for name in _class_names(module)}
         if absent:
-            known = sorted({type(one).__name__ for one in model.modules()})
+            known = sorted({type(module).__name__ for module in model.modules()})
             raise ValueError(
                 f"blocks: {type(model).__name__} has no module of class {sorted(absent)[0]!r}."
                 f"{nearest(sorted(absent)[0], known)}"
@@ -273,11 +273,11 @@ class CheckpointedForward:
 
         transformers does the same under its own checkpointing.
         """
-        kept = tuple(None if at in self._caches else one for at, one in enumerate(args))
-        named = {key: None if key in self._caches else one for key, one in kwargs.items()}
+        positional = tuple(None if at in self._caches else arg for at, arg in enumerate(args))
+        named = {key: None if key in self._caches else arg for key, arg in kwargs.items()}
         if "use_cache" in named:
             named["use_cache"] = False
-        return kept, named
+        return positional, named
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointedForward:
         # Of a copied model, the forward is a method of the copy.

@@ -67,25 +67,25 @@ def _tensors(
     if type(config).__module__.startswith("peft."):
         from peft import PeftModel, get_peft_model_state_dict
 
-        found = get_peft_model_state_dict(model, state_dict=dict(state), adapter_name=name)
+        tensors = get_peft_model_state_dict(model, state_dict=dict(state), adapter_name=name)
         wrapped = isinstance(model, PeftModel)
     else:
-        found, wrapped = _named_after(state, name), False
+        tensors, wrapped = _named_after(state, name), False
     # A model of transformers that holds its adapter itself lacks the prefix that peft expects.
-    add = not wrapped and not any(key.startswith(_PREFIX) for key in found)
-    return {(_PREFIX + key if add else key): tensor for key, tensor in found.items()}
+    add = not wrapped and not any(key.startswith(_PREFIX) for key in tensors)
+    return {(_PREFIX + key if add else key): tensor for key, tensor in tensors.items()}
 
 
 def _named_after(state: Mapping[str, Any], adapter: str) -> dict[str, Any]:
     """Return the tensors with the name of the adapter in theirs, without it, as peft names them."""
-    found = {}
+    tensors = {}
     for key, tensor in state.items():
         parts = key.split(".")
         if adapter in parts[1:]:
             place = parts.index(adapter, 1)
             saved_whole = parts[place - 1] == "modules_to_save"
-            found[".".join(parts[: place - saved_whole] + parts[place + 1 :])] = tensor
-    return found
+            tensors[".".join(parts[: place - saved_whole] + parts[place + 1 :])] = tensor
+    return tensors
 
 
 def _config_text(model: torch.nn.Module, config: Any) -> str:

@@ -72,9 +72,9 @@ def compile_model(model: torch.nn.Module, plugin: TorchDynamoPlugin) -> None:
     release(model)
     if not plugin.compiles or _compiled(model) is not None:  # already compiled by the user
         return
-    found = list(regions(model)) if plugin.use_regional_compilation else []
+    blocks = list(regions(model)) if plugin.use_regional_compilation else []
     codes: dict[type, CodeType] = {}
-    for module in found or [model]:
+    for module in blocks or [model]:
         call = torch.compile(_entry(module, codes), **plugin.compile_kwargs())
         setattr(call, _MARK, True)
         _set_compiled(module, call)

@@ -99,8 +99,8 @@ def _with_names(names: Iterable[str]) -> Iterator[tuple[Any, str, Any]]:
     for path, module in list(sys.modules.items()):
         if path.partition(".")[0] == "transformers":
             for name in names:
-                if callable(found := vars(module).get(name)):
-                    yield module, name, found
+                if callable(function := vars(module).get(name)):
+                    yield module, name, function
 
 
 def _without_values(tensor: Any, device: Any = None, dtype: Any = None) -> torch.Tensor:

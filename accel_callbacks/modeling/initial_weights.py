@@ -118,16 +118,18 @@ def _differences(
     if collectives.world_size() == 1:
         return [], any(tensor.is_meta for tensor in tensors.values())
     with shared_failure(_WHERE):
-        structure = {name: (tuple(one.shape), str(one.dtype)) for name, one in tensors.items()}
+        structure = {
+            name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()
+        }
         meta = [name for name, tensor in tensors.items() if tensor.is_meta]
         sums = _sums(tensors) if sync else {}
-        own = _Report(_digest(structure), meta, _digest(sums))
-    reports = collectives.all_objects(own, operation=_WHERE)
+        report = _Report(_digest(structure), meta, _digest(sums))
+    reports = collectives.all_objects(report, operation=_WHERE)
     first = reports[0]
     if any(report.structure != first.structure for report in reports):
         _refuse_other_models(model, structure)
     absent = {name for report in reports for name in report.meta}
-    lost = [name for name in first.meta if any(name not in one.meta for one in reports)]
+    lost = [name for name in first.meta if any(name not in report.meta for report in reports)]
     if lost:
         listed = ", ".join(lost[:_SHOWN])
         raise ValueError(
@@ -147,7 +149,7 @@ def _differences(
 
 def _sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return a mark of the values of each tensor: equal for equal values, on equal devices."""
-    found = {}
+    marks = {}
     for name, tensor in tensors.items():
         if not tensor.is_meta:
             values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -157,8 +159,8 @@ def _sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
             flat = values.detach().reshape(-1)
             # Parts of it too: the same values in another order have the same sum.
             parts = (flat, flat[::2], flat[: len(flat) // 2])
-            found[name] = repr(torch.stack([part.sum(dtype=dtype) for part in parts]).tolist())
-    return found
+            marks[name] = repr(torch.stack([part.sum(dtype=dtype) for part in parts]).tolist())
+    return marks
 
 
 def _digest(value: Any) -> str:

@@ -114,11 +114,11 @@ def load_checkpoint_in_model(
     device = _one_device(device_map)
     model = without_engine(model)
     if is_kept_by_zero(model):
-        for name, given in (
+        for name, option in (
             ("dtype", dtype), ("device_map", device), ("mapped", mapped),
             ("broadcast_from_rank0", broadcast_from_rank0),
         ):  # fmt: skip
-            if given:
+            if option:
                 raise ValueError(
                     f"{name} does not go with a model that DeepSpeed trains: each process reads "
                     "its own part of the weights, and the engine decides where and how they are "
@@ -159,10 +159,10 @@ def _one_device(device_map: Mapping[str, Device] | None) -> torch.device | None:
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if dtype is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+    parsed = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not (isinstance(parsed, torch.dtype) and parsed.is_floating_point):
         raise ValueError(f'dtype={dtype!r} is no floating-point dtype, such as "bfloat16".')
-    return found
+    return parsed
 
 
 def dtype_rule(dtype: str | torch.dtype | None, kept: Sequence[str] | None = None) -> DtypeOf:
@@ -247,21 +247,23 @@ def _load_and_send(
     from checkpoint_io.sharding import is_dtensor
     from checkpoint_io.weights import ModelTargets
 
-    where = "load_checkpoint_in_model"
-    with shared_failure(where):
+    operation = "load_checkpoint_in_model"
+    with shared_failure(operation):
         if any(is_dtensor(tensor) for tensor in ModelTargets(model).tensors.values()):
             raise ValueError(
                 "broadcast_from_rank0=True does not go with sharded parameters (DTensors): leave "
                 "it out, each process then reads its own part."
             )
     first = collectives.rank() == 0
-    with shared_failure(where):
+    with shared_failure(operation):
         report = _load(model, checkpoint, dtype_of, device, strict) if first else []
     missing: list[str] = collectives.broadcast_object(report)
     targets = ModelTargets(model)
     loaded = [name for name in targets.tensors if name not in missing]
     with torch.no_grad():
-        with shared_failure(where):  # rank 0 would wait in its broadcasts if this failed elsewhere
+        with shared_failure(
+            operation
+        ):  # rank 0 would wait in its broadcasts if this failed elsewhere
             if not first:
                 targets.prepare(loaded, dtype_of, device)
         for name in loaded:

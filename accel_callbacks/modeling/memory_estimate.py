@@ -126,12 +126,12 @@ def model_sizes(model: torch.nn.Module, dtypes: Iterable[str] = ESTIMATED_DTYPES
                 + nearest(name, ESTIMATED_DTYPES)
             )
     parameters, buffers = list(model.parameters()), list(model.buffers())
-    trained = [one for one in parameters if one.requires_grad]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     measure = _Measure(model)
     return ModelSizes(
-        sum(one.numel() for one in parameters),
-        sum(one.numel() for one in trained),
-        sum(one.numel() for one in buffers),
+        sum(parameter.numel() for parameter in parameters),
+        sum(parameter.numel() for parameter in trained),
+        sum(buffer.numel() for buffer in buffers),
         {name: measure.in_dtype(name) for name in chosen},
     )
 
@@ -141,7 +141,7 @@ class _Measure:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._tensors: Sequence[torch.Tensor] = [*model.parameters(), *model.buffers()]
-        self._trained = [one for one in model.parameters() if one.requires_grad]
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._layers = _layers(model)
         self._quantised = _quantised(model)
         self._cast = _cast(model)
@@ -175,7 +175,7 @@ class _Measure:
     def _training(self, dtype: str) -> TrainingMemory:
         """Return the memory of training with Adam; 16 bits are mixed precision over fp32."""
         full = self._bytes(self._trained, "fp32")
-        cast = [one for one in self._trained if id(one) in self._cast]
+        cast = [parameter for parameter in self._trained if id(parameter) in self._cast]
         return TrainingMemory(
             weights=self._bytes(self._tensors, "fp32"),
             copies=0 if dtype == "fp32" else self._bytes(cast, dtype),
@@ -186,11 +186,11 @@ class _Measure:
 
 def _layers(model: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
     """Return the tensors of the parts of a model that are not split."""
-    found: dict[str, list[torch.Tensor]] = {}
+    layers: dict[str, list[torch.Tensor]] = {}
     for part in parts(model):
         if part.tensors or not part.is_split:
-            found.setdefault(part.name or type(model).__name__, []).extend(part.tensors)
-    return found
+            layers.setdefault(part.name or type(model).__name__, []).extend(part.tensors)
+    return layers
 
 
 def _quantised(model: torch.nn.Module) -> dict[int, int]:

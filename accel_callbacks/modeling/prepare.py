@@ -115,7 +115,7 @@ class Preparer:
         prepared = {id(self._strategy.unwrap(model)): model for model in self._models}
         new: list[torch.nn.Module] = []
         for request, inner in zip(requests, bare, strict=True):
-            if id(inner) in prepared or any(inner is one for one in new):
+            if id(inner) in prepared or any(inner is model for model in new):
                 continue
             wrapped = self._wrap_for_precision(request, inner)
             self._strategy.watch_calls(inner)
@@ -125,8 +125,8 @@ class Preparer:
                 new.append(inner)
         set_up = self._strategy.setup(
             new,
-            [_inside(one, AcceleratedOptimizer, "optimizer") for one in optimizers],
-            [_inside(one, AcceleratedScheduler, "scheduler") for one in schedulers],
+            [_inside(optimizer, AcceleratedOptimizer, "optimizer") for optimizer in optimizers],
+            [_inside(scheduler, AcceleratedScheduler, "scheduler") for scheduler in schedulers],
         )
         if not self._casts:
             for inner in new:
@@ -134,21 +134,21 @@ class Preparer:
         prepared.update(zip(map(id, new), set_up.models, strict=True))
         for request, inner in zip(requests, bare, strict=True):
             ready[id(request.model)] = self._add_model(prepared[id(inner)])
-            own = [name for name in forward_methods if _has_method(inner, name)]
-            if own:
+            methods = [name for name in forward_methods if _has_method(inner, name)]
+            if methods:
                 if not self._casts:
-                    self._precision.wrap_methods(inner, own)
-                self._strategy.mark_forward_methods(prepared[id(inner)], own)
-        for given, optimizer in zip(optimizers, set_up.optimizers, strict=True):
-            ready[id(given)] = self._optimizer(optimizer)
-            if id(given) in left_in_place:
+                    self._precision.wrap_methods(inner, methods)
+                self._strategy.mark_forward_methods(prepared[id(inner)], methods)
+        for argument, optimizer in zip(optimizers, set_up.optimizers, strict=True):
+            ready[id(argument)] = self._optimizer(optimizer)
+            if id(argument) in left_in_place:
                 self._left_in_place.add(optimizer)
         # All of them: the model of one that was prepared before may only have moved now.
         for known in self._optimizers if requests or optimizers else ():
             if known.optimizer not in self._left_in_place:
                 _move_state(known.optimizer)
-        for given, scheduler in zip(schedulers, set_up.schedulers, strict=True):
-            ready[id(given)] = self._scheduler(scheduler)
+        for argument, scheduler in zip(schedulers, set_up.schedulers, strict=True):
+            ready[id(argument)] = self._scheduler(scheduler)
         # An optimizer may be prepared after its model: a teacher without one is no hook's model.
         trained = self._loop.trained_models()
         self._loop.model = self._strategy.unwrap(trained[0]) if trained else None
@@ -201,13 +201,15 @@ class Preparer:
             if known.scheduler is scheduler:
                 return known
         inner = _inside(scheduler.optimizer, AcceleratedOptimizer, "optimizer")
-        own = [optimizer for optimizer in self._optimizers if inner is optimizer.optimizer]
-        if not own:
+        optimizers = [optimizer for optimizer in self._optimizers if inner is optimizer.optimizer]
+        if not optimizers:
             raise ValueError(
                 f"the optimizer of {type(scheduler).__name__} is not prepared: pass it to "
                 "prepare() before the scheduler, or together with it."
             )
-        prepared = AcceleratedScheduler(scheduler, own, self._loop, **self._scheduler_options)
+        prepared = AcceleratedScheduler(
+            scheduler, optimizers, self._loop, **self._scheduler_options
+        )
         self._schedulers.append(prepared)
         return prepared
 
@@ -267,6 +269,6 @@ def is_scheduler(item: Any) -> bool:
     return all(hasattr(item, name) for name in ("optimizer", "step", "state_dict"))
 
 
-def _inside(given: Any, kind: type, name: str) -> Any:
+def _inside(instance: Any, kind: type, name: str) -> Any:
     """Return the object inside of a prepared one: another Accelerator may have prepared it."""
-    return getattr(given, name) if isinstance(given, kind) else given
+    return getattr(instance, name) if isinstance(instance, kind) else instance

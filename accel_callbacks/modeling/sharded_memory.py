@@ -85,8 +85,8 @@ def sharded_memory(
         >>> from accel_callbacks.modeling.sharded_memory import sharded_memory
         >>> with torch.device("meta"):
         ...     model = torch.nn.Linear(1000, 1000, bias=False)
-        >>> one = sharded_memory(model, 8, [], ["fp32"])[0]
-        >>> one.weights, one.optimizer, one.largest_unit
+        >>> memory = sharded_memory(model, 8, [], ["fp32"])[0]
+        >>> memory.weights, memory.optimizer, memory.largest_unit
         (500000, 1000004, 4000000)
         >>> plan = {"": "colwise"}
         >>> sharded_memory(model, 1, [], ["fp32"], tensor_parallel=8, plan=plan)[0].weights
@@ -139,7 +139,7 @@ _Shapes = Mapping[int, Sequence[int]]
 
 def _cut_shapes(model: torch.nn.Module, ranks: int, plan: Mapping[str, Any]) -> _Shapes:
     """Return the shapes of the first rank's parts of parameters, by id."""
-    shapes = {id(one): list(one.shape) for one in model.parameters()}
+    shapes = {id(parameter): list(parameter.shape) for parameter in model.parameters()}
     if ranks == 1:
         return shapes
     cut: set[int] = set()
@@ -183,14 +183,19 @@ def _memory(
 ) -> ShardedMemory:
     trained = [parameter for parameter in stage.parameters if parameter.requires_grad]
     frozen = [parameter for parameter in stage.parameters if not parameter.requires_grad]
-    copies = sum(math.prod(shapes[id(one)]) * _size(one, masters) for one in stage.borrowed)
-    states = sum(shard_elements(shapes[id(one)], shards) for one in trained) * _BYTES[masters]
-    kept = sum(
-        shard_elements(shapes[id(one)], shards)
-        * (one.element_size() if masters != dtype else _size(one, dtype))
-        for one in frozen
+    copies = sum(
+        math.prod(shapes[id(parameter)]) * _size(parameter, masters) for parameter in stage.borrowed
     )
-    buffers = sum(one.numel() * _size(one, masters) for one in stage.buffers)
+    states = (
+        sum(shard_elements(shapes[id(parameter)], shards) for parameter in trained)
+        * _BYTES[masters]
+    )
+    kept = sum(
+        shard_elements(shapes[id(parameter)], shards)
+        * (parameter.element_size() if masters != dtype else _size(parameter, dtype))
+        for parameter in frozen
+    )
+    buffers = sum(buffer.numel() * _size(buffer, masters) for buffer in stage.buffers)
     return ShardedMemory(
         dtype,
         masters,
@@ -227,17 +232,17 @@ def _units(
 ) -> Iterator[tuple[str, int]]:
     """Yield the name of each unit and its elements; a parameter is in its innermost unit."""
     names = {module: name for name, module in model.named_modules()}
-    own = set(map(id, stage.parameters))
-    seen = {id(parameter) for parameter in model.parameters() if id(parameter) not in own}
+    trained = set(map(id, stage.parameters))
+    seen = {id(parameter) for parameter in model.parameters() if id(parameter) not in trained}
     for unit in units:
         yield (
-            ", ".join(names[one] for one in unit),
-            sum(_elements(one, seen, shapes) for one in unit),
+            ", ".join(names[module] for module in unit),
+            sum(_elements(module, seen, shapes) for module in unit),
         )
     yield type(model).__name__, _elements(model, seen, shapes)
 
 
 def _elements(module: torch.nn.Module, seen: set[int], shapes: _Shapes) -> int:
-    own = [one for one in module.parameters() if id(one) not in seen]
-    seen.update(map(id, own))
-    return sum(math.prod(shapes[id(one)]) for one in own)
+    unseen = [parameter for parameter in module.parameters() if id(parameter) not in seen]
+    seen.update(map(id, unseen))
+    return sum(math.prod(shapes[id(parameter)]) for parameter in unseen)

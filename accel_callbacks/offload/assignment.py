@@ -168,7 +168,7 @@ def assign(
         >>> import torch
         >>> from accel_callbacks.offload.assignment import assign
         >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
-        >>> [one.place for one in assign(model, {"0": "cpu", "1": "disk"}).weights]
+        >>> [assigned.place for assigned in assign(model, {"0": "cpu", "1": "disk"}).weights]
         ['resident', 'resident', 'disk', 'disk']
     """
     _check(model, device_map)
@@ -188,8 +188,8 @@ def assign(
             offloaded = offloaded and not (keep_trainable and weight.tensor.requires_grad)
         else:
             offloaded = offloaded and offload_buffers and weight.persistent
-        kept = "resident" if not offloaded else "disk" if place == "disk" else "host"
-        return Assigned(weight, kept, device)
+        storage = "resident" if not offloaded else "disk" if place == "disk" else "host"
+        return Assigned(weight, storage, device)
 
     assignments: list[Assigned] = []
     followed: dict[int, torch.device] = {}  # modules whose tied weight is elsewhere

@@ -60,7 +60,9 @@ def budgets_of(memory: Mapping[Device, int | float | str | None]) -> tuple[Budge
         [0, 1, 'cpu', 'disk']
     """
     sizes = {device: _size(device, size) for device, size in memory.items()}
-    return tuple(Budget(one, sizes.get(one)) for one in sorted({*sizes, "disk"}, key=_place))
+    return tuple(
+        Budget(device, sizes.get(device)) for device in sorted({*sizes, "disk"}, key=_place)
+    )
 
 
 def _size(device: Device, size: int | float | str | None) -> int | None:
@@ -80,16 +82,16 @@ def _place(device: Device) -> tuple[int, str, int]:
     if device in _STORES:
         return 2 + _STORES.index(str(device)), "", 0
     try:
-        found = torch.device(device)
+        parsed = torch.device(device)
     except (RuntimeError, TypeError):
-        found = None
-    if found is None or found.type in ("cpu", "meta"):
+        parsed = None
+    if parsed is None or parsed.type in ("cpu", "meta"):
         hint = nearest(str(device), [*_STORES, "mps", "cuda:0"])
         raise ValueError(
             f"{device!r} is no device of a budget: give numbers of accelerators, names such as "
             f"'cuda:1' or 'mps', 'cpu' and 'disk'.{hint}"
         )
-    return 1, found.type, found.index or 0
+    return 1, parsed.type, parsed.index or 0
 
 
 def get_max_memory(
@@ -116,19 +118,19 @@ def get_max_memory(
     """
     if max_memory is None:
         return _found()
-    given = {
+    sizes = {
         budget.device: budget.nbytes
         for budget in budgets_of(max_memory)
         if budget.device in max_memory and budget.nbytes is not None
     }
     count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    absent = [device for device in given if isinstance(device, int) and not 0 <= device < count]
+    absent = [device for device in sizes if isinstance(device, int) and not 0 <= device < count]
     if absent and count:  # without any, the plan is for another machine
         warn(
             f"max_memory has a budget for {', '.join(map(str, absent))}, and the accelerators here "
             f"are {', '.join(map(str, range(count)))}: leave it out, or plan for another machine."
         )
-    return given
+    return sizes
 
 
 def _found() -> dict[Device, int]:
@@ -160,15 +162,15 @@ def _free(module: ModuleType, index: int) -> int | None:
     """Return the free bytes of an accelerator; None of one that does not answer."""
     used = getattr(torch._C, "_cuda_hasPrimaryContext", lambda index: True)
     unused = module is torch.cuda and torch.version.cuda and not used(index)
-    if unused and (told := _free_by_driver(index)) is not None:
-        return told
+    if unused and (reported := _free_by_driver(index)) is not None:
+        return reported
     try:
         free, _ = module.mem_get_info(index)
         # What the allocator keeps is not free for the driver, and is for us.
-        kept = int(module.memory_reserved(index)) - int(module.memory_allocated(index))
+        cached = int(module.memory_reserved(index)) - int(module.memory_allocated(index))
     except (RuntimeError, AttributeError, NotImplementedError):
         return None
-    return int(free) + max(0, kept)
+    return int(free) + max(0, cached)
 
 
 class _Memory(ctypes.Structure):
@@ -186,8 +188,8 @@ def _free_by_driver(index: int) -> int | None:
             try:
                 handle, memory = ctypes.c_void_p(), _Memory()
                 text = f"GPU-{identity}".encode()
-                found = library.nvmlDeviceGetHandleByUUID(text, ctypes.byref(handle)) == 0
-                if found and library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0:
+                known = library.nvmlDeviceGetHandleByUUID(text, ctypes.byref(handle)) == 0
+                if known and library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0:
                     return int(memory.free)
             finally:
                 library.nvmlShutdown()

@@ -170,14 +170,14 @@ def _untied(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> list[t
     ours = list(layers)
     while True:  # a layer that is left out may be tied to one that is not
         among = _owners(ours)
-        kept = [
+        untied = [
             layer
             for layer in ours
             if all(among[id(p)] == everywhere[id(p)] for p in layer.parameters())
         ]
-        if len(kept) == len(ours):
-            return kept
-        ours = kept
+        if len(untied) == len(ours):
+            return untied
+        ours = untied
 
 
 def _owners(modules: Any) -> Counter[int]:

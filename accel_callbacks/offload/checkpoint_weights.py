@@ -157,9 +157,9 @@ def _match(assignment: Assignment, source: Any, strict: bool) -> dict[str, str]:
             f"{source.where} has none of the names of the model, such as {missing[0]!r}: nothing "
             "was loaded."
         )
-    for what, names in (("did not have", missing), ("has unused", unexpected)):
+    for problem, names in (("did not have", missing), ("has unused", unexpected)):
         if names:
-            warn(f"{source.where} {what} {listed(names)}")
+            warn(f"{source.where} {problem} {listed(names)}")
     return stored_names
 
 

@@ -65,7 +65,9 @@ class Contents:
     @property
     def stored_bytes(self) -> int:
         """Bytes in files."""
-        return sum(one.stored_bytes for one in (self.reads, self.converted) if one is not None)
+        return sum(
+            reads.stored_bytes for reads in (self.reads, self.converted) if reads is not None
+        )
 
 
 def lay_out(
@@ -88,20 +90,20 @@ def lay_out(
         ValueError: a weight is not stored, or has another shape.
     """
     on_disk = {}
-    for name, one in wanted.items():
+    for name, tensor in wanted.items():
         if name in held:
             continue
-        found = stored.tensors.get(name)
-        if found is None:
+        entry = stored.tensors.get(name)
+        if entry is None:
             raise ValueError(f"{name} is to be offloaded to disk and is not in the checkpoint.")
-        if found.shape != tuple(one.shape):
+        if entry.shape != tuple(tensor.shape):
             raise ValueError(
-                f"{name} has shape {tuple(one.shape)} in the model and {found.shape} in "
-                f"{found.path}."
+                f"{name} has shape {tuple(tensor.shape)} in the model and {entry.shape} in "
+                f"{entry.path}."
             )
-        on_disk[name] = found
-    same = {name: one for name, one in on_disk.items() if one.dtype == wanted[name].dtype}
-    rest = {name: one for name, one in on_disk.items() if name not in same}
+        on_disk[name] = entry
+    same = {name: entry for name, entry in on_disk.items() if entry.dtype == wanted[name].dtype}
+    rest = {name: entry for name, entry in on_disk.items() if name not in same}
     reads = plan_reads(same, direct, mapped=mapped) if same else None
     converted = plan_reads(rest, direct) if rest else None
     weights: dict[str, Weight] = {}
@@ -242,7 +244,7 @@ class Filler:
         address, position = memory.data_ptr(), 0
         if address in self._mapped:
             nbytes = -(-memory.numel() // PAGE) * PAGE
-            for place, end in [*((one.place, one.end) for one in pages), (nbytes, nbytes)]:
+            for place, end in [*((page.place, page.end) for page in pages), (nbytes, nbytes)]:
                 unmap_pages(address + position, place - position)
                 position = end
             self._mapped.discard(address)
@@ -254,7 +256,7 @@ class Filler:
         reader, reads = self._reader, self._contents[unit].reads
         if reader is None or reads is None or not reads.pages:
             return
-        for path in {one.path for one in reads.pages}:
+        for path in {page.path for page in reads.pages}:
             self._stored.check_unwritten(path, reader.mapped.get(path))
 
     def _raw(self, nbytes: int) -> torch.Tensor:

@@ -128,10 +128,10 @@ def pinned(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type != "cpu" or not tensor.nbytes or tensor.is_pinned():
         return tensor
     try:
-        made = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        memory = torch.empty_like(tensor, device="cpu", pin_memory=True)
     except RuntimeError:
         return tensor
-    return made.copy_(tensor)
+    return memory.copy_(tensor)
 
 
 def _aligned(nbytes: int) -> torch.Tensor:

@@ -81,10 +81,10 @@ def infer_auto_device_map(
         {'0': 0, '1': 'cpu', '2': 'cpu'}
     """
     weights = Weights.of_model(model, class_names(no_split_module_classes), dtype, special_dtypes)
-    found = _fitted(weights, get_max_memory(max_memory), offload_buffers)
+    fitted = _fitted(weights, get_max_memory(max_memory), offload_buffers)
     if verbose:
-        print(found.table(every_unit=True))
-    device_map = dict(found.device_map)
+        print(fitted.table(every_unit=True))
+    device_map = dict(fitted.device_map)
     return clean_device_map(device_map) if clean_result else device_map
 
 
@@ -244,7 +244,7 @@ def clean_device_map(device_map: dict[str, Device], module_name: str = "") -> di
     cleaned: dict[str, Device] = {}
     for name, device in device_map.items():
         if name.startswith(prefix):
-            outer = (one for one in _parents(name, prefix, module_name))
+            outer = _parents(name, prefix, module_name)
             name = next((p for p in outer if len(devices[p]) == 1 and counts[p] > 1), name)
         cleaned[name] = device
     device_map.clear()
@@ -410,11 +410,11 @@ def fallback_allocate(
 
     def size(name: str, others: Sequence[tuple[str, Any]]) -> int:
         tied = [
-            one
+            parameter
             for group in tied_parameters or ()
-            if any(_is_in(one, name) for one in group)
-            for one in group
-            if not _is_in(one, name)
+            if any(_is_in(parameter, name) for parameter in group)
+            for parameter in group
+            if not _is_in(parameter, name)
         ]
         return get_module_size_with_ties(tied, module_sizes[name], module_sizes, others)[0]
 
@@ -426,8 +426,8 @@ def fallback_allocate(
             if size(name, others) <= limit:
                 return name, module, [*before, *inside[:at], *others]
             children = [] if type(module).__name__ in whole else _children(name, module)
-            if children and (found := search(children, [*before, *inside[:at]], others)):
-                return found
+            if children and (fitting := search(children, [*before, *inside[:at]], others)):
+                return fitting
         return None
 
     return search(rest, [], []) or (None, None, rest)

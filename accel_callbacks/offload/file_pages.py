@@ -93,8 +93,8 @@ def _map(
 ) -> None:
     if address % PAGE or nbytes % PAGE or offset % PAGE:
         raise ValueError(f"{address}, {nbytes} and {offset} are to be multiples of {PAGE}")
-    found = _library().mmap(address, nbytes, protection, flags | _FIXED, descriptor, offset)
-    if found != address:
+    mapped = _library().mmap(address, nbytes, protection, flags | _FIXED, descriptor, offset)
+    if mapped != address:
         raise _error()
 
 

@@ -630,9 +630,9 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         """Return a loader of the same files with copies of what is in memory under a prefix."""
         new = type(self).__new__(type(self))
         vars(new).update(vars(self), _verified=set(self._verified))
-        for kept, tensors in (("state_dict", self.state_dict), ("_changed", self._changed)):
+        for attribute, tensors in (("state_dict", self.state_dict), ("_changed", self._changed)):
             some = {key: tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-            vars(new)[kept] = deepcopy(some, memo)
+            vars(new)[attribute] = deepcopy(some, memo)
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedWeightsLoader:

@@ -157,8 +157,8 @@ class AbsentWeight(torch.Tensor):
             copied = _rebuild(*self._parts())
             copied.weight_fetch = copy.deepcopy(self.weight_fetch, memo)
             memo[id(self)] = copied
-        found: AbsentWeight = memo[id(self)]
-        return found
+        duplicate: AbsentWeight = memo[id(self)]
+        return duplicate
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle name and shape, without values."""

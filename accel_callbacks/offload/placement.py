@@ -69,20 +69,20 @@ def place(items: Items, capacities: Sequence[int], factor: int) -> list[int] | N
             for values in (items.moved, items.fixed, items.windows)
         )
     )
-    found = _best(sorted_items, capacities, factor)
-    if found is None or _elsewhere(sorted_items, found) >= least - total // _GAIN:
+    packed = _best(sorted_items, capacities, factor)
+    if packed is None or _elsewhere(sorted_items, packed) >= least - total // _GAIN:
         return best
-    where = [ELSEWHERE] * len(order)
-    for number, device in zip(order, found, strict=True):
-        where[number] = device
-    return where
+    placement = [ELSEWHERE] * len(order)
+    for number, device in zip(order, packed, strict=True):
+        placement[number] = device
+    return placement
 
 
-def _elsewhere(items: Items, where: Sequence[int] | None) -> int:
+def _elsewhere(items: Items, placement: Sequence[int] | None) -> int:
     """Return the bytes that are elsewhere; more than there are if there is no placement."""
-    if where is None:
+    if placement is None:
         return 2 * sum(items.moved) + 1
-    return sum(compress(items.moved, (device == ELSEWHERE for device in where)))
+    return sum(compress(items.moved, (device == ELSEWHERE for device in placement)))
 
 
 def _best(items: Items, capacities: Sequence[int], factor: int) -> list[int] | None:
@@ -100,10 +100,10 @@ def _best(items: Items, capacities: Sequence[int], factor: int) -> list[int] | N
         # Even without gaps this much is elsewhere: what gains next to nothing is not tried.
         if best is not None and total - (room - factor * window) > least - total // _GAIN:
             continue
-        found = _fill(items, capacities, window, factor, start)
-        rest = _elsewhere(items, found)
+        placement = _fill(items, capacities, window, factor, start)
+        rest = _elsewhere(items, placement)
         if rest < least:
-            best, least = found, rest
+            best, least = placement, rest
     return best
 
 
@@ -117,25 +117,25 @@ def _in_order(items: Items, capacities: Sequence[int], factor: int) -> tuple[lis
     def covered(first: int) -> list[int]:
         """Return where each device ends if items from `first` on are elsewhere."""
         room = capacities[0] - factor * largest[first] - (fixed[count] - fixed[first])
-        found = [max(0, bisect_right(ends, room) - 1)]
+        bounds = [max(0, bisect_right(ends, room) - 1)]
         for capacity in capacities[1:]:
-            found.append(bisect_right(ends, ends[found[-1]] + capacity) - 1)
-        return found
+            bounds.append(bisect_right(ends, ends[bounds[-1]] + capacity) - 1)
+        return bounds
 
     # Fewer items elsewhere need no larger window: from above, the first fixed point is the best.
     first, until = count, covered(count)
     while until[-1] < first:
         first = until[-1]
         until = covered(first)
-    where = [ELSEWHERE] * count
+    placement = [ELSEWHERE] * count
     for device, (begin, end) in enumerate(pairwise([0, *until])):
-        where[begin:end] = [device] * (end - begin)
+        placement[begin:end] = [device] * (end - begin)
     plain = largest[first]
     distinct = sorted(set(items.windows), reverse=True)
     near = [size for size in distinct if size < plain] + [
         size for size in reversed(distinct) if size > plain
     ]
-    return where, [plain, *near[: _TRIALS // max(1, count)]]
+    return placement, [plain, *near[: _TRIALS // max(1, count)]]
 
 
 def _fill(
@@ -153,37 +153,37 @@ def _fill(
     left = list(capacities)
     left[0] -= factor * window + (sum(items.fixed) if factor else 0)
     # On the first device fixed bytes are counted from the start: they are there in any case.
-    here = items.moved if factor else sizes
+    on_first = items.moved if factor else sizes
     if start is None:
-        where = _next_fit(items, sizes, here, left, window, factor)
+        placement = _next_fit(items, sizes, on_first, left, window, factor)
     else:
-        where = list(start)
-        for number, device in enumerate(where):
+        placement = list(start)
+        for number, device in enumerate(placement):
             if device != ELSEWHERE:
-                _take(items, sizes, here, left, number, device, factor)
-    waiting = [number for number, device in enumerate(where) if device == ELSEWHERE]
+                _take(items, sizes, on_first, left, number, device, factor)
+    waiting = [number for number, device in enumerate(placement) if device == ELSEWHERE]
     while waiting:
         before = len(waiting)
-        waiting = _gaps(items, sizes, here, waiting, where, left, factor)
+        waiting = _gaps(items, sizes, on_first, waiting, placement, left, factor)
         needed = max((items.windows[number] for number in waiting), default=0) if factor else 0
         left[0] += factor * (window - needed)
         if len(waiting) == before and needed == window:
             break
         window = needed
-    return where if left[0] >= 0 else None
+    return placement if left[0] >= 0 else None
 
 
 def _take(
     items: Items,
     sizes: Sequence[int],
-    here: Sequence[int],
+    on_first: Sequence[int],
     left: list[int],
     number: int,
     device: int,
     factor: int,
 ) -> None:
     """Count an item on a device."""
-    left[device] -= sizes[number] if device else here[number]
+    left[device] -= sizes[number] if device else on_first[number]
     if device and factor:
         left[0] += items.fixed[number]
 
@@ -191,15 +191,15 @@ def _take(
 def _next_fit(
     items: Items,
     sizes: Sequence[int],
-    here: Sequence[int],
+    on_first: Sequence[int],
     left: list[int],
     window: int,
     factor: int,
 ) -> list[int]:
     """Place items in order; what a device has no room for closes it."""
     devices, device = len(left), 0
-    where = [ELSEWHERE] * len(sizes)
-    needed = [factor > 0 and one > window for one in items.windows]
+    placement = [ELSEWHERE] * len(sizes)
+    needed = [factor > 0 and size > window for size in items.windows]
     held = sum(size for size, must in zip(sizes, needed, strict=True) if must)
     free = sum(left)
     for number, (size, must) in enumerate(zip(sizes, needed, strict=True)):
@@ -207,25 +207,25 @@ def _next_fit(
             held -= size
         elif size > free - held:
             continue  # what must not be elsewhere needs the room
-        while device < devices and (size if device else here[number]) > left[device]:
+        while device < devices and (size if device else on_first[number]) > left[device]:
             free -= left[device]
             device += 1
         if device == devices:
             break
-        free -= size if device else here[number]
-        left[device] -= size if device else here[number]
+        free -= size if device else on_first[number]
+        left[device] -= size if device else on_first[number]
         if device and factor:
             left[0] += items.fixed[number]
-        where[number] = device
-    return where
+        placement[number] = device
+    return placement
 
 
 def _gaps(
     items: Items,
     sizes: Sequence[int],
-    here: Sequence[int],
+    on_first: Sequence[int],
     waiting: Sequence[int],
-    where: list[int],
+    placement: list[int],
     left: list[int],
     factor: int,
 ) -> list[int]:
@@ -234,15 +234,15 @@ def _gaps(
     room = max(left)
     for number in waiting:
         device = ELSEWHERE
-        if here[number] <= room:
-            needs = ((sizes[number] if one else here[number]) for one in range(len(left)))
-            fitting = (one for one, need in enumerate(needs) if need <= left[one])
+        if on_first[number] <= room:
+            needs = ((sizes[number] if device else on_first[number]) for device in range(len(left)))
+            fitting = (device for device, need in enumerate(needs) if need <= left[device])
             device = next(fitting, ELSEWHERE)
-        where[number] = device
+        placement[number] = device
         if device == ELSEWHERE:
             rest.append(number)
         else:
-            _take(items, sizes, here, left, number, device, factor)
+            _take(items, sizes, on_first, left, number, device, factor)
             room = max(left)
     return rest
 
@@ -275,9 +275,9 @@ def balance(sizes: Sequence[int], capacities: Sequence[int], low_first: bool) ->
         start = 1
         begin = bisect_left(range(count), True, key=lambda first: reached(total, first, 1) == count)
     limit = bisect_left(range(total), True, key=lambda most: reached(most, begin, start) == count)
-    where = [0] * begin
+    placement = [0] * begin
     for device in range(start, len(capacities)):
-        at = len(where)
+        at = len(placement)
         end = bisect_right(ends, ends[at] + min(limit, capacities[device])) - 1
-        where += [device] * (end - at)
-    return where
+        placement += [device] * (end - at)
+    return placement

@@ -83,10 +83,10 @@ class Plan:
 
     Example:
         >>> from accel_callbacks.offload import plan
-        >>> found = plan({"a.w": 6, "b.w": 4, "c.w": 4}, {0: 10, "cpu": 20}, prefetch=0)
-        >>> found.device_map
+        >>> plan_of_model = plan({"a.w": 6, "b.w": 4, "c.w": 4}, {0: 10, "cpu": 20}, prefetch=0)
+        >>> plan_of_model.device_map
         {'a': 0, 'b': 'cpu', 'c': 'cpu'}
-        >>> print(found.explain("b"))
+        >>> print(plan_of_model.explain("b"))
         b: 4 B on cpu: does not fit 0 (4 B > 0 B left); runs on 0
     """
 
@@ -152,10 +152,10 @@ class Plan:
         """Return why a unit is where it is."""
         unit, device = self.weights.units[number], self.where[number]
         group = self._group_of[number]
-        tied = [self.weights.units[one].name for one in group if one != number]
+        tied = [self.weights.units[member].name for member in group if member != number]
         reasons = [f"tied to {', '.join(tied[:3])}"] if tied and self._together(number) else []
         if unit.nbytes or unit.shared:
-            size = sum(self.weights.units[one].nbytes for one in group)
+            size = sum(self.weights.units[member].nbytes for member in group)
             for use in self.devices:
                 if use.device == device:
                     break
@@ -248,7 +248,7 @@ class Plan:
 
 def _kind(reason: str) -> str:
     """Return a reason without its figures."""
-    return "".join(one for one in reason.partition("(")[0] if not one.isdigit())
+    return "".join(character for character in reason.partition("(")[0] if not character.isdigit())
 
 
 def _text(nbytes: int | None) -> str:
@@ -295,7 +295,7 @@ class _Request(NamedTuple):
 class _Placed(NamedTuple):
     """The device of each group; None for one that has no bytes."""
 
-    where: list[Device]
+    devices: list[Device]
     execution: Device | None
     windows: Mapping[Device, int]
     fits: bool
@@ -367,8 +367,8 @@ def plan(
     if placed.fits:
         return _plan(request, known, placed)
     short = _short_by(request, known)
-    found = _plan(request, known, placed, short)
-    raise PlanError(_message(found, known), found)
+    incomplete = _plan(request, known, placed, short)
+    raise PlanError(_message(incomplete, known), incomplete)
 
 
 def offloaded_bytes(weights: Weights, budgets: Mapping[Device, int]) -> int:
@@ -445,8 +445,8 @@ def groups_of(units: Sequence[Unit]) -> list[list[int]]:
         return [[number] for number in leader]
     for number in tied:
         for tie in units[number].ties:
-            one, other = find(number), find(holder.setdefault(tie, number))
-            leader[max(one, other)] = min(one, other)
+            root, other_root = find(number), find(holder.setdefault(tie, number))
+            leader[max(root, other_root)] = min(root, other_root)
     groups: dict[int, list[int]] = {}
     for number in range(len(units)):
         groups.setdefault(find(number), []).append(number)
@@ -467,23 +467,23 @@ def _place(request: _Request, budgets: Sequence[Budget]) -> _Placed:
             return placed
     if sizes.get("cpu"):
         room = sizes["cpu"] - request.activations
-        where = place(request.items, [room], request.factor) if room >= 0 else None
-        if where is not None:
-            return _stored(request, sizes, where, ["cpu"], "cpu")
+        placement = place(request.items, [room], request.factor) if room >= 0 else None
+        if placement is not None:
+            return _stored(request, sizes, placement, ["cpu"], "cpu")
     if not request.groups:
         return _Placed([], next(iter([*fast, "cpu"])), {}, True)
     first: Device | None = fast[0] if fast else "cpu" if sizes.get("cpu") else None
     if first is None:
         return _Placed(["disk"] * len(request.groups), None, {}, False)
     devices = fast or ["cpu"]
-    where = place(request.items, [sizes[device] for device in devices], 0)
-    found = _stored(request, sizes, where or [], devices, first, with_windows=False)
-    return found._replace(fits=False)
+    placement = place(request.items, [sizes[device] for device in devices], 0)
+    stored = _stored(request, sizes, placement or [], devices, first, with_windows=False)
+    return stored._replace(fits=False)
 
 
 def _shows_execution(placed: _Placed) -> bool:
     """Return whether a device map tells where offloaded units run: on its first accelerator."""
-    return placed.execution in placed.where or set(placed.where).isdisjoint(_STORES)
+    return placed.execution in placed.devices or set(placed.devices).isdisjoint(_STORES)
 
 
 def _on_accelerators(
@@ -494,41 +494,43 @@ def _on_accelerators(
     if rooms[0] < 0:
         return None
     rooms = [max(0, room) for room in rooms]
-    where = None
+    placement = None
     if request.policy != "sequential":
-        where = balance(request.items.sizes, rooms, request.policy == "balanced_low_0")
-    if where is None:
-        where = place(request.items, rooms, request.factor)
-    if where is not None and 0 not in where:
-        where = _with_first(request, where, rooms[0])
-    return None if where is None else _stored(request, sizes, where, fast, fast[0])
+        placement = balance(request.items.sizes, rooms, request.policy == "balanced_low_0")
+    if placement is None:
+        placement = place(request.items, rooms, request.factor)
+    if placement is not None and 0 not in placement:
+        placement = _with_first(request, placement, rooms[0])
+    return None if placement is None else _stored(request, sizes, placement, fast, fast[0])
 
 
-def _with_first(request: _Request, where: Sequence[int], room: int) -> list[int]:
+def _with_first(request: _Request, placement: Sequence[int], room: int) -> list[int]:
     """Return a placement with a group on the first device, which tells that the rest runs there."""
     items = request.items
-    away = [n for n, device in enumerate(where) if device == ELSEWHERE]
+    away = [n for n, device in enumerate(placement) if device == ELSEWHERE]
     room -= request.factor * max((items.windows[n] for n in away), default=0)
     room -= sum(items.fixed[n] for n in away)
-    fitting = (n for n, size in enumerate(items.sizes) if where[n] != ELSEWHERE and size <= room)
+    fitting = (
+        n for n, size in enumerate(items.sizes) if placement[n] != ELSEWHERE and size <= room
+    )
     number = next(fitting, None) if away else None
-    return [0 if n == number else device for n, device in enumerate(where)]
+    return [0 if n == number else device for n, device in enumerate(placement)]
 
 
 def _stored(
     request: _Request,
     sizes: Mapping[Device, int],
-    where: Sequence[int],
+    placement: Sequence[int],
     devices: Sequence[Device],
     execution: Device,
     with_windows: bool = True,
 ) -> _Placed:
     """Place what no device that computes holds: on the host, then on disk."""
     items, factor = request.items, request.factor
-    rest = [n for n, device in enumerate(where) if device == ELSEWHERE]
-    found: list[Device] = [devices[device] for device in where]
+    rest = [n for n, device in enumerate(placement) if device == ELSEWHERE]
+    group_devices: list[Device] = [devices[device] for device in placement]
     for number in rest:
-        found[number] = "disk"
+        group_devices[number] = "disk"
     windows = {execution: factor * max((items.windows[n] for n in rest), default=0)}
     fits = True
     if rest and execution != "cpu" and sizes.get("cpu"):
@@ -539,11 +541,11 @@ def _stored(
         held = place(waiting, [sizes["cpu"]], factor if with_windows else 0)
         fits = held is not None
         for number, device in zip(rest, held or [ELSEWHERE] * len(rest), strict=True):
-            found[number] = "disk" if device == ELSEWHERE else "cpu"
-        staged = [items.windows[n] for n in rest if found[n] == "disk"]
+            group_devices[number] = "disk" if device == ELSEWHERE else "cpu"
+        staged = [items.windows[n] for n in rest if group_devices[n] == "disk"]
         windows["cpu"] = factor * max(staged, default=0)
-    on_disk = sum(items.moved[n] for n in rest if found[n] == "disk")
-    return _Placed(found, execution, windows, fits and on_disk <= sizes["disk"])
+    on_disk = sum(items.moved[n] for n in rest if group_devices[n] == "disk")
+    return _Placed(group_devices, execution, windows, fits and on_disk <= sizes["disk"])
 
 
 def _plan(
@@ -554,17 +556,17 @@ def _plan(
 ) -> Plan:
     """Return the plan of a placement, with what it uses of each device."""
     units = request.weights.units
-    where: list[Device | None] = [None] * len(units)
+    unit_devices: list[Device | None] = [None] * len(units)
     weights, buffers, cache = ({budget.device: 0 for budget in budgets} for _ in range(3))
-    for group, device, share in zip(request.groups, placed.where, request.cache, strict=True):
+    for group, device, share in zip(request.groups, placed.devices, request.cache, strict=True):
         cache[_of_fixed(True, device, placed)] += share
         of_buffers = _of_fixed(request.keep_buffers, device, placed)
         for number in group:
-            where[number] = device
+            unit_devices[number] = device
             weights[device] += units[number].parameters
             buffers[of_buffers] += units[number].buffers
     computing = {placed.execution} if request.groups else set()
-    computing |= {device for device in placed.where if device not in _STORES}
+    computing |= {device for device in placed.devices if device not in _STORES}
     uses = tuple(
         DeviceUse(
             budget.device,
@@ -579,7 +581,7 @@ def _plan(
     )
     return Plan(
         request.weights,
-        tuple(_next_to(where, placed.execution)),
+        tuple(_next_to(unit_devices, placed.execution)),
         uses,
         placed.execution,
         request.policy,
@@ -594,10 +596,10 @@ def _of_fixed(keep: bool, device: Device, placed: _Placed) -> Device:
     return placed.execution if keep and offloaded and placed.execution is not None else device
 
 
-def _next_to(where: Sequence[Device | None], default: Device | None) -> Iterator[Device]:
+def _next_to(devices: Sequence[Device | None], default: Device | None) -> Iterator[Device]:
     """Yield the devices; modules without tensors are where the unit before them is."""
-    last = next((device for device in where if device is not None), default)
-    for device in where:
+    last = next((device for device in devices if device is not None), default)
+    for device in devices:
         last = last if device is None else device
         yield "cpu" if last is None else last
 
@@ -608,10 +610,10 @@ def _short_by(request: _Request, budgets: Sequence[Budget]) -> dict[Device, int]
     enough += request.factor * max(request.items.windows, default=0)
     short: dict[Device, int] = {}
     fast = [budget.device for budget in budgets if budget.device not in _STORES]
-    given = {budget.device: budget.nbytes for budget in budgets}
+    limits = {budget.device: budget.nbytes for budget in budgets}
     for device in [*fast[:1], "cpu", "disk"]:
-        now = given.get(device)
-        if device not in given or now is None:
+        now = limits.get(device)
+        if device not in limits or now is None:
             continue
 
         def fits(nbytes: int, device: Device = device) -> bool:
@@ -623,20 +625,20 @@ def _short_by(request: _Request, budgets: Sequence[Budget]) -> dict[Device, int]
     return short
 
 
-def _message(found: Plan, budgets: Sequence[Budget]) -> str:
+def _message(plan: Plan, budgets: Sequence[Budget]) -> str:
     """Return why nothing fits, and the smallest budgets that would do."""
-    given = {budget.device: budget.nbytes or 0 for budget in budgets}
-    units = found.weights.units
+    sizes = {budget.device: budget.nbytes or 0 for budget in budgets}
+    units = plan.weights.units
     sized = [unit for unit in units if unit.nbytes] or units  # there may be no more than a cache
     largest = max(sized, key=lambda unit: unit.nbytes + unit.shared)
-    what = (
-        f"The model ({size_of(found.weights.nbytes)}, its largest unit {largest.name!r} with "
+    text = (
+        f"The model ({size_of(plan.weights.nbytes)}, its largest unit {largest.name!r} with "
         f"{size_of(largest.nbytes + largest.shared)}) does not fit the budgets"
     )
-    if not found.short_by:
-        return f"{what}: give one to a device that computes, as {{0: '8GB'}} or {{'cpu': '16GB'}}."
+    if not plan.short_by:
+        return f"{text}: give one to a device that computes, as {{0: '8GB'}} or {{'cpu': '16GB'}}."
     ways = " or ".join(
-        f"{given[device] + more:,} bytes ({size_of(given[device] + more)}) of {device}"
-        for device, more in found.short_by.items()
+        f"{sizes[device] + more:,} bytes ({size_of(sizes[device] + more)}) of {device}"
+        for device, more in plan.short_by.items()
     )
-    return f"{what}. With the other budgets as they are, it needs at least {ways}."
+    return f"{text}. With the other budgets as they are, it needs at least {ways}."

@@ -170,8 +170,8 @@ def load_and_quantize_model(
         rule.refuse_offloaded(devices)
         _load(model, rule, os.fspath(weights_location or ""), devices)
     else:
-        here = next((tensor.device for tensor in tensors), torch.device("cpu"))
-        one_device = here if here.type != "cpu" else _default_device()
+        current = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        one_device = current if current.type != "cpu" else _default_device()
         devices = {"": one_device}
         _replace_layers(model, rule)
         _convert(model, rule, one_device)

@@ -64,13 +64,13 @@ def convert_file_size_to_int(size: int | str) -> int:
         >>> convert_file_size_to_int("1.5KiB"), convert_file_size_to_int("8Mb")
         (1536, 1000000)
     """
-    found = size if isinstance(size, int) else _bytes_of(size)
-    if found is None or found < 0:
+    nbytes = size if isinstance(size, int) else _bytes_of(size)
+    if nbytes is None or nbytes < 0:
         raise ValueError(
             f"{size!r} is no size in bytes: give a number, or text with a unit, such as '5GB' or "
             "'5.5GiB'."
         )
-    return found
+    return nbytes
 
 
 def _bytes_of(text: str) -> int | None:
@@ -108,7 +108,7 @@ def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> int | float:
 
 
 def stored_bytes(
-    count: int, own: torch.dtype, dtype: torch.dtype | CustomDtype | None = None
+    count: int, original: torch.dtype, dtype: torch.dtype | CustomDtype | None = None
 ) -> int:
     """Return the bytes of a tensor once it is loaded as a dtype.
 
@@ -116,7 +116,7 @@ def stored_bytes(
 
     Args:
         count: its elements.
-        own: its dtype.
+        original: its dtype.
         dtype: the dtype to load floating-point tensors as; its own by default.
 
     Example:
@@ -128,7 +128,7 @@ def stored_bytes(
         ... )
         (6, 24)
     """
-    final = own if dtype is None or not own.is_floating_point else dtype
+    final = original if dtype is None or not original.is_floating_point else dtype
     if isinstance(final, CustomDtype):
         return -(-count * _BITS[final] // 8)
     return count * final.itemsize
@@ -138,10 +138,10 @@ def as_dtype(dtype: Any) -> Any:
     """Return the dtype that ``"float16"`` or ``"torch.float16"`` names; others as they are."""
     if not isinstance(dtype, str):
         return dtype
-    found = getattr(torch, dtype.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
+    torch_dtype = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(torch_dtype, torch.dtype):
         raise ValueError(f"torch has no dtype {dtype!r}; give one such as 'bfloat16'.")
-    return found
+    return torch_dtype
 
 
 def compute_module_sizes(
@@ -166,7 +166,7 @@ def compute_module_sizes(
         {'': 32, 'weight': 24, 'bias': 8}
     """
     final = as_dtype(dtype)
-    special = {name: as_dtype(one) for name, one in (special_dtypes or {}).items()}
+    special = {name: as_dtype(dtype) for name, dtype in (special_dtypes or {}).items()}
     tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
     sizes: defaultdict[str, int] = defaultdict(int)
     for name, tensor in tensors:
@@ -236,7 +236,7 @@ def get_max_layer_size(
         name, module = waiting.pop()
         children = list(module.named_children()) if isinstance(module, torch.nn.Module) else []
         if children and type(module).__name__ not in whole:
-            waiting += [(f"{name}.{child}", one) for child, one in reversed(children)]
+            waiting += [(f"{name}.{child}", submodule) for child, submodule in reversed(children)]
             continue
         nbytes = module_sizes.get(name, 0)  # 0: all of it is tied to something before
         if nbytes > largest:
@@ -337,8 +337,8 @@ def get_non_persistent_buffers(
     modules = module.named_modules(remove_duplicate=False) if recurse else [("", module)]
     return {
         f"{prefix}.{name}" if fqns and prefix else name
-        for prefix, one in modules
-        for name in one._non_persistent_buffers_set
+        for prefix, owner in modules
+        for name in owner._non_persistent_buffers_set
     }
 
 
@@ -359,7 +359,9 @@ def check_tied_parameters_in_config(model: torch.nn.Module) -> bool:
     words = getattr(text, "tie_word_embeddings", False) and head() is not None
     both = getattr(config, "is_encoder_decoder", False)
     stacks = both and getattr(config, "tie_encoder_decoder", False)
-    return bool(words or stacks or any(hasattr(one, "_tie_weights") for one in model.modules()))
+    return bool(
+        words or stacks or any(hasattr(module, "_tie_weights") for module in model.modules())
+    )
 
 
 def find_tied_parameters(model: torch.nn.Module, **kwargs: Any) -> list[list[str]]:

@@ -200,7 +200,7 @@ class StoredWeights:
                 "Copy it to a local disk, or convert it with `accel merge-weights`; or give no "
                 "part of the model to the disk."
             )
-        tied = {name: stored.tensors[kept] for name, kept in source.tied.items()}
+        tied = {name: stored.tensors[stored_name] for name, stored_name in source.tied.items()}
         return cls({**stored.tensors, **tied}, stored.identities)
 
     @classmethod
@@ -798,10 +798,10 @@ def _in_order(read: Callable[[_Piece], int], pieces: Sequence[_Piece]) -> Iterat
         thread.start()
     try:
         for result in results:
-            found = result.get()
-            if isinstance(found, BaseException):
-                raise found
-            yield found
+            outcome = result.get()
+            if isinstance(outcome, BaseException):
+                raise outcome
+            yield outcome
     finally:
         left.clear()
         for thread in threads:

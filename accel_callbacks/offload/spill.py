@@ -81,14 +81,15 @@ class Spill:
         target = os.path.join(self._folder, self._target)
         try:
             groups = sorted(os.listdir(target))
-            found = [StoredWeights.of_checkpoint(os.path.join(target, one)) for one in groups]
+            stored = [StoredWeights.of_checkpoint(os.path.join(target, group)) for group in groups]
         except (OSError, CheckpointError, ValueError):
             return None
-        tensors = {name: one for group in found for name, one in group.tensors.items()}
+        tensors = {name: entry for group in stored for name, entry in group.tensors.items()}
         if self._names - tensors.keys():
             return None
         return StoredWeights(
-            tensors, {path: one for group in found for path, one in group.identities.items()}
+            tensors,
+            {path: identity for group in stored for path, identity in group.identities.items()},
         )
 
     @property
@@ -99,21 +100,21 @@ class Spill:
         """Give the folder its name; return what is in it."""
         from checkpoint_io.storage.local import LocalStore
 
-        if (found := self.existing()) is not None:
+        if (stored := self.existing()) is not None:
             self.discard()
-            return found
+            return stored
         target = os.path.join(self._folder, self._target)
         shutil.rmtree(target, ignore_errors=True)  # damaged
         try:
             LocalStore(self._folder).rename(self._temporary, self._target)
         except OSError:  # another process has written the same
-            if (found := self.existing()) is not None:
+            if (stored := self.existing()) is not None:
                 self.discard()
-                return found
+                return stored
             raise
-        found = self.existing()
-        assert found is not None
-        return found
+        stored = self.existing()
+        assert stored is not None
+        return stored
 
     def discard(self) -> None:
         """Remove what was written."""
@@ -142,8 +143,8 @@ def spill(weights: Mapping[str, torch.Tensor], folder: str | os.PathLike[str]) -
         return StoredWeights({})
     written = Spill(folder)
     written.note(weights)
-    if (found := written.existing()) is not None:
-        return found
+    if (stored := written.existing()) is not None:
+        return stored
     try:
         written._write(weights)
         return written.finish()

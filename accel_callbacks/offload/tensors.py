@@ -110,11 +110,13 @@ def stand_in(
         return tensor
     attributes = vars(tensor)
     if attributes.get("_stand_in") is None:
-        made = placeholder(tensor, name, place, tensor.device if device is None else device)
+        substitute = placeholder(tensor, name, place, tensor.device if device is None else device)
         setattr(
-            made, _KIND, (type(tensor), {k: v for k, v in attributes.items() if k != "_stand_in"})
+            substitute,
+            _KIND,
+            (type(tensor), {k: v for k, v in attributes.items() if k != "_stand_in"}),
         )
-        attributes["_stand_in"] = made
+        attributes["_stand_in"] = substitute
     absent: torch.Tensor = attributes["_stand_in"]
     return absent
 
@@ -150,9 +152,9 @@ def new_like(old: torch.Tensor, value: torch.Tensor, device: torch.device) -> to
             {k: v for k, v in attributes.items() if k not in ("_stand_in", _KIND)}
         )
         return parameter
-    kept = {k: v for k, v in attributes.items() if k not in ("_stand_in", "_is_hf_initialized")}
+    options = {k: v for k, v in attributes.items() if k not in ("_stand_in", "_is_hf_initialized")}
     # bitsandbytes quantizes in `to`, its constructors take what their parameters have noted.
-    return move(kind(value.detach(), requires_grad=old.requires_grad, **kept), device)
+    return move(kind(value.detach(), requires_grad=old.requires_grad, **options), device)
 
 
 def _kind_of(tensor: torch.Tensor) -> tuple[type, dict[str, Any]]:

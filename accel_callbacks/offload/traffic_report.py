@@ -92,39 +92,43 @@ def report(model: torch.nn.Module) -> OffloadReport:
     """
     names: dict[int, tuple[Offload, set[str]]] = {}
     for hook in offload_hooks(model):
-        _, own = names.setdefault(id(hook.offload), (hook.offload, set()))
-        own.update(name for _, unit in hook.units for name in unit.slots)
+        _, slots = names.setdefault(id(hook.offload), (hook.offload, set()))
+        slots.update(name for _, unit in hook.units for name in unit.slots)
     offloads = [offload for offload, _ in names.values()]
     held = [
-        offload.held[name] for offload, own in names.values() for name in own & set(offload.held)
+        offload.held[name]
+        for offload, slots in names.values()
+        for name in slots & set(offload.held)
     ]
     files = {
         offload.stored.tensors[name]
-        for offload, own in names.values()
-        for name in own - set(offload.held)
+        for offload, slots in names.values()
+        for name in slots - set(offload.held)
     }
     return OffloadReport(
         _resident(model),
         sum(_storages(held).values()),
-        sum(one.nbytes for one in files),
-        sum(one.window_bytes for one in offloads),
-        sum(one.window_limit for one in offloads),
-        ", ".join(sorted({str(one.device) for one in offloads})),
-        sum(one.escaped_bytes for one in offloads),
-        sum(one.staging_bytes for one in offloads),
+        sum(entry.nbytes for entry in files),
+        sum(offload.window_bytes for offload in offloads),
+        sum(offload.window_limit for offload in offloads),
+        ", ".join(sorted({str(offload.device) for offload in offloads})),
+        sum(offload.escaped_bytes for offload in offloads),
+        sum(offload.staging_bytes for offload in offloads),
         _sum(offloads),
-        any(one.direct for one in offloads),
+        any(offload.direct for offload in offloads),
     )
 
 
 def _resident(model: torch.nn.Module) -> dict[str, int]:
     """Return the bytes of the weights that stay on each device, each storage once."""
-    fetched = {id(one) for one in _fetched(model)}
+    fetched = {id(tensor) for tensor in _fetched(model)}
     by_device: dict[str, list[torch.Tensor]] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if not isinstance(tensor, AbsentWeight) and id(tensor) not in fetched:
             by_device.setdefault(str(tensor.device), []).append(tensor)
-    return {device: sum(_storages(found).values()) for device, found in sorted(by_device.items())}
+    return {
+        device: sum(_storages(tensors).values()) for device, tensors in sorted(by_device.items())
+    }
 
 
 def _fetched(model: torch.nn.Module) -> Iterator[torch.Tensor]:
@@ -135,14 +139,14 @@ def _fetched(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _storages(tensors: list[torch.Tensor]) -> dict[int, int]:
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     for tensor in tensors:
         try:
             storage = tensor.untyped_storage()
-            found[storage._cdata] = storage.nbytes()
+            sizes[storage._cdata] = storage.nbytes()
         except (RuntimeError, NotImplementedError):  # it has none, as sparse tensors
-            found[id(tensor)] = tensor.nbytes
-    return found
+            sizes[id(tensor)] = tensor.nbytes
+    return sizes
 
 
 def _sum(offloads: list[Offload]) -> Traffic:

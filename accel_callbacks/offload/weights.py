@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -26,6 +26,7 @@ __all__ = ["Part", "Unit", "Weights", "parts"]
 _NUMBERS = re.compile(r"(\d+)")
 _FIRST = re.compile(r"embed|^wte$|^wpe$|^shared$|token|position|patch|stem|^conv_in$")
 _LAST = re.compile(r"norm|^ln_f$|head|classifier|pooler|score|^proj_out$|^conv_out$|^output$")
+T = TypeVar("T")
 _Tree: TypeAlias = "dict[str, Any]"  # of names, with bytes at its leaves
 
 
@@ -73,25 +74,30 @@ def parts(
         >>> [part.name for part in parts(torch.nn.Sequential(torch.nn.Linear(1, 1)))]
         ['0']
     """
-    kept = {id(module) for module in whole}
+    whole_ids = {id(module) for module in whole}
 
     def visit(module: torch.nn.Module, name: str, classes: frozenset[str]) -> Iterator[Part]:
         if no_split is None:
             classes |= class_names(getattr(module, "_no_split_modules", None))
-        children = {key: child for key, child in module._modules.items() if child is not None}
-        is_whole = type(module).__name__ in classes or id(module) in kept
+        children = _present(module._modules)
+        is_whole = type(module).__name__ in classes or id(module) in whole_ids
         if name and (not children or is_whole):
             inside = dict(module.named_parameters()), dict(module.named_buffers())
             yield Part(name, module, *inside, is_block=bool(children))
             return
-        if own := {key: one for key, one in module._parameters.items() if one is not None}:
-            yield Part(name, module, own, {}, is_split=True)
+        if parameters := _present(module._parameters):
+            yield Part(name, module, parameters, {}, is_split=True)
         for key, child in children.items():
             yield from visit(child, f"{name}.{key}" if name else key, classes)
-        if buffers := {key: one for key, one in module._buffers.items() if one is not None}:
+        if buffers := _present(module._buffers):
             yield Part(name, module, {}, buffers, is_split=True)
 
     yield from visit(model, "", class_names(no_split))
+
+
+def _present(slots: Mapping[str, T | None]) -> dict[str, T]:
+    """Return the slots of a module that are not None."""
+    return {key: entry for key, entry in slots.items() if entry is not None}
 
 
 @dataclass(frozen=True)
@@ -175,10 +181,10 @@ class Weights:
         """
         model = original(model)
         classes: Collection[str] | str | None = no_split
-        found: list[Part] = list(parts(model, classes))
-        if no_split is None and not any(part.is_block for part in found):
-            found = list(parts(model, None, list(regions(model))))
-        return cls(tuple(_units(found, as_dtype(dtype), special_dtypes or {})))
+        pieces: list[Part] = list(parts(model, classes))
+        if no_split is None and not any(part.is_block for part in pieces):
+            pieces = list(parts(model, None, list(regions(model))))
+        return cls(tuple(_units(pieces, as_dtype(dtype), special_dtypes or {})))
 
     @classmethod
     def of_sizes(cls, sizes: Mapping[str, int], ties: Mapping[str, str] | None = None) -> Weights:
@@ -214,18 +220,18 @@ class Weights:
         seen: set[str] = set()
         units = []
         for name, inside, is_block in named:
-            own = shared = 0
+            unshared = shared = 0
             groups = []
             for tensor, nbytes in inside:
                 group = further.get(tensor, tensor)
                 if group in seen:
                     shared += nbytes
                 else:
-                    own += nbytes
+                    unshared += nbytes
                 if group in tied:
                     groups.append(group)
                     seen.add(group)
-            units.append(Unit(name, own, 0, shared, tuple(groups), is_block))
+            units.append(Unit(name, unshared, 0, shared, tuple(groups), is_block))
         return cls(tuple(units))
 
     @classmethod
@@ -270,26 +276,29 @@ class Weights:
 
 
 def _units(
-    found: list[Part],
+    pieces: list[Part],
     dtype: Any,
     special_dtypes: Mapping[str, AnyDtype],
 ) -> Iterator[Unit]:
     """Yield units with the bytes that they will take."""
-    special = {name: as_dtype(one) for name, one in special_dtypes.items()}
+    special = {name: as_dtype(dtype) for name, dtype in special_dtypes.items()}
     first: dict[int, str] = {}  # the first name of a parameter, by identity
     holders: dict[int, set[str]] = {}
     flat: list[tuple[str, Mapping[str, torch.nn.Parameter], Mapping[str, torch.Tensor], bool]] = []
-    for part in found:
+    for part in pieces:
         dot = f"{part.name}." if part.name else ""
         if part.is_split:
-            flat += [(dot + key, {"": one}, {}, False) for key, one in part.parameters.items()]
-            flat += [(dot + key, {}, {"": one}, False) for key, one in part.buffers.items()]
+            flat += [
+                (dot + key, {"": parameter}, {}, False)
+                for key, parameter in part.parameters.items()
+            ]
+            flat += [(dot + key, {}, {"": buffer}, False) for key, buffer in part.buffers.items()]
         else:
             flat.append((part.name, part.parameters, part.buffers, part.is_block))
     for name, parameters, _, _ in flat:
-        for key, one in parameters.items():
-            first.setdefault(id(one), f"{name}.{key}" if key else name)
-            holders.setdefault(id(one), set()).add(name)
+        for key, parameter in parameters.items():
+            first.setdefault(id(parameter), f"{name}.{key}" if key else name)
+            holders.setdefault(id(parameter), set()).add(name)
 
     def size(name: str, tensor: torch.Tensor) -> int:
         if name not in special:
@@ -298,17 +307,19 @@ def _units(
 
     counted: set[int] = set()
     for name, parameters, buffers, is_block in flat:
-        own = shared = 0
-        for one in parameters.values():
-            nbytes = size(first[id(one)], one)
-            if id(one) in counted:
+        unshared = shared = 0
+        for parameter in parameters.values():
+            nbytes = size(first[id(parameter)], parameter)
+            if id(parameter) in counted:
                 shared += nbytes
             else:
-                own += nbytes
-                counted.add(id(one))
-        held = sum(size(f"{name}.{key}" if key else name, one) for key, one in buffers.items())
+                unshared += nbytes
+                counted.add(id(parameter))
+        held = sum(
+            size(f"{name}.{key}" if key else name, buffer) for key, buffer in buffers.items()
+        )
         ties = tuple(first[id(p)] for p in parameters.values() if len(holders[id(p)]) > 1)
-        yield Unit(name, own, held, shared, ties, is_block)
+        yield Unit(name, unshared, held, shared, ties, is_block)
 
 
 def _leaves(tree: _Tree, name: str) -> Iterator[tuple[str, list[tuple[str, int]], bool]]:
@@ -333,7 +344,7 @@ def _repeated(modules: Mapping[str, _Tree]) -> set[str]:
     numbered = {
         key: frozenset(_flat(inside))
         for key, inside in modules.items()
-        if key.isdecimal() and any(isinstance(one, dict) for one in inside.values())
+        if key.isdecimal() and any(isinstance(entry, dict) for entry in inside.values())
     }
     return set(numbered) if len(set(numbered.values())) < len(numbered) else set()
 
@@ -356,4 +367,4 @@ def _order(key: str) -> tuple[int, list[int | str]]:
         rank = 1 if key.startswith("encoder") else 2
     # Numbers as numbers; the parts at odd places are those that were matched.
     pieces = _NUMBERS.split(key)
-    return rank, [int(one) if at % 2 else one for at, one in enumerate(pieces)]
+    return rank, [int(piece) if at % 2 else piece for at, piece in enumerate(pieces)]

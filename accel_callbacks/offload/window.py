@@ -154,7 +154,7 @@ class Window:
     def escaped_nbytes(self) -> int:
         """Bytes of buffers that were given up, and that somebody still has a view of."""
         with self._changed:
-            self._escaped = [one for one in self._escaped if not one[0].expired()]  # type: ignore[no-untyped-call]
+            self._escaped = [escape for escape in self._escaped if not escape[0].expired()]  # type: ignore[no-untyped-call]
             return sum(nbytes for _, nbytes in self._escaped)
 
     def progress(self, count: int) -> None:
@@ -288,8 +288,8 @@ class Window:
         return entry
 
     def _has_room(self, size: int) -> bool:
-        kept = [one for one in self._entries.values() if one.pins or not one.ready]
-        return sum(one.buffer.nbytes for one in kept) + size <= self._limit
+        busy = [entry for entry in self._entries.values() if entry.pins or not entry.ready]
+        return sum(entry.buffer.nbytes for entry in busy) + size <= self._limit
 
     def _buffer(self, size: int) -> _Buffer:
         """Return memory of this size: used before if that fits, else new."""
@@ -305,9 +305,9 @@ class Window:
                 return free
         # Else it could be used in that mode, or in that transform of torch.func, only.
         with torch.inference_mode(False), torch._C._DisableFuncTorch():
-            made = _Buffer(self._allocate(size))
-        self.traffic.peak = max(self.traffic.peak, held + made.nbytes)
-        return made
+            buffer = _Buffer(self._allocate(size))
+        self.traffic.peak = max(self.traffic.peak, held + buffer.nbytes)
+        return buffer
 
     def _evict(self, unit: int) -> _Buffer | None:
         """Take the buffer of a unit; return it if nobody has a view of it."""
@@ -315,7 +315,7 @@ class Window:
         if not buffer.is_viewed():
             return buffer
         self.traffic.escapes += 1
-        self._escaped = [one for one in self._escaped if not one[0].expired()]  # type: ignore[no-untyped-call]
+        self._escaped = [escape for escape in self._escaped if not escape[0].expired()]  # type: ignore[no-untyped-call]
         storage = buffer.memory.untyped_storage()
         weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._escaped.append((weak, buffer.nbytes))
@@ -396,8 +396,8 @@ def forks() -> weakref.WeakSet[Any]:
     known: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def begin_anew() -> None:
-        for one in list(known):
-            one.after_fork()
+        for owner in list(known):
+            owner.after_fork()
 
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=begin_anew)

@@ -150,11 +150,11 @@ def load_fsdp_model(
     import checkpoint_io
 
     bare = accelerator.strategy.unwrap(model)
-    where = _folder(input_dir, _MODEL, model_index)
+    folder = _folder(input_dir, _MODEL, model_index)
     with shared_failure("load_fsdp_model"):
-        _, unexpected = checkpoint_io.load_model(bare, where, strict=not adapter_only)
+        _, unexpected = checkpoint_io.load_model(bare, folder, strict=not adapter_only)
         if unexpected:
-            raise ResumeError(f"{where} has {unexpected[0]!r}, which the model has not.")
+            raise ResumeError(f"{folder} has {unexpected[0]!r}, which the model has not.")
 
 
 def save_fsdp_optimizer(
@@ -239,8 +239,8 @@ def load_fsdp_optimizer(
     strategy, inner = accelerator.strategy, _bare(optimizer)
     names = parameter_names([strategy.unwrap(model)])
     with shared_failure("load_fsdp_optimizer"):
-        where = _folder(input_dir, _OPTIMIZER, optimizer_index)
-        reader = checkpoint_io.open_checkpoint(where)
+        folder = _folder(input_dir, _OPTIMIZER, optimizer_index)
+        reader = checkpoint_io.open_checkpoint(folder)
         saved = strategy.fit_optimizer_state(reader.state["optimizer"], inner, names)
         reads = InPlaceReads(reader)
         state = place_optimizer_state(inner, saved, reads, strategy)

@@ -145,10 +145,10 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
 
     if operation not in _OPERATIONS:
         raise ValueError(f"operation={operation!r} is unknown; use one of {list(_OPERATIONS)}.")
-    own = library_or_version
-    if isinstance(own, str):
-        own = version.parse(importlib.metadata.version(own))
-    return _OPERATIONS[operation](own, version.parse(requirement_version))
+    installed = library_or_version
+    if isinstance(installed, str):
+        installed = version.parse(importlib.metadata.version(installed))
+    return _OPERATIONS[operation](installed, version.parse(requirement_version))
 
 
 def is_torch_version(operation: str, version: str) -> bool:

@@ -82,8 +82,8 @@ def find_batch_size(data: Any) -> int | None:
         >>> find_batch_size({"name": "a", "x": torch.ones(4, 2)})
         4
     """
-    found = leaves(data, lambda leaf: is_tensor(leaf) and leaf.dim() > 0)
-    return int(found[0].value.shape[0]) if found else None
+    tensors = leaves(data, lambda leaf: is_tensor(leaf) and leaf.dim() > 0)
+    return int(tensors[0].value.shape[0]) if tensors else None
 
 
 def find_device(data: Any) -> torch.device | None:
@@ -95,8 +95,8 @@ def find_device(data: Any) -> torch.device | None:
         >>> find_device(["a", torch.ones(1)])
         device(type='cpu')
     """
-    found = leaves(data, is_tensor)
-    return found[0].value.device if found else None
+    tensors = leaves(data, is_tensor)
+    return tensors[0].value.device if tensors else None
 
 
 def get_shape(data: Any) -> Any:
@@ -262,8 +262,8 @@ def concatenate(data: Sequence[T], dim: int = 0) -> T:
     """
     if not data:
         raise ValueError("there is nothing to concatenate: pass at least one structure.")
-    found = [leaves(one, is_tensor, by_key=True) for one in data]
-    places = [[leaf.path for leaf in one] for one in found]
+    structures = [leaves(structure, is_tensor, by_key=True) for structure in data]
+    places = [[leaf.path for leaf in structure] for structure in structures]
     for index, place in enumerate(places):
         if place != places[0]:
             raise ValueError(
@@ -271,7 +271,10 @@ def concatenate(data: Sequence[T], dim: int = 0) -> T:
                 f"{place}."
             )
     each = iter(
-        [torch.cat([leaf.value for leaf in column], dim) for column in zip(*found, strict=True)]
+        [
+            torch.cat([leaf.value for leaf in column], dim)
+            for column in zip(*structures, strict=True)
+        ]
     )
     return map_tensors(data[0], lambda _: next(each))
 
@@ -286,7 +289,7 @@ def convert_to_fp32(tensor: Any) -> Any:
         [tensor([1.])]
     """
     low = (torch.float16, torch.bfloat16)
-    return map_tensors(tensor, lambda one: one.float() if one.dtype in low else one)
+    return map_tensors(tensor, lambda leaf: leaf.float() if leaf.dtype in low else leaf)
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -325,13 +328,13 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
     """
     missing = -batch_size % num_processes
 
-    def pad(one: torch.Tensor) -> torch.Tensor:
-        has = -one.dim() <= dim < one.dim()
-        if not missing or not has or one.shape[dim] != batch_size:
-            return one
-        shape = list(one.shape)
+    def pad(leaf: torch.Tensor) -> torch.Tensor:
+        has = -leaf.dim() <= dim < leaf.dim()
+        if not missing or not has or leaf.shape[dim] != batch_size:
+            return leaf
+        shape = list(leaf.shape)
         shape[dim] = missing
-        return torch.cat([one, one.new_zeros(shape)], dim=dim)
+        return torch.cat([leaf, leaf.new_zeros(shape)], dim=dim)
 
     return map_tensors(tensor, pad)
 
