@@ -31,12 +31,6 @@ class Autocast(Precision):
 
     Raises:
         ValueError: the device has no autocast to this type.
-
-    Example:
-        >>> from accel_callbacks.precision import BF16
-        >>> from accel_callbacks.precision.amp import Autocast
-        >>> issubclass(BF16, Autocast)
-        True
     """
 
     dtype: torch.dtype

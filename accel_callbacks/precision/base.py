@@ -135,16 +135,10 @@ class Precision:
 
 
 class StepFinding:
-    """Whether an optimizer stepped, found on the device and read later.
+    """Result of an optimizer step, known on the device and read later.
 
     Args:
         overflow: on the device, above 0 if a gradient was infinite or nan and the step skipped.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.precision.base import StepFinding
-        >>> StepFinding(torch.tensor(1.0)).stepped
-        False
     """
 
     def __init__(self, overflow: torch.Tensor) -> None:
@@ -170,13 +164,6 @@ class PreparedForward:
     Args:
         original: the forward, a method of the model.
         precision: the precision to run it in.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.precision import Precision
-        >>> from accel_callbacks.precision.base import PreparedForward
-        >>> PreparedForward(torch.neg, Precision(torch.device("cpu")))(torch.ones(1))
-        tensor([-1.])
     """
 
     def __init__(self, original: Callable[..., Any], precision: Precision) -> None:
@@ -200,17 +187,6 @@ class PreparedMethod(PreparedForward):
         original: the method.
         precision: the precision to run it in.
         entered: shared by the methods of a model; not empty while one of them runs.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.precision import BF16
-        >>> class Model(torch.nn.Linear):
-        ...     def encode(self, x):
-        ...         return self(x)
-        >>> precision, model = BF16(torch.device("cpu")), Model(2, 2)
-        >>> precision.wrap_methods(precision.wrap(model), ["encode"])
-        >>> model.encode(torch.ones(1, 2)).dtype
-        torch.float32
     """
 
     def __init__(

@@ -101,29 +101,22 @@ def share_scales(model: torch.nn.Module, weights: Sequence[torch.nn.Parameter]) 
     Args:
         model: a sharded model.
         weights: its DTensors whose parts are of `Float8Shard`.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.precision.float8_gather import share_scales
-        >>> share_scales(torch.nn.Linear(1, 1), [])  # nothing to compute
     """
 
     def compute(module: torch.nn.Module, args: Any) -> None:
         # Offloaded parts are on the host, where the mesh may have no backend.
-        local_shards = [
-            (part, shard)
-            for part, shard in _shards(weights)
-            if part.device.type == _device_type(part)
+        shards = [
+            (weight, shard)
+            for weight, shard in _shards(weights)
+            if weight.device.type == weight.device_mesh.device_type
         ]
-        if not local_shards:
+        if not shards:
             return
         with torch.no_grad():
-            largest: Any = torch.stack(
-                torch._foreach_norm([part for part, _ in local_shards], math.inf)
-            )
+            largest: Any = torch.stack(torch._foreach_norm([w for w, _ in shards], math.inf))
             amax_to_scale = import_module("torchao.float8.float8_utils").amax_to_scale
-            scales = amax_to_scale(largest.full_tensor(), local_shards[0][1].target_dtype)
-        for (_, shard), scale in zip(local_shards, scales, strict=True):
+            scales = amax_to_scale(largest.full_tensor(), shards[0][1].target_dtype)
+        for (_, shard), scale in zip(shards, scales, strict=True):
             shard.note_scale(scale)
 
     def forget(module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -142,12 +135,7 @@ def share_scales(model: torch.nn.Module, weights: Sequence[torch.nn.Parameter]) 
     model.register_forward_hook(hooks[1], always_call=True)
 
 
-def _device_type(weight: Any) -> str:
-    kind: str = weight.device_mesh.device_type
-    return kind
-
-
-def _shards(weights: Iterable[Any]) -> list[tuple[torch.Tensor, Float8Shard]]:
+def _shards(weights: Iterable[Any]) -> list[tuple[Any, Float8Shard]]:
     """Return the weights whose parts are still of `Float8Shard`, with these."""
     both = [(weight, weight._local_tensor) for weight in weights]
     return [(weight, part) for weight, part in both if isinstance(part, Float8Shard)]

@@ -212,11 +212,11 @@ def _chosen_layers(model: torch.nn.Module, picked: _Filter | None) -> dict[str, 
     if picked is not None:
         return {name: layer for name, layer in plain.items() if picked(layer, name)}
     inner = list(layers)[1:-1]  # the first and last layers lose too much accuracy in fp8
-    return {name: layer for name, layer in plain.items() if name in inner and _fits(layer)}
-
-
-def _fits(layer: torch.nn.Linear) -> bool:
-    return layer.in_features % 16 == 0 and layer.out_features % 16 == 0
+    return {
+        name: layer
+        for name, layer in plain.items()
+        if name in inner and layer.in_features % 16 == 0 and layer.out_features % 16 == 0
+    }
 
 
 def _copy_hooks_and_mode(old: torch.nn.Module, new: torch.nn.Module) -> None:

@@ -22,16 +22,6 @@ def advise(error: BaseException, advice: Advice, **facts: str) -> bool:
         error: the error; a second call does not change it.
         advice: the sentences of an engine; the first that fits counts.
         **facts: what the sentences name.
-
-    Example:
-        >>> from accel_callbacks.strategies.advice import advise
-        >>> error = RuntimeError("storage of size 0")
-        >>> advise(error, {"of size [0-9]+": "{layer} was freed: call the model."}, layer="'up'")
-        True
-        >>> print(error)
-        'up' was freed: call the model.
-        <BLANKLINE>
-        torch says: storage of size 0
     """
     if hasattr(error, _ADVISED):
         return True

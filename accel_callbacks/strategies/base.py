@@ -100,7 +100,7 @@ class Strategy(ABC):
         self.parallelism = parallelism
         self._apart: WeakSet[torch.nn.Module] = WeakSet()
         self._context: ContextParallel | None = None
-        self._told_no_context = False
+        self._warned_no_context = False
         if parallelism is not None and parallelism.cp_enabled:
             from accel_callbacks.strategies.context_parallel import ContextParallel
 
@@ -173,12 +173,12 @@ class Strategy(ABC):
 
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
-        """How models are sharded, None if they are not."""
+        """The options by which models are sharded, None if they are not."""
         return None
 
     @property
     def deepspeed_plugins(self) -> DeepSpeedPlugins | None:
-        """How DeepSpeed trains models, None if it does not."""
+        """The options of DeepSpeed, None if it trains no models."""
         return None
 
     @property
@@ -358,8 +358,8 @@ class Strategy(ABC):
         """Return a context in which ranks share sequences; see :class:`ContextParallel`."""
         if self._context is not None:
             return self._context.cut(buffers, seq_dims, no_restore)
-        if not self._told_no_context:
-            self._told_no_context = True
+        if not self._warned_no_context:
+            self._warned_no_context = True
             notice("maybe_context_parallel does nothing, because cp_size and sp_size are 1")
         return nullcontext()
 

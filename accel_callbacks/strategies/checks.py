@@ -35,14 +35,7 @@ _METHODS = (
 
 
 def is_of_transformers(module: torch.nn.Module) -> bool:
-    """Return whether a module is a whole model of transformers.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.checks import is_of_transformers
-        >>> is_of_transformers(torch.nn.Linear(1, 1))
-        False
-    """
+    """Return whether a module is a whole model of transformers."""
     # By name: a model of transformers is here only if the script has imported it.
     return any(
         base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.")
@@ -54,53 +47,25 @@ def is_plain(model: torch.nn.Module) -> bool:
     """Return False if a module customizes how its state is saved or loaded.
 
     The state of a plain model can be read and written through its tensors alone.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.checks import is_plain
-        >>> is_plain(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)))
-        True
-        >>> class Counts(torch.nn.Module):
-        ...     def get_extra_state(self):
-        ...         return {"seen": 3}
-        >>> is_plain(Counts())
-        False
     """
     kinds = {type(module) for module in model.modules()}
-    if not all(_inherits(kind, method) for kind in kinds for method in _METHODS):
+    methods = (getattr(kind, method) for kind in kinds for method in _METHODS)
+    # torch's own modules override them only to convert older state dicts.
+    if not all(str(method.__module__).startswith("torch.nn.modules.") for method in methods):
         return False
     registries = (vars(module).get(name) or {} for module in model.modules() for name in _HOOKS)
     hooks = (hook for registry in registries for hook in registry.values())
     return all(getattr(hook, "leaves_names", False) for hook in hooks)
 
 
-def _inherits(kind: type, method: str) -> bool:
-    """Return True if the method is torch's; its own modules only convert older state dicts."""
-    return str(getattr(kind, method).__module__).startswith("torch.nn.modules.")
-
-
 def is_on_several_devices(model: torch.nn.Module) -> bool:
-    """Return whether a ``device_map`` has put parts of the model on different devices.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.checks import is_on_several_devices
-        >>> is_on_several_devices(torch.nn.Linear(1, 1))
-        False
-    """
+    """Return whether a ``device_map`` has put parts of the model on different devices."""
     maps = [getattr(module, "hf_device_map", None) for module in model.modules()]
     return any(len(set(places.values())) > 1 for places in maps if isinstance(places, dict))
 
 
 def is_dispatched(model: torch.nn.Module) -> bool:
-    """Return whether a ``device_map`` has given a model its places, so that nobody moves it.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.checks import is_dispatched
-        >>> is_dispatched(torch.nn.Linear(1, 1))
-        False
-    """
+    """Return whether a ``device_map`` has given a model its places, so that nobody moves it."""
     return is_on_several_devices(model) or any(_absent(model))
 
 
@@ -111,13 +76,7 @@ def _absent(model: torch.nn.Module) -> Iterator[tuple[str, AbsentWeight]]:
 
 
 def refuse_empty(model: torch.nn.Module) -> None:
-    """Raise for parameters without values, unless a ``device_map`` brings them when needed.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.checks import refuse_empty
-        >>> refuse_empty(torch.nn.Linear(1, 1))
-    """
+    """Raise for parameters without values, unless a ``device_map`` brings them when needed."""
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if empty and not is_dispatched(model):
         raise ValueError(
@@ -136,12 +95,6 @@ def ignored_weights(model: torch.nn.Module, device: torch.device) -> list[str]:
 
     Raises:
         ValueError: one of them is trained, or the model runs on another device.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.checks import ignored_weights
-        >>> ignored_weights(torch.nn.Linear(1, 1), torch.device("cpu"))
-        []
     """
     absent = dict(_absent(model))
     if not absent:
@@ -166,11 +119,6 @@ def refuse_spread(model: torch.nn.Module) -> None:
     """Raise for a model on several devices, of which each process would need all.
 
     A part that is offloaded is on none: each process fetches it for itself.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.checks import refuse_spread
-        >>> refuse_spread(torch.nn.Linear(1, 1))
     """
     if is_on_several_devices(model) and not any(_absent(model)):
         raise ValueError(
@@ -181,13 +129,7 @@ def refuse_spread(model: torch.nn.Module) -> None:
 
 
 def refuse_distributed(model: torch.nn.Module) -> None:
-    """Raise for parameters that are already split over processes.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.checks import refuse_distributed
-        >>> refuse_distributed(torch.nn.Linear(1, 1))
-    """
+    """Raise for parameters that are already split over processes."""
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "device_mesh"):  # a DTensor, without importing torch's module of it
             raise ValueError(

@@ -46,11 +46,6 @@ def token_order(length: int, ranks: int, *, load_balance: bool = True) -> torch.
         length: of a sequence, a multiple of twice the number of ranks.
         ranks: number of ranks that share a sequence.
         load_balance: False for one piece a rank.
-
-    Example:
-        >>> from accel_callbacks.strategies.context_parallel import token_order
-        >>> token_order(8, 2).tolist()
-        [0, 1, 6, 7, 2, 3, 4, 5]
     """
     positions = torch.arange(length, device="cpu")
     if not load_balance:
@@ -78,12 +73,6 @@ class ContextParallel:
         ranks: number of ranks that share a sequence.
         options: how they exchange keys and values, and which tokens each has.
         mesh: returns the mesh of one dimension over these ranks.
-
-    Example:
-        >>> from accel_callbacks import TorchContextParallelConfig
-        >>> from accel_callbacks.strategies.context_parallel import ContextParallel
-        >>> ContextParallel(2, TorchContextParallelConfig(), lambda: None).active
-        False
     """
 
     _size = "cp_size"  # the option by which ranks share sequences

@@ -16,14 +16,7 @@ _LOW = 0xFFFFFFFF
 
 
 def draws_random_numbers(model: torch.nn.Module) -> bool:
-    """Return whether a model has dropout, in a module or as a number in an attribute of one.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.cut_dropout import draws_random_numbers
-        >>> draws_random_numbers(torch.nn.Dropout(0.1)), draws_random_numbers(torch.nn.Dropout(0))
-        (True, False)
-    """
+    """Return whether a model has dropout, in a module or as a number in an attribute of one."""
     for module in model.modules():
         if "dropout" in type(module).__name__.lower() and getattr(module, "p", None):
             return True
@@ -47,15 +40,6 @@ class CutDropout:
         styled: modules with whether their outputs are cut.
         rank: index of this rank among those that share the model.
         device: of this rank.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.cut_dropout import CutDropout
-        >>> first, last = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-        >>> model = torch.nn.Sequential(first, torch.nn.Dropout(), last)
-        >>> dropout = CutDropout(model, [(first, True), (last, False)], 0, torch.device("cpu"))
-        >>> dropout.generator.initial_seed() >> 32 == 0x7A3C51
-        False
     """
 
     def __init__(

@@ -35,13 +35,7 @@ _Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
 def register_hook(model: DistributedDataParallel, options: DistributedDataParallelKwargs) -> None:
-    """Register the communication hook of the options, if there is one.
-
-    Example:
-        >>> from accel_callbacks import DistributedDataParallelKwargs
-        >>> from accel_callbacks.strategies.ddp import register_hook
-        >>> register_hook(None, DistributedDataParallelKwargs())  # the default needs no hook
-    """
+    """Register the communication hook of the options, if there is one."""
     if options.comm_hook is Hook.NO:
         return
     # Imported here, because a run without hooks does not need them.

@@ -587,11 +587,6 @@ class DeepSpeed(Strategy):
         trained = [optimizer.engine for optimizer in self._optimizers.values()]
         return [*trained, *self._untrained.values()]
 
-    def _optimizer_of(self, engine: Any) -> EngineOptimizer:
-        return next(
-            optimizer for optimizer in self._optimizers.values() if optimizer.engine is engine
-        )
-
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward pass of the engine whose model was called.
 
@@ -611,19 +606,22 @@ class DeepSpeed(Strategy):
                 "DeepSpeed runs it for one: call backward for the loss of each, or put the "
                 "models into one module."
             )
-        optimizer = self._optimizer_of(called[0])
+        engine = called[0]
+        optimizer = next(
+            optimizer for optimizer in self._optimizers.values() if optimizer.engine is engine
+        )
         if optimizer.closed:
             raise RuntimeError(
                 "backward: the gradients of a full window wait for a step, and DeepSpeed has "
                 "averaged them already: put the body of the loop into "
                 "`with accel.accumulate(model):`, or call optimizer.step() after each backward."
             )
-        called[0].set_gradient_accumulation_boundary(self._boundary)
+        engine.set_gradient_accumulation_boundary(self._boundary)
         optimizer.micro_batches += 1
         optimizer.closed = self._boundary
-        self._agreement.start_backward(called[0])
-        called[0].backward(loss, **kwargs)
-        self._agreement.finish_backward(called[0], self._boundary)
+        self._agreement.start_backward(engine)
+        engine.backward(loss, **kwargs)
+        self._agreement.finish_backward(engine, self._boundary)
 
     def averages(self, model: torch.nn.Module) -> bool:
         """Return False: the engine averages gradients wherever they come from."""

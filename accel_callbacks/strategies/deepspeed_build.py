@@ -52,11 +52,6 @@ def stale_locks(folder: str, now: float) -> list[Lock]:
     Args:
         folder: where torch builds extensions, a folder for each.
         now: the time in seconds since the epoch.
-
-    Example:
-        >>> from accel_callbacks.strategies.deepspeed_build import stale_locks
-        >>> stale_locks("/no/such/folder", now=0.0)
-        []
     """
     locks = []
     try:

@@ -21,12 +21,6 @@ class DistributedDataParallel(TorchDDP):
 
     Methods that are marked run through the wrapper's forward, so that gradients are averaged.
     Others run as they are; those that would train parameters behind the wrapper's back are refused.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.forward_methods import DistributedDataParallel
-        >>> issubclass(DistributedDataParallel, torch.nn.parallel.DistributedDataParallel)
-        True
     """
 
     _forward_methods: frozenset[str] = frozenset()

@@ -308,7 +308,10 @@ class FSDP(Sharding):
         policy = self._policy or _policy(options.mixed_precision_policy, "no", AutocastKwargs())
         lingering: list[Any] = [model]
         upcast, placed = 0, {id(parameter) for parameter in whole}
-        inner = _without_output_dtype(policy)
+        # The output of a unit inside is the input of another one, and is not cast.
+        inner = type(policy)(
+            policy.param_dtype, policy.reduce_dtype, None, policy.cast_forward_inputs
+        )
         units = find_units(model, options, whole)
         for unit in units:
             upcast += self._take_weights(unit.modules, placed, policy)
@@ -327,7 +330,9 @@ class FSDP(Sharding):
         self._lingering[model] = list(map(ref, lingering))
         begin_at_root(model)
         if options.forward_prefetch:
-            _prefetch([unit.modules[0] for unit in units if len(unit.modules) == 1][::-1])
+            single: list[Any] = [unit.modules[0] for unit in units if len(unit.modules) == 1]
+            for following, module in pairwise(single):  # units are in reverse order of the model
+                module.set_modules_to_forward_prefetch([following])
         _tell_precision(model, policy, upcast)
 
     def _place_whole(self, model: torch.nn.Module, whole: Sequence[torch.nn.Parameter]) -> None:
@@ -539,11 +544,6 @@ def _policy(option: Any, precision: str, autocast: AutocastKwargs) -> Any:
     )
 
 
-def _without_output_dtype(policy: Any) -> Any:
-    """Return a policy for a unit inside, whose output is the input of another one."""
-    return type(policy)(policy.param_dtype, policy.reduce_dtype, None, policy.cast_forward_inputs)
-
-
 def _tell_precision(model: torch.nn.Module, policy: Any, upcast: int) -> None:
     if policy.param_dtype is None:
         return
@@ -617,12 +617,6 @@ def _around_packed(model: torch.nn.Module, mesh: Any) -> dict[str, Any]:
     return {
         "shard_placement_fn": lambda parameter: Shard(1) if packed_dim(parameter) == 0 else None
     }
-
-
-def _prefetch(modules: Sequence[Any]) -> None:
-    """Let each unit gather the next one of the model ahead."""
-    for module, following in pairwise(modules):
-        module.set_modules_to_forward_prefetch([following])
 
 
 def _admit_unfrozen(group: Any) -> None:

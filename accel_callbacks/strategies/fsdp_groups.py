@@ -27,14 +27,7 @@ __all__ = [
 
 
 def parameter_groups(model: torch.nn.Module) -> Iterator[Any]:
-    """Yield FSDP's parameter groups of a model, each once.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.fsdp_groups import parameter_groups
-        >>> list(parameter_groups(torch.nn.Linear(1, 1)))
-        []
-    """
+    """Yield FSDP's parameter groups of a model, each once."""
     seen: set[int] = set()
     for state in _states(model):
         groups = getattr(state, "_fsdp_param_groups", None)
@@ -54,13 +47,7 @@ def _states(model: torch.nn.Module) -> Iterator[Any]:
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Register the shards of a model where a forward has left whole parameters.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.fsdp_groups import reshard
-        >>> reshard(torch.nn.Linear(1, 1))  # not sharded: nothing to do
-    """
+    """Register the shards of a model where a forward has left whole parameters."""
     for module in model.modules():
         if hasattr(module, "_get_fsdp_state"):
             module.reshard()  # type: ignore[operator]
@@ -81,12 +68,6 @@ def reducing(
         model: a sharded model.
         scatter: reduce and shard gradients over the ranks that share a replica.
         all_reduce: reduce them over the replicas.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.fsdp_groups import reducing
-        >>> with reducing(torch.nn.Linear(1, 1), scatter=False):  # not sharded: nothing to set
-        ...     pass
     """
     before = [
         (group, group.reduce_grads, group.all_reduce_grads) for group in parameter_groups(model)

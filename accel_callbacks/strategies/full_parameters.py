@@ -23,14 +23,6 @@ def full_parameters(module: torch.nn.Module, *, writeback: bool = False) -> Iter
     Args:
         module: a sharded model or a part of it; one that is not sharded is left as it is.
         writeback: keep what rank 0 has changed; off by default.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.full_parameters import full_parameters
-        >>> layer = torch.nn.Linear(2, 1)
-        >>> with full_parameters(layer):
-        ...     tuple(layer.weight.shape)
-        (1, 2)
     """
     reshard(module)
     slots = [

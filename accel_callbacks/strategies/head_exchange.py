@@ -31,12 +31,6 @@ class HeadExchange(ContextParallel):
 
     Raises:
         ValueError: attention that is not torch's.
-
-    Example:
-        >>> from accel_callbacks import DeepSpeedSequenceParallelConfig
-        >>> from accel_callbacks.strategies.head_exchange import HeadExchange
-        >>> HeadExchange(2, DeepSpeedSequenceParallelConfig(), lambda: None).active
-        False
     """
 
     _size = "sp_size"

@@ -51,12 +51,6 @@ def joined(models: Sequence[Joinable], follow: Callable[[int], None]) -> Iterato
         models: the models to join; torch broadcasts their final weights to all ranks.
         follow: called on all ranks, if they took unequal numbers of steps, with the rank whose
             state is the newest.
-
-    Example:
-        >>> from accel_callbacks.strategies.join import joined
-        >>> with joined([], follow=print):
-        ...     print("nothing to wait for")
-        nothing to wait for
     """
     if not models:
         yield
@@ -84,12 +78,6 @@ def state_from(source: int, state: Any, device: torch.device) -> Any:
         source: the rank that sends.
         state: a tree with tensors; ignored on the other ranks.
         device: where the other ranks put tensors that are not on the CPU.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.join import state_from
-        >>> state_from(0, {"step": torch.tensor(3)}, torch.device("cpu"))
-        {'step': tensor(3)}
     """
     is_source = collectives.rank() == source
     tensors = collectives.tensors_in(state) if is_source else []

@@ -14,14 +14,7 @@ __all__ = ["named_optimizer_state", "parameter_names", "positional_optimizer_sta
 
 
 def parameter_names(models: Sequence[torch.nn.Module]) -> dict[int, str]:
-    """Map ``id(parameter)`` to ``"<model index>.<name>"`` for all parameters of the models.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.optimizer_state import parameter_names
-        >>> sorted(parameter_names([torch.nn.Linear(1, 1)]).values())
-        ['0.bias', '0.weight']
-    """
+    """Map ``id(parameter)`` to ``"<model index>.<name>"`` for all parameters of the models."""
     names: dict[int, str] = {}
     for index, model in enumerate(models):
         # The first name of a tied parameter counts, so torch need not look for duplicates.

@@ -177,7 +177,7 @@ class PipelineParallel(Sharding):
 
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
-        """How stages are sharded, None if they are not."""
+        """The options by which stages are sharded, None if they are not."""
         return self._fsdp
 
     # --- cutting --------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ class Rehearsal(torch.nn.Module):
 
 
 class _LayerShapes:
-    """What a layer returns, but for the values."""
+    """Compute the outputs of a layer on fake tensors: their shapes and types, without values."""
 
     def __init__(self, layer: torch.nn.Module, device: torch.device) -> None:
         # Imported here, because most runs have no pipeline.

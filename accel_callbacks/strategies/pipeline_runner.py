@@ -49,13 +49,7 @@ _COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """How a model is cut into stages; see ``Accelerator.prepare_pipeline``.
-
-    Example:
-        >>> from accel_callbacks.strategies.pipeline_runner import PipelineOptions
-        >>> PipelineOptions(["4"], None).schedule
-        '1F1B'
-    """
+    """Options for cutting a model into stages; see ``Accelerator.prepare_pipeline``."""
 
     split_points: Sequence[str] | None
     loss_fn: Callable[[Any, Any], torch.Tensor] | None
@@ -123,12 +117,6 @@ class PipelineOptions:
         Args:
             stage: its number.
             ranks: of the pipeline.
-
-        Example:
-            >>> from accel_callbacks.strategies.pipeline_runner import PipelineOptions
-            >>> options = PipelineOptions(["2", "4", "6"], None, "ZBVZeroBubble")
-            >>> [options.rank_of(stage, 2) for stage in range(4)]
-            [0, 1, 1, 0]
         """
         turns, place = divmod(stage, ranks)
         return ranks - 1 - place if turns % 2 and self.schedule in _V_SHAPED else place
@@ -136,17 +124,11 @@ class PipelineOptions:
 
 @dataclass(frozen=True)
 class StageReplicas:
-    """What ranks with the same stages agree on, as they read different data.
+    """Agreement of ranks that have the same stages, and read different data.
 
     Attributes:
         units: the units that they gather, and the gradients that they reduce.
         buffers: those of the first of them, None if each has its own.
-
-    Example:
-        >>> from accel_callbacks.strategies.pipeline_runner import StageReplicas
-        >>> from accel_callbacks.strategies.unit_agreement import UnitAgreement
-        >>> StageReplicas(UnitAgreement(fills=False)).buffers is None
-        True
     """
 
     units: UnitAgreement

@@ -78,14 +78,6 @@ class StagePlan:
 
     Raises:
         ValueError: a split point is not in the model, or they are in another order.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.pipeline_stages import StagePlan
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
-        >>> plan = StagePlan(model, ["1"])
-        >>> plan.count, list(plan.layers), plan.owner["1.bias"]
-        (2, ['0', '1'], 1)
     """
 
     def __init__(self, model: torch.nn.Module, split_points: Sequence[str]) -> None:
@@ -179,14 +171,6 @@ def balanced_split_points(model: torch.nn.Module, count: int) -> list[str]:
 
     Raises:
         ValueError: there are fewer blocks than stages.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.pipeline_stages import balanced_split_points
-        >>> balanced_split_points(
-        ...     torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4))), 2
-        ... )
-        ['2']
     """
     blocks = [block for block in _blocks("", model) if block[1] > 0]
     if len(blocks) < count:

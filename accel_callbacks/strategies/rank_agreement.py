@@ -40,10 +40,6 @@ class RankAgreement:
 
     Args:
         ranks: those that agree, others of which then fail with them; all if None.
-
-    Example:
-        >>> from accel_callbacks.strategies.rank_agreement import RankAgreement
-        >>> RankAgreement().follow(("forward", 0))  # on one rank
     """
 
     def __init__(self, ranks: Sequence[int] | None = None) -> None:

@@ -35,10 +35,6 @@ class Reductions:
     DistributedDataParallel reduces gradients in a fixed order, and stops at the first that has not
     come. Where ranks use different parameters, as experts that are chosen by the data, one reduces
     what another has not: the next collective of that one would be paired with it.
-
-    Example:
-        >>> from accel_callbacks.strategies.reduction import Reductions
-        >>> Reductions().check("gather")  # there is no model
     """
 
     def __init__(self) -> None:

@@ -32,11 +32,6 @@ class ReplicaAgreement:
 
     Warns:
         UserWarning: they differ, so what is trained is not the model of one process.
-
-    Example:
-        >>> from accel_callbacks.strategies.replica_agreement import ReplicaAgreement
-        >>> ReplicaAgreement(None).done
-        False
     """
 
     def __init__(self, mesh: Any) -> None:

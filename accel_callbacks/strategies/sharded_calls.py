@@ -51,7 +51,7 @@ _SHOWN = 4
 
 
 def explain_forward(model: torch.nn.Module, args: Any, output: Any) -> None:
-    """Say what a forward that has failed ran into: a forward hook of a model, always called."""
+    """Explain the error of a failed forward: a forward hook of a model, always called."""
     if output is not None:  # first, because this is compiled too
         return
     error, place = sys.exc_info()[1], f"the forward of {class_of(model).__name__}"
@@ -71,7 +71,7 @@ def _float32_buffers(model: torch.nn.Module) -> str:
 
 
 def explain_backward(error: RuntimeError) -> None:
-    """Say what a backward through sharded models has run into, where torch does not."""
+    """Explain the error of a failed backward through sharded models, where torch does not."""
     advise(error, {**_SHARDED, **_FREED}, place="backward")
 
 

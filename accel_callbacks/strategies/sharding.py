@@ -1,4 +1,4 @@
-"""What strategies share that replace the parameters of a model by shards of them."""
+"""Base class of strategies that replace the parameters of a model by shards of them."""
 
 from __future__ import annotations
 

@@ -22,11 +22,6 @@ class SharedBuffers:
     Args:
         skips: returns whether a buffer has another value on each rank for now.
         group: of the ranks that share a model, whose first one counts; all of them if None.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.shared_buffers import SharedBuffers
-        >>> SharedBuffers(lambda buffer: False).share(torch.nn.BatchNorm1d(2))  # on one rank
     """
 
     def __init__(self, skips: Callable[[torch.Tensor], bool], group: Any = None) -> None:

@@ -200,14 +200,7 @@ def _keeps_sequence(plan: Any, model: torch.nn.Module) -> bool:
 
 
 def is_cut(model: torch.nn.Module) -> bool:
-    """Return whether a model has DTensors, as one of transformers with a ``tp_plan``.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.tensor_parallel import is_cut
-        >>> is_cut(torch.nn.Linear(1, 1))
-        False
-    """
+    """Return whether a model has DTensors, as one of transformers with a ``tp_plan``."""
     return any(map(collectives.is_sharded, model.parameters()))
 
 
@@ -219,14 +212,7 @@ def loss_parallel() -> AbstractContextManager[None]:
 
 
 def packed_dim(parameter: torch.Tensor) -> int | None:
-    """Return the dimension along which a weight that packs layers is cut, None for others.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.tensor_parallel import packed_dim
-        >>> packed_dim(torch.ones(1)) is None
-        True
-    """
+    """Return the dimension along which a weight that packs layers is cut, None for others."""
     for placement in getattr(parameter, "placements", ()):
         if type(placement).__name__ == "_StridedShard":
             return int(placement.dim)
@@ -403,7 +389,7 @@ def _cut_parameters(parameters: _Parameters, mesh: Any) -> None:
         assert parameter is not None
         dimension = cut_dim(parameter, style)
         if dimension is not None:
-            from accel_callbacks.strategies.packed_layers import cut_parameter
+            from accel_callbacks.strategies.parallel_styles import cut_parameter
 
             cut_parameter(module, key, mesh, dimension, parts_of(style))
 
@@ -417,7 +403,7 @@ def _style(style: Any, module: torch.nn.Module, model: torch.nn.Module, name: st
     if not isinstance(style, str):
         return style
     if style in _OF_MODULES:
-        from accel_callbacks.strategies.cut_modules import (
+        from accel_callbacks.strategies.parallel_styles import (
             DividedInput,
             LocalModule,
             RotaryGradient,
@@ -430,7 +416,7 @@ def _style(style: Any, module: torch.nn.Module, model: torch.nn.Module, name: st
         return LocalModule(sums=style != "local_params")
     if style.startswith("packed") or _is_conv1d(module):
         # Imported here, because it needs torch's tensors of several ranks.
-        from accel_callbacks.strategies.packed_layers import LocalColwise, LocalRowwise
+        from accel_callbacks.strategies.parallel_styles import LocalColwise, LocalRowwise
 
         in_sequence = "_sequence" in style
         if "rowwise" in style:
@@ -500,7 +486,7 @@ def _replicate(module: torch.nn.Module, mesh: Any) -> None:
     """Replicate the parameters of a module of which each rank sees a part of the activations."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
-    from accel_callbacks.strategies.packed_layers import local_parameters
+    from accel_callbacks.strategies.parallel_styles import local_parameters
 
     for name, parameter in list(module._parameters.items()):
         if parameter is not None:

@@ -119,12 +119,6 @@ def plan_of(model: torch.nn.Module) -> dict[str, Any]:
     """Return the plan that a model brings along, as those of transformers do; empty if none.
 
     A plan of transformers is for all configurations of a model: what this one lacks is left out.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.tensor_plan import plan_of
-        >>> plan_of(torch.nn.Linear(1, 1))
-        {}
     """
     plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     if not isinstance(plan, Mapping):
@@ -170,13 +164,6 @@ def matched_styles(
 
     Raises:
         ValueError: a pattern matches no module, or a style is unknown.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.tensor_plan import matched_styles
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 2))
-        >>> [(name, style) for name, _, style in matched_styles(model, {"0": "colwise"})]
-        [('0', 'colwise')]
     """
     modules = dict(model.named_modules())
     known = _checked(model, plan)
@@ -200,15 +187,6 @@ def matched_parameters(
 
     Raises:
         ValueError: as for :func:`matched_styles`, or the style is none of a parameter.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.tensor_plan import matched_parameters
-        >>> experts = torch.nn.ParameterDict({"up": torch.nn.Parameter(torch.ones(2, 4, 2))})
-        >>> model = torch.nn.ModuleDict({"experts": experts})
-        >>> plan = {"experts": "moe_tp_experts", "experts.up": "colwise"}
-        >>> [(name, key, style) for name, _, key, style in matched_parameters(model, plan)]
-        [('experts', 'up', 'colwise')]
     """
     known = _checked(model, plan)
     for module_name, module in model.named_modules():
@@ -230,13 +208,6 @@ def cut_dim(parameter: torch.Tensor, style: str) -> int | None:
     """Return the dimension along which a style cuts a parameter that a plan names, None for none.
 
     Outputs are along the last dimension but one, as in a Linear, experts along the first of three.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.tensor_plan import cut_dim
-        >>> experts = torch.ones(4, 8, 2)
-        >>> cut_dim(experts, "packed_colwise"), cut_dim(experts, "rowwise")
-        (1, 2)
     """
     if style == "replicated":
         return None
@@ -267,13 +238,7 @@ def _checked(model: torch.nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_cut_after(style: Any) -> bool | None:
-    """Return whether each rank has a part of what a module of this style returns, None if unknown.
-
-    Example:
-        >>> from accel_callbacks.strategies.tensor_plan import is_cut_after
-        >>> is_cut_after("colwise"), is_cut_after("rowwise")
-        (True, False)
-    """
+    """Return whether outputs of a module of this style are cut over ranks, None if unknown."""
     if isinstance(style, str):
         short = _ALIASES.get(style, style)
         if short.startswith("replicated") or short in _AS_INPUT:
@@ -300,15 +265,6 @@ def check_pairs(chosen: Iterable[tuple[str, torch.nn.Module, Any]]) -> None:
 
     Raises:
         ValueError: a layer has no other that goes with it.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.tensor_plan import check_pairs
-        >>> check_pairs([("up", torch.nn.Linear(2, 4), "colwise")])
-        Traceback (most recent call last):
-        ValueError: 'up' leaves each rank a part of its output ('colwise'), and the plan of tensor \
-parallelism has no layer that takes parts: give the layer after it "rowwise", or 'up' \
-"colwise_gather_output", after which its output is whole on each rank.
     """
     leaving: dict[str, Any] = {}
     taking: dict[str, Any] = {}
@@ -377,11 +333,6 @@ def check_own(model: torch.nn.Module, plan: Mapping[str, Any]) -> None:
 
     Raises:
         ValueError: a module has one, of which the plan does not say what a rank computes with.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.tensor_plan import check_own
-        >>> check_own(torch.nn.Linear(1, 1), {})
     """
     if not is_of_transformers(model) or dict(plan) != plan_of(model):
         return
@@ -415,17 +366,6 @@ def check_parameters(
 
     Raises:
         ValueError: the ranks cannot share one equally, or its module has another style.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.tensor_plan import check_parameters
-        >>> attention = torch.nn.Module()
-        >>> attention.sinks = torch.nn.Parameter(torch.ones(4))
-        >>> check_parameters(
-        ...     [("attention", attention, "sinks", "colwise")],
-        ...     [("attention", attention, "local_params")],
-        ...     2,
-        ... )
     """
     styles = {name: style for name, _, style in chosen}
     cut: dict[str, set[str]] = {}
@@ -476,13 +416,6 @@ def check_heads(
 
     Raises:
         ValueError: they cannot; the message names the attention, its heads and ``tp_size``.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.tensor_plan import check_heads
-        >>> attention = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(6, 6)})
-        >>> attention.head_dim = 2
-        >>> check_heads(attention, [("q_proj", attention["q_proj"], "colwise")], 3)
     """
     for name, module, style in chosen:
         parent, _, last = name.rpartition(".")
@@ -539,26 +472,14 @@ def _known(pattern: str, style: Any) -> Any:
 
 
 def parts_of(style: str) -> int:
-    """Return how many layers a style takes a weight for.
-
-    Example:
-        >>> from accel_callbacks.strategies.tensor_plan import parts_of
-        >>> parts_of("packed_colwise:3"), parts_of("packed_colwise"), parts_of("colwise")
-        (3, 2, 1)
-    """
+    """Return how many layers a style takes a weight for."""
     if not style.startswith("packed"):
         return 1
     return int(style.rpartition(":")[2]) if ":" in style else 2
 
 
 def first_pattern(name: str, patterns: Iterable[str]) -> str | None:
-    """Return the first of the patterns that a name matches, None if there is none.
-
-    Example:
-        >>> from accel_callbacks.strategies.tensor_plan import first_pattern
-        >>> first_pattern("blocks.3.up", ["blocks.*.down", "blocks.*.up"])
-        'blocks.*.up'
-    """
+    """Return the first of the patterns that a name matches, None if there is none."""
     return next((pattern for pattern in patterns if _matches(name, pattern)), None)
 
 
@@ -632,26 +553,12 @@ def _packed_parts(model: torch.nn.Module, name: str) -> int:
 
 
 def part_size(module: torch.nn.Module) -> int | None:
-    """Return the width by which the attention of GPT-2 splits what its packed layer returns.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.tensor_plan import part_size
-        >>> part_size(torch.nn.Linear(1, 1)) is None
-        True
-    """
+    """Return the width by which the attention of GPT-2 splits what its packed layer returns."""
     return _number([module], ("split_size",))
 
 
 def output_features(layer: torch.nn.Module) -> int:
-    """Return how many features a Linear, or a Conv1D of transformers, returns, over all ranks.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.tensor_plan import output_features
-        >>> output_features(torch.nn.Linear(2, 3))
-        3
-    """
+    """Return how many features a Linear, or a Conv1D of transformers, returns, over all ranks."""
     weight = layer.weight
     assert isinstance(weight, torch.Tensor)
     # Conv1D has its weight the other way round, and its width is an attribute.

@@ -40,12 +40,6 @@ class UnitAgreement(RankAgreement):
     Args:
         fills: a gradient that is missing in a unit counts as zero; else it must be missing on all.
         group: of the ranks that share the units; all of them if None.
-
-    Example:
-        >>> from accel_callbacks.strategies.unit_agreement import UnitAgreement
-        >>> agreement = UnitAgreement(fills=False)
-        >>> agreement.follow(("forward", 0, 0))  # on one rank
-        >>> agreement.finish_backward()
     """
 
     def __init__(self, *, fills: bool, group: Any = None) -> None:

@@ -50,17 +50,6 @@ def find_units(
 
     Raises:
         ValueError: no module has a class that was named.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks import FullyShardedDataParallelPlugin
-        >>> from accel_callbacks.strategies.units import find_units
-        >>> block = lambda: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
-        >>> model = torch.nn.Sequential(
-        ...     torch.nn.Sequential(block(), block()), torch.nn.Linear(2, 1)
-        ... )
-        >>> len(find_units(model, FullyShardedDataParallelPlugin()))
-        2
     """
     uses = Counter(map(id, _parameters(model)))
     skipped = {id(parameter) for parameter in ignored}
@@ -219,17 +208,7 @@ def _asked(model: torch.nn.Module, method: str) -> torch.nn.Module | None:
 def ignored_parameters(
     model: torch.nn.Module, options: FullyShardedDataParallelPlugin
 ) -> list[torch.nn.Parameter]:
-    """Return the parameters that are not sharded: of the modules to ignore, and scalars.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks import FullyShardedDataParallelPlugin
-        >>> from accel_callbacks.strategies.units import ignored_parameters
-        >>> options = FullyShardedDataParallelPlugin(ignored_modules=["1"])
-        >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, bias=False))
-        >>> len(ignored_parameters(model, options))
-        1
-    """
+    """Return the parameters that are not sharded: of the modules to ignore, and scalars."""
     ignored = options.ignored_modules or ()
     if isinstance(ignored, str):
         ignored = [ignored]

@@ -45,10 +45,6 @@ class ZeroAgreement(RankAgreement):
 
     Args:
         fills: a gradient that is missing counts as zero; else it must be missing on all ranks.
-
-    Example:
-        >>> from accel_callbacks.strategies.zero_agreement import ZeroAgreement
-        >>> ZeroAgreement(fills=False).follow(("last", 0, 1))  # on one rank
     """
 
     def __init__(self, *, fills: bool) -> None:
@@ -284,7 +280,7 @@ class _Reduction:
 
     @property
     def _reduces_early(self) -> bool:
-        """Whether stage 1 or 2 reduces a gradient when it is there, not at the end of a window."""
+        """True if stage 1 or 2 reduces each gradient as it arrives, not at the end of a window."""
         return bool(self._optimizer.partition_gradients or self._optimizer.overlap_comm)
 
     def _is_missing(self, parameter: torch.nn.Parameter) -> bool:

@@ -38,12 +38,6 @@ class RowMesh:
 
     Args:
         world_size: number of ranks.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.zero_state import RowMesh
-        >>> RowMesh(1).rows(torch.ones(2))
-        tensor([1., 1.])
     """
 
     def __init__(self, world_size: int) -> None:
@@ -149,14 +143,7 @@ class ZeroWeight:
 
 
 def zero_weight(tensor: torch.Tensor) -> ZeroWeight | None:
-    """Return a parameter by this rank's part of it, None unless stage 3 shards it.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.zero_state import zero_weight
-        >>> zero_weight(torch.ones(1)) is None
-        True
-    """
+    """Return a parameter by this rank's part of it, None unless stage 3 shards it."""
     return ZeroWeight(tensor) if hasattr(tensor, "ds_id") else None
 
 
@@ -197,14 +184,7 @@ def load_parameters(values: Mapping[Any, torch.Tensor]) -> None:
 
 
 def without_engine(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model inside of an engine of DeepSpeed; any other model as it is.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.strategies.zero_state import without_engine
-        >>> without_engine(torch.nn.Linear(1, 1))
-        Linear(in_features=1, out_features=1, bias=True)
-    """
+    """Return the model inside of an engine of DeepSpeed; any other model as it is."""
     engine = original(model)
     if hasattr(engine, "zero_optimization_stage"):
         inner: torch.nn.Module = engine.module  # type: ignore[assignment]
