@@ -18,7 +18,7 @@ from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.distributed.rng import capture_rng, devices_of
 from accel_callbacks.local_files import local_path
 from accel_callbacks.loop.loop import Loop
-from accel_callbacks.modeling.pretrained_files import pretrained_files
+from accel_callbacks.modeling.from_pretrained import pretrained_files
 from accel_callbacks.optimizer import AcceleratedOptimizer
 from accel_callbacks.precision import Precision
 from accel_callbacks.scheduler import AcceleratedScheduler

@@ -54,27 +54,13 @@ def initialize_weights(model: torch.nn.Module, param_init_fn: Init | None = None
 
 
 def absent_weights(model: torch.nn.Module) -> AbsentWeights | None:
-    """Return what a model lacks, None if it was built with weights.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.modeling.absent_weights import absent_weights
-        >>> absent_weights(torch.nn.Linear(1, 1)) is None
-        True
-    """
+    """Return what a model lacks, None if it was built with weights."""
     guard: AbsentWeights | None = vars(original(model)).get(_ATTRIBUTE)
     return guard
 
 
 def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return all parameters and buffers, each once; non-persistent buffers too.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.modeling.absent_weights import named_tensors
-        >>> list(named_tensors(torch.nn.Linear(1, 1)))
-        ['weight', 'bias']
-    """
+    """Return all parameters and buffers, each once; non-persistent buffers too."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
@@ -102,15 +88,6 @@ class AbsentWeights:
             the same objects, so that optimizers and tied modules keep them.
         device: where their memory is.
         param_init_fn: initializes one module, see :func:`initialize_weights`.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.modeling.absent_weights import AbsentWeights
-        >>> model = torch.nn.Linear(2, 2, device="meta")
-        >>> absent = AbsentWeights(model, torch.device("cpu"))
-        >>> _ = torch.nn.init.zeros_(model.bias)
-        >>> absent.names()
-        ['weight']
     """
 
     def __init__(
@@ -199,7 +176,10 @@ class AbsentWeights:
             return []
         init = param_init_fn or self._param_init_fn
         with shared_failure(_INITIALIZE):
-            modules = self._modules_with(wanted)
+            prefixes = {name.rpartition(".")[0] for name in wanted}
+            modules = [
+                (name, module) for name, module in self._model.named_modules() if name in prefixes
+            ]
             lost = [
                 (name, owner)
                 for name, owner in self._owners(wanted)
@@ -230,11 +210,6 @@ class AbsentWeights:
             for name in named_tensors(self._model)
             if name in wanted
         ]
-
-    def _modules_with(self, wanted: set[str]) -> list[tuple[str, torch.nn.Module]]:
-        """Return the modules that hold these tensors, in the order of the model."""
-        prefixes = {name.rpartition(".")[0] for name in wanted}
-        return [(name, module) for name, module in self._model.named_modules() if name in prefixes]
 
     def _refuse_without_reset(self, lost: Sequence[tuple[str, torch.nn.Module]]) -> NoReturn:
         names = [name for name, _ in lost]

@@ -26,30 +26,14 @@ _MARK = "_compiled_by_prepare"
 
 
 def original(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside of what ``torch.compile(model)`` returned, else the model itself.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.modeling.compile import original
-        >>> layer = torch.nn.Linear(1, 1)
-        >>> original(torch.compile(layer, backend="eager")) is layer
-        True
-    """
+    """Return the module inside of what ``torch.compile(model)`` returned, else the model itself."""
     # Recognized by the name of its child: an isinstance check would import dynamo.
     inner = model._modules.get("_orig_mod")
     return model if inner is None else inner
 
 
 def adopt(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside of ``torch.compile(model)``, compiled in place with its options.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.modeling.compile import adopt
-        >>> layer = torch.nn.Linear(1, 1)
-        >>> adopt(torch.compile(layer, backend="eager")) is layer
-        True
-    """
+    """Return the module inside of ``torch.compile(model)``, compiled in place with its options."""
     inner = original(model)
     if inner is not model:
         context: Any = model.dynamo_ctx
@@ -58,17 +42,7 @@ def adopt(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def compile_model(model: torch.nn.Module, plugin: TorchDynamoPlugin) -> None:
-    """Compile the model, or each of its repeated blocks, in place.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks import TorchDynamoPlugin
-        >>> from accel_callbacks.modeling.compile import compile_model, uncompile
-        >>> layer = torch.nn.Linear(1, 1)
-        >>> compile_model(layer, TorchDynamoPlugin(backend="eager"))
-        >>> sorted(layer.state_dict())
-        ['bias', 'weight']
-    """
+    """Compile the model, or each of its repeated blocks, in place."""
     release(model)
     if not plugin.compiles or _compiled(model) is not None:  # already compiled by the user
         return
@@ -81,16 +55,7 @@ def compile_model(model: torch.nn.Module, plugin: TorchDynamoPlugin) -> None:
 
 
 def regions(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the blocks that a model repeats: items of one class in ModuleLists and Sequentials.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.modeling.compile import regions
-        >>> block = lambda: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
-        >>> model = torch.nn.Sequential(torch.nn.ModuleList([block(), block()]), block())
-        >>> len(list(regions(model)))
-        2
-    """
+    """Yield the blocks that a model repeats: items of one class in ModuleLists and Sequentials."""
     children = list(model.children())
     if isinstance(model, (torch.nn.ModuleList, torch.nn.Sequential)) and _repeated(children):
         yield from children
@@ -106,29 +71,14 @@ def _repeated(children: list[torch.nn.Module]) -> bool:
 
 
 def release(model: torch.nn.Module) -> None:
-    """Undo :func:`compile_model`, except for modules that the user has compiled.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.modeling.compile import release
-        >>> release(torch.nn.Linear(1, 1))
-    """
+    """Undo :func:`compile_model`, except for modules that the user has compiled."""
     for module in model.modules():
         if getattr(_compiled(module), _MARK, False):
             _set_compiled(module, None)
 
 
 def uncompile(model: torch.nn.Module) -> torch.nn.Module:
-    """Undo ``torch.compile`` for a model and its modules, those compiled by the user too.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.modeling.compile import uncompile
-        >>> layer = torch.nn.Linear(1, 1)
-        >>> layer.compile(backend="eager")
-        >>> uncompile(layer) is layer
-        True
-    """
+    """Undo ``torch.compile`` for a model and its modules, those compiled by the user too."""
     for module in model.modules():
         if _compiled(module) is not None:
             _set_compiled(module, None)
@@ -161,15 +111,6 @@ def await_collectives(model: torch.nn.Module) -> None:
     torch 2.13 computes no gradient of an ``AsyncCollectiveTensor`` that goes through a hook of
     FSDP2 into compiled code, and says nothing: a cut embedding got zeros. Nor does it compile one
     that FSDP2 shards, so embeddings are left out.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.modeling.compile import await_collectives
-        >>> layer = torch.nn.Linear(1, 1)
-        >>> layer.compile(backend="eager")
-        >>> await_collectives(layer)
-        >>> layer(torch.ones(1)).shape
-        torch.Size([1])
     """
     if not is_compiled(model):
         return
@@ -196,14 +137,7 @@ def _awaiting(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
-    """Return whether the model or one of its modules is compiled in place.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.modeling.compile import is_compiled
-        >>> is_compiled(torch.nn.Linear(1, 1))
-        False
-    """
+    """Return whether the model or one of its modules is compiled in place."""
     return any(_compiled(module) is not None for module in model.modules())
 
 

@@ -1,9 +1,10 @@
-"""Weights of transformers' ``from_pretrained`` on rank 0 only, or sharded by DeepSpeed."""
+"""``from_pretrained`` of transformers: weights on rank 0 or sharded, and configuration files."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["ShardedByZero", "weights_on_rank_0"]
+from accel_callbacks.modeling.original_class import class_of
+
+__all__ = ["ShardedByZero", "pretrained_files", "weights_on_rank_0"]
 
 
 @contextmanager
@@ -27,11 +30,6 @@ def weights_on_rank_0(rank: int) -> Iterator[None]:
 
     Raises:
         ImportError: transformers is not installed.
-
-    Example:
-        >>> from accel_callbacks.modeling.from_pretrained import weights_on_rank_0
-        >>> with weights_on_rank_0(0):  # doctest: +SKIP
-        ...     model = AutoModelForCausalLM.from_pretrained("gpt2")
     """
     try:
         importlib.import_module("transformers.modeling_utils")
@@ -67,11 +65,6 @@ class ShardedByZero:
     Args:
         enabled: whether models are to be built sharded, asked for each.
         config: DeepSpeed's configuration, without ``"auto"``, likewise.
-
-    Example:
-        >>> from accel_callbacks.modeling.from_pretrained import ShardedByZero
-        >>> ShardedByZero(lambda: False, dict).is_zero3()
-        False
     """
 
     def __init__(self, enabled: Callable[[], bool], config: Callable[[], dict[str, Any]]) -> None:
@@ -94,6 +87,24 @@ class ShardedByZero:
             transformers.set_hf_deepspeed_config(self)
 
 
+def pretrained_files(model: torch.nn.Module) -> dict[str, str]:
+    """Return the configuration of a transformers model by file name, as JSON; of others nothing.
+
+    Args:
+        model: as the user built it. The wrapper of a PEFT model has other names of weights than
+            its configuration is of.
+    """
+    config: Any = vars(model).get("config")
+    if not hasattr(config, "to_json_string") or not hasattr(model, "save_pretrained"):
+        return {}
+    fields = {**json.loads(config.to_json_string()), "architectures": [class_of(model).__name__]}
+    files = {"config.json": json.dumps(fields, indent=2, sort_keys=True)}
+    generation: Any = vars(model).get("generation_config")
+    if hasattr(generation, "to_json_string"):
+        files["generation_config.json"] = generation.to_json_string()
+    return files
+
+
 def _with_names(names: Iterable[str]) -> Iterator[tuple[Any, str, Any]]:
     """Yield each module of transformers that has one of the names, with what it has."""
     for path, module in list(sys.modules.items()):
@@ -110,11 +121,8 @@ def _without_values(tensor: Any, device: Any = None, dtype: Any = None) -> torch
     """
     if isinstance(tensor, torch.Tensor):
         return tensor.to(device="meta", dtype=dtype)
-    kept = dtype or _dtype_of(tensor)
-    return torch.empty(tuple(tensor.get_shape()), dtype=kept, device="meta")
+    if dtype is None:
+        from checkpoint_io.format.safetensors import DTYPES
 
-
-def _dtype_of(slice_of_file: Any) -> torch.dtype:
-    from checkpoint_io.format.safetensors import DTYPES
-
-    return DTYPES[slice_of_file.get_dtype()]
+        dtype = DTYPES[tensor.get_dtype()]
+    return torch.empty(tuple(tensor.get_shape()), dtype=dtype, device="meta")

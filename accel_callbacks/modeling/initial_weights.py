@@ -41,15 +41,6 @@ class InitialWeights:
     Raises:
         ValueError: the ranks have different models, or rank 0 lacks what another has.
         RemoteError: another rank failed.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.modeling.initial_weights import InitialWeights
-        >>> model = torch.nn.Linear(1, 1, device="meta")
-        >>> weights = InitialWeights(model, torch.device("cpu"))
-        >>> weights.fill()  # after sharding
-        >>> model.weight.device.type
-        'cpu'
     """
 
     def __init__(

@@ -174,11 +174,6 @@ def dtype_rule(dtype: str | torch.dtype | None, kept: Sequence[str] | None = Non
 
     Raises:
         ValueError: it is none.
-
-    Example:
-        >>> from accel_callbacks.modeling.load import dtype_rule
-        >>> dtype_rule("bfloat16", ["norm"])("norm.weight")
-        torch.float32
     """
     wanted = _dtype(dtype)
 

@@ -29,11 +29,6 @@ class TrainingMemory:
         copies: in mixed precision, the low-precision copies that autocast computes with.
         gradients: one for each trainable parameter.
         optimizer: Adam's two averages, and its step counters.
-
-    Example:
-        >>> from accel_callbacks.modeling.memory_estimate import TrainingMemory
-        >>> TrainingMemory(weights=4, copies=2, gradients=4, optimizer=8).total
-        18
     """
 
     weights: int
@@ -57,12 +52,6 @@ class MemoryEstimate:
         largest_layer: size of the largest part that must be on one device.
         layer_name: name of that part.
         training: None for a dtype that is not trained in.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.modeling.memory_estimate import model_sizes
-        >>> model_sizes(torch.nn.Linear(3, 2)).estimates["bf16"].weights
-        16
     """
 
     dtype: str
@@ -81,12 +70,6 @@ class ModelSizes:
         trainable: elements of the parameters that require gradients.
         buffers: elements of all buffers.
         estimates: by dtype.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.modeling.memory_estimate import model_sizes
-        >>> model_sizes(torch.nn.Linear(3, 2)).parameters
-        8
     """
 
     parameters: int
@@ -108,15 +91,6 @@ def model_sizes(model: torch.nn.Module, dtypes: Iterable[str] = ESTIMATED_DTYPES
 
     Raises:
         ValueError: a dtype that is not among :data:`ESTIMATED_DTYPES`.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.modeling.memory_estimate import model_sizes
-        >>> with torch.device("meta"):
-        ...     model = torch.nn.Linear(1000, 1000, bias=False)
-        >>> sizes = model_sizes(model).estimates["fp32"]
-        >>> sizes.weights, sizes.training.total
-        (4000000, 16000004)
     """
     chosen = list(dtypes)
     for name in chosen:

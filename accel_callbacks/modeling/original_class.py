@@ -11,12 +11,6 @@ def class_of(module: Any) -> type:
     """Return the class of an object; of a sharded module, that before it was sharded.
 
     ``fully_shard`` puts a class of its own, ``FSDP<name>``, in place of a module's.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.modeling.original_class import class_of
-        >>> class_of(torch.nn.Linear(1, 1)).__name__
-        'Linear'
     """
     kinds = type(module).__mro__
     sharded = len(kinds) > 2 and kinds[1].__name__ == "FSDPModule"

@@ -50,13 +50,6 @@ class Preparer:
         schedulers: the prepared schedulers, likewise.
         first_steps: watches the first steps of new optimizers.
         scheduler_options: keywords of :class:`AcceleratedScheduler`.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks import Accelerator
-        >>> accel, teacher = Accelerator(cpu=True), torch.nn.Linear(1, 1)
-        >>> accel.prepare_model(teacher, evaluation_mode=True) is teacher
-        True
     """
 
     def __init__(

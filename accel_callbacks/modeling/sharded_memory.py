@@ -30,11 +30,6 @@ class ShardedMemory:
         optimizer: parts of Adam's two averages, and its step counters.
         largest_unit: parameters of the largest unit, which is gathered whole to compute.
         unit_name: name of that unit.
-
-    Example:
-        >>> from accel_callbacks.modeling.sharded_memory import ShardedMemory
-        >>> ShardedMemory("fp32", "fp32", 4, 4, 8, 16, "layers.0").total
-        16
     """
 
     dtype: str
@@ -79,18 +74,6 @@ def sharded_memory(
     Raises:
         ValueError: the plan does not fit the model, or has a style without a name; or the model
             has fewer blocks than stages.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.modeling.sharded_memory import sharded_memory
-        >>> with torch.device("meta"):
-        ...     model = torch.nn.Linear(1000, 1000, bias=False)
-        >>> memory = sharded_memory(model, 8, [], ["fp32"])[0]
-        >>> memory.weights, memory.optimizer, memory.largest_unit
-        (500000, 1000004, 4000000)
-        >>> plan = {"": "colwise"}
-        >>> sharded_memory(model, 1, [], ["fp32"], tensor_parallel=8, plan=plan)[0].weights
-        500000
     """
     shapes = _cut_shapes(model, tensor_parallel, plan or {})
     kinds = [(name, masters) for name in dtypes for masters in dict.fromkeys(("fp32", name))]
@@ -208,13 +191,7 @@ def _memory(
 
 
 def shard_elements(shape: Sequence[int], shards: int) -> int:
-    """Return the elements of the first rank's shard: FSDP2 cuts the first dimension in chunks.
-
-    Example:
-        >>> from accel_callbacks.modeling.sharded_memory import shard_elements
-        >>> shard_elements((7, 3), 2)
-        12
-    """
+    """Return the elements of the first rank's shard: FSDP2 cuts the first dimension in chunks."""
     if not shape:
         return 1
     return -(-shape[0] // shards) * math.prod(shape[1:])

@@ -19,16 +19,6 @@ def undisturbed_eval(models: Sequence[torch.nn.Module], device: torch.device) ->
     Args:
         models: those that the block may call.
         device: its generator is restored, as are those of the host and of the models' devices.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.modeling.undisturbed import undisturbed_eval
-        >>> model = torch.nn.Dropout(0.5)
-        >>> with undisturbed_eval([model], torch.device("cpu")):
-        ...     model.training, torch.is_grad_enabled()
-        (False, False)
-        >>> model.training
-        True
     """
     device = torch.device("cpu") if device.type == "meta" else device
     devices = devices_of(models)

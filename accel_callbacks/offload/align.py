@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -138,21 +138,17 @@ class _Guard(partial):  # type: ignore[type-arg]
 
 
 def _move(model: torch.nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-    target = _target(name, args, kwargs)
+    # ``to`` with a dtype alone moves nothing.
+    moves = name != "to" or torch._C._nn._parse_to(*args, **kwargs)[0] is not None
     if any(isinstance(tensor, AbsentWeight) for tensor in (*model.parameters(), *model.buffers())):
         raise RuntimeError(
             "You can't move a model that has some modules offloaded to cpu or disk: dispatch it "
             "again with another device_map, or give dtype= to load_checkpoint_and_dispatch. "
             "accel_callbacks.utils.remove_hook_from_submodules(model) brings its weights back."
         )
-    if target:
+    if moves:
         warn(
             "You shouldn't move a model that is dispatched over several devices: its parts still "
             "run where the device_map has put them."
         )
     return getattr(type(model), name)(model, *args, **kwargs)
-
-
-def _target(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call moves to a device."""
-    return name != "to" or torch._C._nn._parse_to(*args, **kwargs)[0] is not None

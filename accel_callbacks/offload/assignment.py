@@ -62,14 +62,7 @@ class Weight:
 
 
 def weights_of(model: torch.nn.Module) -> list[Weight]:
-    """Return the parameters and buffers of a model, tied ones once.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.offload.assignment import weights_of
-        >>> [weight.names for weight in weights_of(torch.nn.Linear(1, 1))]
-        [('weight',), ('bias',)]
-    """
+    """Return the parameters and buffers of a model, tied ones once."""
     names: dict[int, list[str]] = {}
     slots: dict[int, dict[tuple[int, str], Slot]] = {}
     tensors: dict[int, torch.Tensor] = {}
@@ -163,13 +156,6 @@ def assign(
 
     Raises:
         ValueError: the map leaves tensors out, or names a device that is not there.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.offload.assignment import assign
-        >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
-        >>> [assigned.place for assigned in assign(model, {"0": "cpu", "1": "disk"}).weights]
-        ['resident', 'resident', 'disk', 'disk']
     """
     _check(model, device_map)
     places = {name: _as_place(place) for name, place in device_map.items()}
@@ -240,11 +226,6 @@ def as_device(place: Any) -> torch.device:
 
     Raises:
         ValueError: it is none, or there is no accelerator.
-
-    Example:
-        >>> from accel_callbacks.offload.assignment import as_device
-        >>> as_device("cpu")
-        device(type='cpu')
     """
     if isinstance(place, bool):
         place = str(place)
@@ -288,13 +269,6 @@ def assign_all(
         device: where it runs.
         offload_buffers: offload persistent buffers, too.
         keep_trainable: see :func:`assign`.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.offload.assignment import assign_all
-        >>> found = assign_all(torch.nn.BatchNorm1d(1), "host", torch.device("cpu"))
-        >>> [one.place for one in found.weights]
-        ['host', 'host', 'resident', 'resident', 'resident']
     """
     weights = weights_of(model)
     if keep_trainable is None:

@@ -121,13 +121,7 @@ def lay_out(
 
 
 def host_memory(nbytes: int) -> torch.Tensor:
-    """Return page-aligned bytes of host memory, as direct reads ask for.
-
-    Example:
-        >>> from accel_callbacks.offload.contents import host_memory
-        >>> host_memory(3).numel()
-        3
-    """
+    """Return page-aligned bytes of host memory, as direct reads ask for."""
     from checkpoint_io.storage.buffers import aligned
 
     return torch.frombuffer(aligned(max(nbytes, 1)), dtype=torch.uint8)[:nbytes]

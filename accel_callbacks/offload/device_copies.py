@@ -102,14 +102,7 @@ class PinnedBuffers:
 
 
 def device_copies(device: torch.device) -> DeviceCopies | None:
-    """Return what orders copies to a device; None if it has no streams, as the CPU and MPS.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.offload.device_copies import device_copies
-        >>> device_copies(torch.device("cpu")) is None
-        True
-    """
+    """Return what orders copies to a device; None if it has no streams, as the CPU and MPS."""
     from checkpoint_io.format.pinned import streams_of
 
     module = None if device.type == "mps" else streams_of(device)
@@ -117,14 +110,7 @@ def device_copies(device: torch.device) -> DeviceCopies | None:
 
 
 def pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in pinned memory, itself if there is none to be had.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.offload.device_copies import pinned
-        >>> pinned(torch.ones(2)).tolist()
-        [1.0, 1.0]
-    """
+    """Return a tensor in pinned memory, itself if there is none to be had."""
     if tensor.device.type != "cpu" or not tensor.nbytes or tensor.is_pinned():
         return tensor
     try:

@@ -34,13 +34,7 @@ def _library() -> ctypes.CDLL:
 
 @functools.cache
 def is_supported() -> bool:
-    """Return whether this system can bring pages of files into memory without touching them.
-
-    Example:
-        >>> from accel_callbacks.offload.file_pages import is_supported
-        >>> is_supported() in (True, False)
-        True
-    """
+    """Return whether this system can bring pages of files into memory without touching them."""
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
         return False
     try:

@@ -187,14 +187,6 @@ class StoredIndex:
             ``{"safetensors_file", "weight_name"}``.
         folder: where files of raw bytes are.
         replaceable: a file with another one's name, size and time is the same version.
-
-    Example:
-        >>> import tempfile, torch
-        >>> from accel_callbacks.offload.folder import StoredIndex, offload_weight
-        >>> folder = tempfile.mkdtemp()
-        >>> index = StoredIndex(offload_weight(torch.ones(2), "scale", folder, {}), folder)
-        >>> index.located(["scale"]).mapped("scale")
-        tensor([1., 1.])
     """
 
     def __init__(self, index: Index, folder: Folder | None, replaceable: bool = True) -> None:
@@ -254,11 +246,6 @@ def stored_in_index(index: Index | None, folder: Folder | None) -> StoredWeights
 
     Raises:
         WeightReadError: a file is missing, or not as the index describes it.
-
-    Example:
-        >>> from accel_callbacks.offload.folder import stored_in_index
-        >>> stored_in_index(None, None) is None
-        True
     """
     if index is None and folder is not None:
         index = _read_index(folder)

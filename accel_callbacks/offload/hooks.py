@@ -56,13 +56,7 @@ MOVERS = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
 
 
 def outside_graphs(function: _Function) -> _Function:
-    """Keep a function out of compiled graphs, without the import of ``torch._dynamo``.
-
-    Example:
-        >>> from accel_callbacks.offload.hooks import outside_graphs
-        >>> outside_graphs(len)([1, 2])
-        2
-    """
+    """Keep a function out of compiled graphs, without the import of ``torch._dynamo``."""
 
     disabled: list[Callable[..., Any]] = []  # no functools.cache: compiling would warn of it
 
@@ -650,10 +644,6 @@ def _send(data: Any, device: Device, skip_keys: Any) -> Any:
     return send_to_device(data, as_device(device), skip_keys=skip_keys)
 
 
-def _has_tensors(module: torch.nn.Module) -> bool:
-    return any(True for _ in named_module_tensors(module, recurse=True))
-
-
 def attach_execution_device_hook(
     module: torch.nn.Module,
     execution_device: Device,
@@ -678,7 +668,9 @@ def attach_execution_device_hook(
         >>> [hasattr(child, "_hf_hook") for child in model]
         [True, False]
     """
-    if not hasattr(module, "_hf_hook") and _has_tensors(module):
+    if not hasattr(module, "_hf_hook") and any(
+        True for _ in named_module_tensors(module, recurse=True)
+    ):
         hook = AlignDevicesHook(
             execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map
         )

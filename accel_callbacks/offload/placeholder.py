@@ -197,12 +197,6 @@ def placeholder(
         device: where its module runs.
         fetch: returns the weight, for code that runs again in the backward pass, outside of its
             module; a picklable object.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.offload.placeholder import placeholder
-        >>> placeholder(torch.empty(2), "bias", "on disk", "cpu").device
-        device(type='cpu')
     """
     parameter = isinstance(like, torch.nn.Parameter)
     kind = (tuple(like.shape), like.dtype, like.requires_grad, parameter)
@@ -215,12 +209,6 @@ def on_meta(like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tenso
     Args:
         like: the other one; a placeholder, too.
         dtype: that of the other one, if ``None``.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.offload.placeholder import on_meta
-        >>> on_meta(torch.ones(2), torch.float16)
-        tensor(..., device='meta', size=(2,), dtype=torch.float16)
     """
     tensor = torch.empty(tuple(like.shape), dtype=dtype or like.dtype, device="meta")
     if isinstance(like, torch.nn.Parameter):
@@ -246,14 +234,7 @@ class LostGradient(NamedTuple):
 
 
 def unwritable(model: torch.nn.Module) -> set[str]:
-    """Return the names in a model's state dict of weights that stay in files, and are not written.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.offload.placeholder import unwritable
-        >>> unwritable(torch.nn.Linear(1, 1))
-        set()
-    """
+    """Return the names in a state dict of weights that stay in files, and are not written."""
     named = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),

@@ -48,12 +48,6 @@ def place(items: Items, capacities: Sequence[int], factor: int) -> list[int] | N
         items: what is placed.
         capacities: bytes of each device.
         factor: how many windows there are at a time.
-
-    Example:
-        >>> from accel_callbacks.offload.placement import Items, place
-        >>> items = Items(moved=[4, 4, 4], fixed=[0, 0, 0], windows=[4, 4, 4])
-        >>> place(items, [12], 1), place(items, [11], 1)
-        ([0, 0, 0], [0, -1, -1])
     """
     best = _best(items, capacities, factor)
     least = _elsewhere(items, best)
@@ -254,11 +248,6 @@ def balance(sizes: Sequence[int], capacities: Sequence[int], low_first: bool) ->
         sizes: bytes of each item.
         capacities: bytes of each device.
         low_first: the first device takes only what the others have no room for.
-
-    Example:
-        >>> from accel_callbacks.offload.placement import balance
-        >>> balance([1, 1, 1, 1], [4, 4], low_first=False)
-        [0, 0, 1, 1]
     """
     ends = [0, *accumulate(sizes)]
     count, total = len(sizes), ends[-1]

@@ -153,7 +153,7 @@ class Plan:
         unit, device = self.weights.units[number], self.where[number]
         group = self._group_of[number]
         tied = [self.weights.units[member].name for member in group if member != number]
-        reasons = [f"tied to {', '.join(tied[:3])}"] if tied and self._together(number) else []
+        reasons = [f"tied to {', '.join(tied[:3])}"] if tied and unit.ties else []
         if unit.nbytes or unit.shared:
             size = sum(self.weights.units[member].nbytes for member in group)
             for use in self.devices:
@@ -167,9 +167,6 @@ class Plan:
                 else f"runs on {self.execution_device}"
             )
         return "; ".join(filter(None, reasons)) or "fits"
-
-    def _together(self, number: int) -> bool:
-        return bool(self.weights.units[number].ties)
 
     def _refused(self, use: DeviceUse, size: int) -> str:
         """Return why a unit is not on a device that is filled earlier."""
@@ -372,15 +369,7 @@ def plan(
 
 
 def offloaded_bytes(weights: Weights, budgets: Mapping[Device, int]) -> int:
-    """Return what a sequential plan without prefetch offloads; all bytes if there is none.
-
-    Example:
-        >>> from accel_callbacks.offload import Weights
-        >>> from accel_callbacks.offload.planner import offloaded_bytes
-        >>> weights = Weights.of_sizes({"a.w": 4, "b.w": 4})
-        >>> offloaded_bytes(weights, {0: 8}), offloaded_bytes(weights, {0: 7})
-        (0, 8)
-    """
+    """Return what a sequential plan without prefetch offloads; all bytes if there is none."""
     known = budgets_of(budgets)
     request = _request(weights, "sequential", 1, 0, 0, True)
     placed = _place(request, known)
@@ -421,16 +410,7 @@ def _request(
 
 
 def groups_of(units: Sequence[Unit]) -> list[list[int]]:
-    """Return the numbers of units that share a parameter, directly or over others, in order.
-
-    Example:
-        >>> from accel_callbacks.offload import Unit
-        >>> from accel_callbacks.offload.planner import groups_of
-        >>> groups_of(
-        ...     [Unit("a", 1, ties=("w",)), Unit("b", 1), Unit("c", 0, shared=1, ties=("w",))]
-        ... )
-        [[0, 2], [1]]
-    """
+    """Return the numbers of units that share a parameter, directly or over others, in order."""
     leader = list(range(len(units)))
 
     def find(number: int) -> int:

@@ -853,13 +853,6 @@ def attach(model: torch.nn.Module, offload: Offload, units: Sequence[FetchUnit])
         model: the model.
         offload: where weights come from.
         units: those that it was made of.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.offload.residence import Offload, attach
-        >>> from accel_callbacks.offload.source import StoredWeights
-        >>> model = torch.nn.Linear(1, 1)
-        >>> attach(model, Offload([], torch.device("cpu"), StoredWeights({}), {}), [])
     """
     needed: dict[int, tuple[torch.nn.Module, list[tuple[int, FetchUnit]]]] = {}
     for index, unit in enumerate(units):
@@ -873,14 +866,7 @@ def attach(model: torch.nn.Module, offload: Offload, units: Sequence[FetchUnit])
 
 
 def offload_hooks(model: torch.nn.Module) -> Iterator[UnitHook]:
-    """Yield the hooks of a dispatched model.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.offload.residence import offload_hooks
-        >>> list(offload_hooks(torch.nn.Linear(1, 1)))
-        []
-    """
+    """Yield the hooks of a dispatched model."""
     for module in model.modules():
         hook = vars(module).get("_offload_hook")
         if hook is not None:
@@ -888,14 +874,7 @@ def offload_hooks(model: torch.nn.Module) -> Iterator[UnitHook]:
 
 
 def held_weights(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the offloaded weights of a model that are held in host memory, each once.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.offload.residence import held_weights
-        >>> held_weights(torch.nn.Linear(1, 1))
-        []
-    """
+    """Return the offloaded weights of a model that are held in host memory, each once."""
     offloads = {id(hook.offload): hook.offload for hook in offload_hooks(model)}
     tensors = {
         id(tensor): tensor for offload in offloads.values() for tensor in offload.held.values()

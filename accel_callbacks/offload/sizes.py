@@ -118,15 +118,6 @@ def stored_bytes(
         count: its elements.
         original: its dtype.
         dtype: the dtype to load floating-point tensors as; its own by default.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.offload.sizes import stored_bytes
-        >>> (
-        ...     stored_bytes(3, torch.float32, torch.bfloat16),
-        ...     stored_bytes(3, torch.int64, torch.bfloat16),
-        ... )
-        (6, 24)
     """
     final = original if dtype is None or not original.is_floating_point else dtype
     if isinstance(final, CustomDtype):

@@ -29,13 +29,6 @@ class Slot(NamedTuple):
 
         Raises:
             ValueError: there is none of this name.
-
-        Example:
-            >>> import torch
-            >>> from accel_callbacks.offload.slots import Slot
-            >>> layer = torch.nn.Linear(2, 1)
-            >>> Slot.of(torch.nn.Sequential(layer), "0.bias").module is layer
-            True
         """
         path, _, key = tensor_name.rpartition(".")
         try:
@@ -105,15 +98,6 @@ class Lent:
 
     Args:
         by_pointer: ``tensor.data = ...`` is a change, too.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.offload.slots import Lent, Slot
-        >>> layer, lent = torch.nn.Linear(1, 1), Lent()
-        >>> slot, weight = Slot.of(layer, "weight"), layer.weight
-        >>> lent.put("weight", [slot], torch.nn.Parameter(torch.zeros(1, 1)), weight)
-        >>> layer.weight.item(), lent.take(), layer.weight is weight
-        (0.0, [], True)
     """
 
     def __init__(self, by_pointer: bool = False) -> None:

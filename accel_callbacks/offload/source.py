@@ -161,13 +161,7 @@ class StoredWeights:
 
     @classmethod
     def of(cls, stored: Mapping[str, Stored]) -> StoredWeights:
-        """Return weights by name.
-
-        Example:
-            >>> from accel_callbacks.offload.source import StoredWeights
-            >>> StoredWeights.of({}).tensors
-            {}
-        """
+        """Return weights by name."""
         return cls(
             {name: weight.tensor for name, weight in stored.items()},
             {weight.tensor.path: weight.identity for weight in stored.values()},
@@ -437,14 +431,6 @@ def plan_reads(tensors: Mapping[str, StoredTensor], direct: bool, *, mapped: boo
         direct: past the page cache, where whole pages are read.
         mapped: the buffer may be made of the files' pages. They are where all tensors are at
             multiples of 64 bytes in their files, which kernels may need to give the same bits.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.offload.source import StoredTensor, plan_reads
-        >>> wanted = {"a": StoredTensor("f", 100, torch.float32, (3,))}
-        >>> reads = plan_reads(wanted, direct=False)
-        >>> reads.nbytes, dict(reads.places), len(reads.pieces)
-        (64, {'a': 0}, 1)
     """
     unique: dict[StoredTensor, list[str]] = {}
     for name, stored in tensors.items():

@@ -25,14 +25,6 @@ class Spill:
 
     Args:
         folder: where that folder is made.
-
-    Example:
-        >>> import tempfile, torch
-        >>> from accel_callbacks.offload.spill import Spill
-        >>> spill = Spill(tempfile.mkdtemp())
-        >>> spill.write({"a": torch.ones(2)})
-        >>> list(spill.finish().tensors)
-        ['a']
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -131,13 +123,6 @@ def spill(weights: Mapping[str, torch.Tensor], folder: str | os.PathLike[str]) -
 
     Raises:
         OSError: they cannot be written.
-
-    Example:
-        >>> import tempfile, torch
-        >>> from accel_callbacks.offload.spill import spill
-        >>> stored = spill({"a": torch.ones(2)}, tempfile.mkdtemp())
-        >>> stored.mapped("a")
-        tensor([1., 1.])
     """
     if not weights:
         return StoredWeights({})

@@ -45,13 +45,7 @@ _KIND = "_stands_for"
 
 
 def as_device(place: Device) -> torch.device:
-    """Return a device; a number is that of an accelerator.
-
-    Example:
-        >>> from accel_callbacks.offload.tensors import as_device
-        >>> as_device("cpu")
-        device(type='cpu')
-    """
+    """Return a device; a number is that of an accelerator."""
     if not isinstance(place, int):
         return torch.device(place)
     kind = own_accelerator()
@@ -75,14 +69,7 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
 
 
 def is_absent(tensor: Any) -> bool:
-    """Return whether a tensor has no values: a placeholder, or one on the meta device.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.offload.tensors import is_absent
-        >>> is_absent(torch.ones(1)), is_absent(torch.ones(1, device="meta"))
-        (False, True)
-    """
+    """Return whether a tensor has no values: a placeholder, or one on the meta device."""
     return isinstance(tensor, AbsentWeight) or (isinstance(tensor, torch.Tensor) and tensor.is_meta)
 
 
@@ -98,13 +85,6 @@ def stand_in(
         name: its name in the model, for messages.
         place: where its values are, for messages.
         device: where its module runs; where the tensor is, if ``None``.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.offload.tensors import stand_in
-        >>> weight = torch.nn.Linear(2, 1).weight
-        >>> stand_in(weight, "weight", "on disk") is stand_in(weight, "head.weight", "on disk")
-        True
     """
     if isinstance(tensor, AbsentWeight):
         return tensor
@@ -131,14 +111,6 @@ def new_like(old: torch.Tensor, value: torch.Tensor, device: torch.device) -> to
         old: the parameter, buffer or placeholder in whose place it comes.
         value: the values, of the dtype that they are to have.
         device: the target device.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.offload.tensors import new_like
-        >>> old = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
-        >>> new_like(old, torch.ones(2), torch.device("cpu"))
-        Parameter containing:
-        tensor([1., 1.])
     """
     kind, attributes = _kind_of(old)
     if not isinstance(old, torch.nn.Parameter):
@@ -166,14 +138,7 @@ def _kind_of(tensor: torch.Tensor) -> tuple[type, dict[str, Any]]:
 
 
 def is_quantizer(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a parameter of a class of its own, whose ``to`` does more.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.offload.tensors import is_quantizer
-        >>> is_quantizer(torch.nn.Parameter(torch.ones(1)))
-        False
-    """
+    """Return whether a tensor is a parameter of a class of its own, whose ``to`` does more."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) or isinstance(
         tensor, AbsentWeight
     )
@@ -181,15 +146,7 @@ def is_quantizer(tensor: torch.Tensor) -> bool:
 
 
 def move(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor on a device, the same one if it is there.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.offload.tensors import move
-        >>> one = torch.ones(1)
-        >>> move(one, torch.device("cpu")) is one
-        True
-    """
+    """Return a tensor on a device, the same one if it is there."""
     is_there = value.device.type == device.type and device.index in (None, value.device.index)
     if is_there and not is_quantizer(value):
         return value
@@ -350,14 +307,7 @@ def retie_parameters(model: torch.nn.Module, tied_params: Sequence[Sequence[str]
 
 
 def offload_hook(module: torch.nn.Module) -> Any:
-    """Return the hook that offloads a module, also one in a chain of hooks; None without one.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.offload.tensors import offload_hook
-        >>> offload_hook(torch.nn.Linear(2, 1)) is None
-        True
-    """
+    """Return the hook that offloads a module, also one in a chain of hooks; None without one."""
     pending = [getattr(module, "_hf_hook", None)]
     while pending:
         hook = pending.pop()

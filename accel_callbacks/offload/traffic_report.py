@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -121,7 +121,13 @@ def report(model: torch.nn.Module) -> OffloadReport:
 
 def _resident(model: torch.nn.Module) -> dict[str, int]:
     """Return the bytes of the weights that stay on each device, each storage once."""
-    fetched = {id(tensor) for tensor in _fetched(model)}
+    # The memory of weights that are in their slots now is the window's.
+    fetched = {
+        id(tensor)
+        for hook in offload_hooks(model)
+        for index, _ in hook.units
+        for tensor in hook.offload.present(index)
+    }
     by_device: dict[str, list[torch.Tensor]] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if not isinstance(tensor, AbsentWeight) and id(tensor) not in fetched:
@@ -129,13 +135,6 @@ def _resident(model: torch.nn.Module) -> dict[str, int]:
     return {
         device: sum(_storages(tensors).values()) for device, tensors in sorted(by_device.items())
     }
-
-
-def _fetched(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the offloaded weights that are in their slots now: their memory is the window's."""
-    for hook in offload_hooks(model):
-        for index, _ in hook.units:
-            yield from hook.offload.present(index)
 
 
 def _storages(tensors: list[torch.Tensor]) -> dict[int, int]:

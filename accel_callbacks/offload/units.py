@@ -51,13 +51,6 @@ def blocks_of(model: torch.nn.Module, classes: Collection[str] | str | None = No
         model: the model.
         classes: names of classes, besides those in ``_no_split_modules``, or else the blocks that
             the model repeats.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.offload.units import blocks_of
-        >>> model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(1, 1)))
-        >>> blocks_of(model, ["Linear"]) == {id(model[0][0])}
-        True
     """
     own_classes: set[str] = set()
     for module in model.modules():
@@ -76,13 +69,6 @@ def cut_units(
         model: the model.
         is_offloaded: tells for the name of a tensor.
         blocks: the ``id`` of each module that is fetched as a whole.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.offload.units import cut_units
-        >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
-        >>> [unit.name for unit in cut_units(model, lambda name: True, ())]
-        ['0', '1']
     """
     places: dict[int, tuple[str, list[Slot], list[tuple[str, torch.nn.Module, bool]]]] = {}
     for trigger, scoped, name, slot, tensor in _visit(model, "", is_offloaded, blocks):
@@ -133,13 +119,7 @@ def _own(module: torch.nn.Module) -> Iterator[tuple[str, Slot, torch.Tensor]]:
 
 
 def place_of(name: str, device_map: Mapping[str, _Place]) -> _Place | None:
-    """Return where a device map puts a tensor: by the longest of its prefixes.
-
-    Example:
-        >>> from accel_callbacks.offload.units import place_of
-        >>> place_of("a.b.weight", {"": 0, "a.b": "disk"})
-        'disk'
-    """
+    """Return where a device map puts a tensor: by the longest of its prefixes."""
     prefix = name
     while prefix and prefix not in device_map:
         prefix = prefix.rpartition(".")[0]

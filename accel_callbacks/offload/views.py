@@ -25,13 +25,6 @@ class OffloadWeights(Mapping[str, torch.Tensor]):
 
     Args:
         offload: where they are.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks import cpu_offload
-        >>> layer = cpu_offload(torch.nn.Linear(1, 1))
-        >>> list(layer._hf_hook.weights_map.dataset)
-        ['weight', 'bias']
     """
 
     def __init__(self, offload: Offload) -> None:

@@ -67,12 +67,6 @@ def parts(
         no_split: names of the classes that are not split; by default those that the model and its
             modules list in ``_no_split_modules``, as models of transformers do.
         whole: modules that are not split either.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.offload.weights import parts
-        >>> [part.name for part in parts(torch.nn.Sequential(torch.nn.Linear(1, 1)))]
-        ['0']
     """
     whole_ids = {id(module) for module in whole}
 

@@ -95,17 +95,6 @@ class Window:
         describe: what a unit is, for errors.
         reading: which file is being read, for errors.
         copies: orders copies and computations, if the memory is that of an accelerator.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.offload.window import Window
-        >>> def fill(unit, memory, after):
-        ...     memory.fill_(unit)
-        >>> window = Window([2, 2], fill, lambda n: torch.zeros(n, dtype=torch.uint8), limit=4)
-        >>> window.acquire(1).tolist()
-        [1, 1]
-        >>> window.release(1)
-        >>> window.close()
     """
 
     def __init__(
