@@ -54,7 +54,7 @@ def initialize_weights(model: torch.nn.Module, param_init_fn: Init | None = None
 
 
 def absent_weights(model: torch.nn.Module) -> AbsentWeights | None:
-    """Return what a model lacks, None if it was built with weights."""
+    """Return the guard of a model without weights, None if it was built with them."""
     guard: AbsentWeights | None = vars(original(model)).get(_ATTRIBUTE)
     return guard
 
@@ -69,7 +69,7 @@ _Slot = tuple[dict[str, Any], str, torch.Tensor]
 
 
 class _Absent(NamedTuple):
-    """A tensor without values, as it was when it got its memory."""
+    """A tensor without values, with its versions when its memory was allocated."""
 
     tensor: torch.Tensor
     local: torch.Tensor
@@ -106,7 +106,7 @@ class AbsentWeights:
         vars(model)[_ATTRIBUTE] = self
 
     def guard(self, names: Iterable[str]) -> None:
-        """Check before these methods of the model too: they skip the hooks of its forward."""
+        """Check before these methods too: they skip the hooks of the model's forward."""
         for name in names:
             if name not in self._guarded:
                 before, checked = vars(self._model).get(name), self._checked(name)
@@ -124,14 +124,14 @@ class AbsentWeights:
         return checked
 
     def _check(self, *hooked: Any) -> None:
-        """Raise if weights have no values; else there is nothing left to look after."""
+        """Raise if weights have no values; otherwise remove the guard."""
         if self._absent:
             with shared_failure(_FIRST_FORWARD):
                 self.require()
             self.dismiss()
 
     def dismiss(self) -> None:
-        """Look after the model no more, which has all of its values."""
+        """Remove the guard from the model, which has all of its values."""
         self._absent.clear()
         self._handle.remove()
         attributes = vars(self._model)
@@ -153,7 +153,7 @@ class AbsentWeights:
             )
 
     def names(self) -> list[str]:
-        """Return the names of the tensors that nobody has written to."""
+        """Return the names of the tensors that have not been written to."""
         now = named_tensors(self._model)
         return [name for name, absent in self._absent.items() if _is_absent(now.get(name), absent)]
 
@@ -224,7 +224,7 @@ class AbsentWeights:
     def _reset(
         self, prefix: str, module: torch.nn.Module, wanted: set[str], init: Init | None
     ) -> list[str]:
-        """Initialize one module, whole; return what of the wanted tensors was not written to."""
+        """Initialize one module, unsharded; return the wanted tensors that were not written to."""
         targets: list[_Slot] = [
             (slots, key, tensor)
             for slots in _slots_of(module)
@@ -269,7 +269,7 @@ class AbsentWeights:
 
 @torch.no_grad()
 def _allocate(model: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, _Absent]]:
-    """Give memory to all tensors on the meta device; yield them with their names."""
+    """Allocate memory for all tensors on the meta device; yield them with their names."""
     slots: dict[int, list[tuple[dict[str, Any], str]]] = {}
     for module in model.modules():
         for owner in _slots_of(module):
@@ -336,7 +336,7 @@ def _whole(
     targets: Sequence[_Slot],
     device: torch.device,
 ) -> Iterator[None]:
-    """Context manager: a module has whole tensors of its own in place of its parts."""
+    """Context manager: replace the shards of a module by unsharded tensors."""
     try:
         for slots, key, tensor in targets:
             place = device if tensor.is_meta else _local(tensor).device
@@ -358,7 +358,7 @@ def _whole(
 
 @contextmanager
 def _random_numbers_of_rank_0(device: torch.device) -> Iterator[None]:
-    """Context manager: draw as rank 0 does; a rank with other numbers has its own again after it.
+    """Context manager: draw the random numbers of rank 0, and restore other generators after it.
 
     A rank whose generators were those of rank 0 goes on from where it stands, as after building a
     model.

@@ -1,4 +1,4 @@
-"""Activation checkpointing: blocks that keep their inputs and are computed again in backward."""
+"""Activation checkpointing: keep the inputs of blocks, and recompute the rest in backward."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def apply_activation_checkpointing(
     preserve_rng_state: bool = True,
     offload: bool = False,
 ) -> list[str]:
-    """Compute blocks again in backward, in place of keeping their activations.
+    """Recompute blocks in backward instead of keeping their activations.
 
     Names, parameters and hooks of the modules stay as they are: only the forward of the instance
     is replaced. Gradients are bitwise those without it, as long as a block computes the same twice.
@@ -111,7 +111,7 @@ def apply_activation_checkpointing(
 def checkpoint_with(
     policy: CheckpointingPolicy | None, model: torch.nn.Module, *, offload: bool = False
 ) -> None:
-    """Apply the policy of an option, None and ``False`` for none of ours.
+    """Apply the policy of an option, where None and ``False`` change nothing.
 
     Args:
         policy: see :func:`apply_activation_checkpointing`.
@@ -123,7 +123,7 @@ def checkpoint_with(
 
 
 def _read_policy(policy: CheckpointingPolicy) -> tuple[int, Callable[[], Any]]:
-    """Return every how many blocks there is a checkpointed one, 0 for none, and its contexts."""
+    """Return the stride of checkpointed blocks, 0 for none, and their contexts."""
     if isinstance(policy, int):  # True and False are 1 and 0
         if policy < 0:
             raise ValueError(f"policy={policy} must be positive: every how many blocks.")
@@ -151,7 +151,7 @@ def _read_policy(policy: CheckpointingPolicy) -> tuple[int, Callable[[], Any]]:
 
 
 def _costly_operators() -> list[Any]:
-    """Return those of the costly operators that this torch has."""
+    """Return the costly operators that this version of torch has."""
     operators = []
     for name in _COSTLY:
         packet, _, overload = name.partition(".")
@@ -209,7 +209,7 @@ def _release(module: torch.nn.Module) -> None:
 
 
 class CheckpointedForward:
-    """A forward that keeps its inputs and computes again what backward needs.
+    """A forward that keeps its inputs, and is recomputed in backward.
 
     Args:
         original: the forward, a method of a block.
@@ -239,7 +239,7 @@ class CheckpointedForward:
         self._caches = _cache_places(original)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward; without gradients there is nothing to compute again."""
+        """Run the forward, checkpointed if gradients are enabled."""
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         if self._caches:
@@ -256,7 +256,7 @@ class CheckpointedForward:
     def _without_caches(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Leave out the key-value caches of transformers, which a second computation would extend.
+        """Drop the key-value caches of transformers, which the recomputation would extend.
 
         transformers does the same under its own checkpointing.
         """

@@ -1,4 +1,4 @@
-"""The weights that a model has before it is sharded, and how the ranks get their parts of them."""
+"""Distribute the weights of a model that is about to be sharded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WHERE = "prepare"
 
 
 class InitialWeights:
-    """Where the values of a model come from that is about to be sharded.
+    """The initial values of a model that is about to be sharded.
 
     Collective. Ranks that all have the same values keep their parts of them. What is on the meta
     device on all ranks gets memory, and values later. What only rank 0 has, or has with other
@@ -59,7 +59,7 @@ class InitialWeights:
         self._whole = {name: tensors[name].detach() for name in self._sent} if first else {}
 
     def fill(self) -> None:
-        """Give memory to what is on the meta device, and receive what rank 0 sends."""
+        """Allocate memory for meta tensors, and receive the tensors that rank 0 sends."""
         absent = None
         if any(tensor.is_meta for tensor in named_tensors(self._model).values()):
             absent = AbsentWeights(self._model, self._device, self._param_init_fn)
@@ -72,7 +72,7 @@ class InitialWeights:
 
 @contextmanager
 def whole_parameters_freed(*modules: torch.nn.Module) -> Iterator[None]:
-    """Context manager: the parameters of modules that are replaced in them keep no memory.
+    """Context manager: free the memory of parameters that are replaced in modules.
 
     An optimizer, or the user, may hold them.
 
@@ -95,7 +95,7 @@ def whole_parameters_freed(*modules: torch.nn.Module) -> Iterator[None]:
 
 
 class _Report(NamedTuple):
-    """A model on one rank: a digest of names and shapes, what is on meta, a digest of values."""
+    """A model on one rank: a digest of names and shapes, meta tensors, a digest of values."""
 
     structure: str
     meta: list[str]
@@ -105,7 +105,7 @@ class _Report(NamedTuple):
 def _differences(
     model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], sync: bool
 ) -> tuple[list[str], bool]:
-    """Return the names of what rank 0 has to send, and whether it lacks others."""
+    """Return the names of the tensors that rank 0 sends, and whether it lacks others."""
     if collectives.world_size() == 1:
         return [], any(tensor.is_meta for tensor in tensors.values())
     with shared_failure(_WHERE):
@@ -139,7 +139,7 @@ def _differences(
 
 
 def _sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return a mark of the values of each tensor: equal for equal values, on equal devices."""
+    """Return a fingerprint of each tensor, the same for the same values on devices of one kind."""
     marks = {}
     for name, tensor in tensors.items():
         if not tensor.is_meta:
@@ -159,7 +159,7 @@ def _digest(value: Any) -> str:
 
 
 def _refuse_other_models(model: torch.nn.Module, structure: Mapping[str, Any]) -> None:
-    """Raise on all ranks, with the first differences to rank 0."""
+    """Raise on all ranks, and name the first differences to rank 0."""
     every = collectives.all_objects(dict(structure), operation=_WHERE)
     for rank, other in enumerate(every):
         names = [name for name in {**every[0], **other} if every[0].get(name) != other.get(name)]
@@ -179,7 +179,7 @@ def _shape(structure: Mapping[str, Any], name: str) -> str:
 
 
 def _send(whole: torch.Tensor | None, target: torch.Tensor) -> None:
-    """Send a tensor from rank 0, where it is given, to the parts of all ranks."""
+    """Broadcast a tensor of rank 0 into the shards of all ranks."""
     for first, last, shape in _blocks(target):
         if whole is None:
             block = torch.empty(shape, dtype=target.dtype, device=target.device)
@@ -190,7 +190,7 @@ def _send(whole: torch.Tensor | None, target: torch.Tensor) -> None:
 
 
 def _blocks(target: torch.Tensor) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Yield the rows of a tensor in blocks of limited size: first, last and shape of a block."""
+    """Yield the rows of a tensor in blocks of limited size, as first row, end and shape."""
     if not target.dim():
         yield 0, 1, ()
         return

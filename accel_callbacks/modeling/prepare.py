@@ -86,7 +86,7 @@ class Preparer:
         *,
         left_in_place: Collection[int] = (),
     ) -> dict[int, Any]:
-        """Prepare the objects of one call; what is prepared already comes back as it is.
+        """Prepare the objects of one call; prepared ones are returned as they are.
 
         Args:
             requests: the models.
@@ -263,5 +263,5 @@ def is_scheduler(item: Any) -> bool:
 
 
 def _inside(instance: Any, kind: type, name: str) -> Any:
-    """Return the object inside of a prepared one: another Accelerator may have prepared it."""
+    """Return the object that a prepared one wraps: another Accelerator may have prepared it."""
     return getattr(instance, name) if isinstance(instance, kind) else instance

@@ -1,4 +1,4 @@
-"""Estimate the memory that a rank needs for a model that FSDP shards, and a plan cuts."""
+"""Estimate the memory of a rank for a model sharded by FSDP and tensor parallelism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models larger than memory: plan where weights are, load them, and fetch them while they run.
+"""Models larger than memory: plan the placement of weights, load them, fetch them in forward.
 
 Each name is imported from its module when it is first used.
 """

@@ -1,4 +1,4 @@
-"""Inputs that move to the device of the module that takes them, and outputs that come back."""
+"""Move inputs to the device of the module that runs, and outputs back to the caller's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ATTRIBUTE = "_align_hook"
 
 
 class AlignHook:
-    """Moves the inputs of a module to a device: a forward pre-hook and a forward hook.
+    """Move the inputs of a module to a device: a forward pre-hook and a forward hook.
 
     Args:
         device: where the module runs.
@@ -52,7 +52,7 @@ class AlignHook:
         vars(module).pop(_ATTRIBUTE, None)
 
     def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        """Move the inputs that are elsewhere."""
+        """Move the inputs that are on another device."""
         self._from.append(find_device((args, kwargs)) if self.returns else None)
         return (
             tuple(_moved(item, self.device, self.skip_keys) for item in args),
@@ -63,13 +63,13 @@ class AlignHook:
         )
 
     def after(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
-        """Move the output to where the input was."""
+        """Move the output to the device of the input."""
         device = self._from.pop() if self._from else None
         return output if device is None else _moved(output, device, self.skip_keys)
 
 
 def _moved(item: Any, device: torch.device, skip_keys: frozenset[str]) -> Any:
-    """Return the item itself, unless a tensor in it is elsewhere."""
+    """Return the item itself, unless a tensor in it is on another device."""
     if is_on(item, device):
         return item
     return send_to_device(item, device, skip_keys=skip_keys)
@@ -78,7 +78,7 @@ def _moved(item: Any, device: torch.device, skip_keys: frozenset[str]) -> Any:
 def align(
     model: torch.nn.Module, assignment: Assignment, skip_keys: str | Iterable[str] | None = None
 ) -> None:
-    """Let inputs go to the device of each part of a model, and outputs back to the caller's.
+    """Move inputs to the device of each part of a model, and outputs back to the caller's.
 
     Args:
         model: the model.
@@ -127,7 +127,7 @@ def unalign(model: torch.nn.Module) -> None:
 
 
 def guard_moves(model: torch.nn.Module) -> None:
-    """Let ``model.to(device)`` and the like warn, or raise if weights are offloaded."""
+    """Make ``model.to(device)`` and the like warn, or raise if weights are offloaded."""
     for name in MOVERS:
         if hasattr(type(model), name):
             vars(model)[name] = _Guard(_move, model, name)

@@ -1,4 +1,4 @@
-"""Where each weight of a model goes by a device map, and where the modules that need it run."""
+"""Assign each weight of a model a place by a device map, and a device to compute on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _UNIFIED = ("cpu", "mps")  # main devices for which a weight in host memory is n
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter or buffer of a model, with all of its names and places in modules.
+    """A parameter or buffer of a model, with all of its names and slots in modules.
 
     Args:
         names: in the order of the model; a tied one has several.
@@ -86,7 +86,7 @@ def weights_of(model: torch.nn.Module) -> list[Weight]:
 
 @dataclass(frozen=True)
 class Assigned:
-    """Where a weight is kept, and where it is used.
+    """The storage of a weight, and the device that it computes on.
 
     Args:
         weight: the weight.
@@ -101,7 +101,7 @@ class Assigned:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Where the weights of a model go.
+    """The places of the weights of a model.
 
     Args:
         weights: all of them, in the order of the model.
@@ -141,7 +141,7 @@ def assign(
     offload_buffers: bool = False,
     keep_trainable: bool | None = False,
 ) -> Assignment:
-    """Return where the weights of a model go.
+    """Return the places of the weights of a model.
 
     A tied weight is in one place: on a device rather than offloaded, and the first of several
     devices, where all modules that share it run then.
@@ -261,7 +261,7 @@ def assign_all(
     offload_buffers: bool = False,
     keep_trainable: bool | None = False,
 ) -> Assignment:
-    """Return that all weights of a model are held, or on disk.
+    """Assign all weights of a model to host memory, or to disk.
 
     Args:
         model: the model.

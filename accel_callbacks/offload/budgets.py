@@ -1,4 +1,4 @@
-"""How many bytes each device may hold: given by the user, or found on this machine."""
+"""Budgets in bytes for each device: the user's, or the free memory of this machine."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _size(device: Device, size: int | float | str | None) -> int | None:
 
 
 def _place(device: Device) -> tuple[int, str, int]:
-    """Return where a device is in the order, by which dicts of budgets are sorted."""
+    """Return the sort key of a device in a dict of budgets."""
     if isinstance(device, int) and not isinstance(device, bool):
         return 0, "", device
     if device in _STORES:
@@ -129,7 +129,7 @@ def get_max_memory(
 
 
 def _found() -> dict[Device, int]:
-    """Return what is free on this machine."""
+    """Return the free bytes of each device of this machine."""
     memory: dict[Device, int] = {}
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if kind is not None and kind.type == "mps":
@@ -154,7 +154,7 @@ def _is_integrated(module: ModuleType, index: int) -> bool:
 
 
 def _free(module: ModuleType, index: int) -> int | None:
-    """Return the free bytes of an accelerator; None of one that does not answer."""
+    """Return the free bytes of an accelerator, None if it cannot be asked."""
     used = getattr(torch._C, "_cuda_hasPrimaryContext", lambda index: True)
     unused = module is torch.cuda and torch.version.cuda and not used(index)
     if unused and (reported := _free_by_driver(index)) is not None:

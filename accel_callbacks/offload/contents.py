@@ -1,4 +1,4 @@
-"""What the memory of a unit holds, and how it is filled: read, converted, copied."""
+"""The layout of a unit's memory, and how it is filled: read, converted, copied."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class Contents:
-    """What a unit's memory holds: first what is read, then what is converted, then what is held.
+    """The layout of a unit's memory: weights that are read, then converted, then held ones.
 
     Args:
         nbytes: of the memory.
@@ -77,7 +77,7 @@ def lay_out(
     direct: bool,
     mapped: bool = False,
 ) -> Contents:
-    """Return where the weights of a unit are in its memory.
+    """Return the layout of the weights of a unit in its memory.
 
     Args:
         wanted: have the shapes and dtypes of the model.
@@ -121,14 +121,14 @@ def lay_out(
 
 
 def host_memory(nbytes: int) -> torch.Tensor:
-    """Return page-aligned bytes of host memory, as direct reads ask for."""
+    """Return page-aligned host memory, which direct reads need."""
     from checkpoint_io.storage.buffers import aligned
 
     return torch.frombuffer(aligned(max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
 
 
 class _Desk(threading.local):
-    """What a thread that reads has for itself: one that hangs shares nothing with the next."""
+    """The state of a reader thread: one that hangs shares nothing with its successor."""
 
     reader: Reader | None = None
     raw: torch.Tensor | None = None
@@ -136,7 +136,7 @@ class _Desk(threading.local):
 
 
 class Filler:
-    """Fills the memory of units, on the thread of the window.
+    """Fill the memory of units, on the thread of the window.
 
     It knows no modules: the thread keeps it alive.
 
@@ -233,7 +233,7 @@ class Filler:
                 contents.weights[name].of(memory).copy_(source)
 
     def _unmap(self, contents: Contents, memory: torch.Tensor) -> None:
-        """Give memory its own pages, except where pages of files are to be."""
+        """Replace mapped pages by anonymous ones, except where files will be mapped."""
         pages = () if contents.reads is None else contents.reads.pages
         address, position = memory.data_ptr(), 0
         if address in self._mapped:

@@ -15,7 +15,7 @@ _BUFFERS = 2  # one that is read into, one that is copied from
 
 
 class DeviceCopies:
-    """Orders the copies to a device and the computations there, without waiting for either.
+    """Order the copies to a device and its computations by events, without blocking the host.
 
     A copy begins after the computations that have been started with the memory's last contents,
     and computations with it begin after the copy.
@@ -42,15 +42,15 @@ class DeviceCopies:
         return self._module.current_stream(self._device)
 
     def marks(self, streams: Iterable[Any]) -> list[Any]:
-        """Return events after all that has been started on these streams."""
+        """Record an event on each of these streams."""
         return [self._mark(stream) for stream in streams]
 
     def wait(self, copied: Any, stream: Any) -> None:
-        """Let computations on a stream begin after a copy."""
+        """Make a stream wait for a copy."""
         stream.wait_event(copied)
 
     def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], after: Sequence[Any]) -> Any:
-        """Start copies; return the event of their end.
+        """Start copies; return the event that marks their end.
 
         Args:
             pairs: each tensor of the device with its source in host memory.
@@ -88,7 +88,7 @@ class PinnedBuffers:
         return sum(buffer.untyped_storage().nbytes() for buffer, _ in self._buffers)
 
     def next(self) -> torch.Tensor:
-        """Return the buffer that was used first, when the copy from it has ended."""
+        """Return the oldest buffer, after the copy from it has ended."""
         if len(self._buffers) < self._count:
             return _aligned(self._nbytes)
         buffer, copied = self._buffers.popleft()
@@ -97,12 +97,12 @@ class PinnedBuffers:
         return buffer
 
     def give(self, buffer: torch.Tensor, copied: Any) -> None:
-        """Give a buffer back, with the event of the copy's end."""
+        """Return a buffer to the pool, with the event that marks the end of its copy."""
         self._buffers.append((buffer, copied))
 
 
 def device_copies(device: torch.device) -> DeviceCopies | None:
-    """Return what orders copies to a device; None if it has no streams, as the CPU and MPS."""
+    """Return the copies of a device; None for one without streams, as the CPU and MPS."""
     from checkpoint_io.format.pinned import streams_of
 
     module = None if device.type == "mps" else streams_of(device)
@@ -110,7 +110,7 @@ def device_copies(device: torch.device) -> DeviceCopies | None:
 
 
 def pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in pinned memory, itself if there is none to be had."""
+    """Return a tensor in pinned memory, or the tensor itself if none can be allocated."""
     if tensor.device.type != "cpu" or not tensor.nbytes or tensor.is_pinned():
         return tensor
     try:

@@ -1,4 +1,4 @@
-"""Device maps, which say where modules and tensors are: made, checked and shortened."""
+"""Device maps, from names of modules and tensors to devices: infer, check and shorten them."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def planned_device_map(
 
 
 def _fitted(weights: Weights, memory: Mapping[Device, int], offload_buffers: bool) -> Plan:
-    """Return the plan of a map; that it does not fit is a warning, as nothing is in Accelerate."""
+    """Return the plan of a map; warn if it does not fit, where Accelerate stays silent."""
     try:
         return plan(weights, memory, "sequential", prefetch=0, offload_buffers=offload_buffers)
     except PlanError as error:
@@ -253,7 +253,7 @@ def clean_device_map(device_map: dict[str, Device], module_name: str = "") -> di
 
 
 def _parents(name: str, prefix: str, module_name: str) -> Iterator[str]:
-    """Yield the modules that a name is in, from the outermost within a module on."""
+    """Yield the modules that contain a name, outermost first, within a module."""
     yield module_name
     end = name.find(".", len(prefix))
     while end >= 0:
@@ -438,7 +438,7 @@ def _is_in(tensor: str, name: str) -> bool:
 
 
 def _children(name: str, module: Any) -> list[tuple[str, Any]]:
-    """Return the parts that a module is split into; none of one without children."""
+    """Return the parts that a module is split into, none for one without children."""
     if not isinstance(module, torch.nn.Module) or not any(module.children()):
         return []
     return [(f"{name}.{key}", part) for key, part in direct_parts(module)]

@@ -175,7 +175,7 @@ def dispatch_model(
     keep_trainable: bool | None = None,
     options: OffloadOptions = DEFAULTS,
 ) -> Model:
-    """Spread a model over devices, host memory and disk; what is offloaded comes while it runs.
+    """Spread a model over devices, host memory and disk; fetch offloaded weights in forward.
 
     Weights that are in memory and go to the disk are written once, into a subfolder of
     ``offload_dir`` that is theirs. Those on the meta device are read from where they are: the
@@ -244,7 +244,7 @@ def _hook(
     offload_buffers: bool,
     skip_keys: str | Sequence[str] | None = None,
 ) -> None:
-    """Let inputs go to where modules run, and show others how the model is served."""
+    """Move inputs to the devices of modules, and mark the model as dispatched."""
     align(model, assignment, skip_keys)
     guard_moves(model)
     put_views(model, assignment.main, offload_buffers)
@@ -260,7 +260,7 @@ def cpu_offload(
     keep_trainable: bool | None = None,
     options: OffloadOptions = DEFAULTS,
 ) -> Model:
-    """Keep the parameters of a model in host memory, and bring them to a device as they are needed.
+    """Keep the parameters of a model in host memory, and copy them to a device in forward.
 
     Args:
         model: the model.
@@ -310,7 +310,7 @@ def disk_offload(
     keep_trainable: bool | None = None,
     options: OffloadOptions = DEFAULTS,
 ) -> Model:
-    """Keep the parameters of a model on disk, and read them as they are needed.
+    """Keep the parameters of a model on disk, and read them in forward.
 
     Those in memory are written once, into a subfolder that is theirs: two models share no files,
     and the same weights are not written twice. Those on the meta device are read from the folder.
@@ -389,7 +389,7 @@ def _spread(
     block_classes: Collection[str] | None,
     options: OffloadOptions,
 ) -> None:
-    """Bring all weights to where they go; everything is checked before anything changes."""
+    """Move all weights to their places; check everything before anything changes."""
     known, skipped = _checked_origins(assignment, origins, state_dict or {})
     on_disk = [a.weight for a in assignment.on_disk if a.weight.name not in skipped]
     held = [a.weight for a in assignment.held if a.weight.name not in skipped]
@@ -426,7 +426,7 @@ def _spread(
 def _checked_origins(
     assignment: Assignment, origins: Origins, state_dict: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, Origin], set[str]]:
-    """Return where values are that are not in the model, and which weights are nowhere.
+    """Return the origins of values that are not in the model, and weights without any.
 
     Raises:
         ValueError: values are of another model, or a weight of the model is lost.
@@ -512,7 +512,7 @@ def _place(weight: Weight, device: torch.device, origin: Origin | None) -> None:
 
 
 def _on_host(tensor: torch.Tensor, origin: Origin | None) -> torch.Tensor:
-    """Return the tensor that is held in host memory."""
+    """Return the tensor to hold in host memory."""
     if origin is None:
         return tensor.detach().to("cpu")
     value = _as_tensor(origin)

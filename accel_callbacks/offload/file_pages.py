@@ -1,4 +1,4 @@
-"""Pages of files as parts of a buffer, mapped from the page cache and not copied."""
+"""Map pages of files into a buffer, from the page cache and without a copy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _library() -> ctypes.CDLL:
 
 @functools.cache
 def is_supported() -> bool:
-    """Return whether this system can bring pages of files into memory without touching them."""
+    """Return whether this system can populate mapped pages without touching them."""
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
         return False
     try:
@@ -46,7 +46,7 @@ def is_supported() -> bool:
 
 
 def map_pages(address: int, nbytes: int, descriptor: int, offset: int) -> None:
-    """Replace memory by pages of a file, which are in memory when this returns.
+    """Map pages of a file over memory, and populate them before returning.
 
     What is written there does not reach the file. Whoever owns the memory frees it as before.
 
@@ -71,7 +71,7 @@ def map_pages(address: int, nbytes: int, descriptor: int, offset: int) -> None:
 
 
 def unmap_pages(address: int, nbytes: int) -> None:
-    """Replace memory by memory of its own, all zeros.
+    """Map anonymous memory, all zeros, over memory.
 
     Args:
         address: of memory that nobody uses, a multiple of the page size.

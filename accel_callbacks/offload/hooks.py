@@ -574,7 +574,7 @@ class AlignDevicesHook(ModelHook):
                 state_dict[prefix + name] = self._weights().mapped(name).detach()
 
     def detach_hook(self, module: Any) -> Any:
-        """Bring the weights back to the devices where they were; what was absent stays absent."""
+        """Restore the weights to their original devices; absent ones stay absent."""
         if not self.offload:
             return module
         if self._handle is not None:
@@ -592,7 +592,7 @@ class AlignDevicesHook(ModelHook):
         return module
 
     def _returned(self, name: str, absent: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return the tensor for good; tied ones, which share a placeholder, get one."""
+        """Return the tensor that replaces a placeholder; tied placeholders share one."""
         attributes = vars(absent)
         if attributes.get("_returned") is None:
             assert self.weights_map is not None
@@ -608,7 +608,7 @@ class AlignDevicesHook(ModelHook):
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the CPU: itself, if it is there."""
+    """Return a tensor on the CPU, itself if it is on the CPU already."""
     if is_absent(tensor):
         raise ValueError(
             f"a tensor of shape {tuple(tensor.shape)} on the meta device has no values to offload: "
@@ -633,7 +633,7 @@ def _nested_device(args: Any, kwargs: Any) -> torch.device | None:
 
 
 def _sent(data: Any, device: Device, skip_keys: Any = None) -> Any:
-    """Return a structure on a device; tensors that are there need no function that graphs lack."""
+    """Return a structure on a device; break the graph only if a tensor has to move."""
     if is_on(data, device):
         return data
     return _send(data, device, skip_keys)
@@ -865,7 +865,7 @@ class CpuOffload(ModelHook):
         return module.to("cpu")
 
     def pre_forward(self, module: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Move the model and its inputs to the device, and the model before it away."""
+        """Move the model and its inputs to the device, and offload the model before it."""
         self._exchange(module)
         return (
             send_to_device(args, self.execution_device),
@@ -923,7 +923,7 @@ def cpu_offload_with_hook(
     execution_device: Device | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[_Module, UserCpuOffloadHook]:
-    """Keep a whole model on the CPU until it runs, and on the device until it is told to go.
+    """Keep a whole model on the CPU until its forward, and on the device until it is offloaded.
 
     For pipelines that run several models, one of them in a loop: the one that runs is on the
     device, and the one before it leaves when the next begins.

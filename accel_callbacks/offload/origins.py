@@ -1,4 +1,4 @@
-"""Where the values of weights are that are not in memory."""
+"""The origins of weights whose values are not in memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Origin: TypeAlias = "Stored | torch.Tensor"
 
 
 class Origins:
-    """Where the values of a model's weights are that are not in memory.
+    """The origins of a model's weights whose values are not in memory.
 
     Args:
         model: the model.
@@ -62,7 +62,7 @@ class Origins:
         return isinstance(tensor, AbsentWeight) or is_lost
 
     def of(self, assigned: Assigned) -> Origin | None:
-        """Return where a weight's values are; None in memory, or nowhere."""
+        """Return the origin of a weight's values; None if they are in memory, or unknown."""
         weight, is_on_disk = assigned.weight, assigned.place == "disk"
         if (origin := self._origins.get(id(weight.tensor))) is not None:
             return origin
@@ -83,7 +83,7 @@ class Origins:
 
 
 def _known(model: torch.nn.Module) -> dict[int, Origin]:
-    """Return where the values of a dispatched model's placeholders are, by their ``id``.
+    """Return the origins of a dispatched model's placeholders, by their ``id``.
 
     Modules may have got other names since: the slots count.
     """
@@ -105,12 +105,12 @@ def _known(model: torch.nn.Module) -> dict[int, Origin]:
 
 
 def note_origin(tensor: torch.Tensor, stored: StoredWeights, name: str) -> None:
-    """Keep with a tensor where its values were read, so that they need not be written."""
+    """Record on a tensor the file that its values were read from, to avoid writing them again."""
     vars(tensor)[_ORIGIN] = stored.at(name)
 
 
 def _noted_origin(tensor: torch.Tensor) -> Stored | None:
-    """Return where a tensor's values are in a file; None if they are others by now."""
+    """Return the place of a tensor's values in a file; None if they have changed since."""
     stored: Stored | None = vars(tensor).get(_ORIGIN)
     if stored is None:
         return None
@@ -137,12 +137,12 @@ def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def note(model: torch.nn.Module, stored: StoredWeights) -> None:
-    """Keep with a model where the weights of its placeholders are, until it is dispatched."""
+    """Record on a model the origins of its placeholders, until it is dispatched."""
     vars(model)[_NOTED] = stored
 
 
 def detach(model: torch.nn.Module) -> None:
-    """Remove the hooks that bring weights, and leave the placeholders."""
+    """Remove the hooks that fetch weights, and leave the placeholders."""
     vars(model).pop(_NOTED, None)
     for hook in list(offload_hooks(model)):
         hook.detach()

@@ -1,4 +1,4 @@
-"""Tensors that stand for weights that are not in memory: they have a shape and never compute."""
+"""Placeholders of weights that are not in memory: tensors with a shape that never compute."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def on_meta(like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tenso
 
 
 class LostGradient(NamedTuple):
-    """A gradient hook that raises, where the gradient of a weight that goes away would be lost.
+    """A gradient hook that raises, since the gradient of a released weight would be lost.
 
     Args:
         name: of the weight.

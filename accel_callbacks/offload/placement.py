@@ -73,7 +73,7 @@ def place(items: Items, capacities: Sequence[int], factor: int) -> list[int] | N
 
 
 def _elsewhere(items: Items, placement: Sequence[int] | None) -> int:
-    """Return the bytes that are elsewhere; more than there are if there is no placement."""
+    """Return the bytes that no device holds; without a placement more than the total."""
     if placement is None:
         return 2 * sum(items.moved) + 1
     return sum(compress(items.moved, (device == ELSEWHERE for device in placement)))
@@ -223,7 +223,7 @@ def _gaps(
     left: list[int],
     factor: int,
 ) -> list[int]:
-    """Put items where there still is room; return those for which there is none."""
+    """Place items into the room that is left; return those that do not fit."""
     rest = []
     room = max(left)
     for number in waiting:

@@ -1,4 +1,4 @@
-"""Plan on which device each unit of a model is, from numbers alone."""
+"""Plan the device of each unit of a model, from sizes and budgets alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STORES = ("cpu", "disk")
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """What a plan does with one device, in bytes.
+    """The use of one device in a plan, in bytes.
 
     Args:
         device: number or name.
@@ -69,7 +69,7 @@ class DeviceUse:
 
 @dataclass(frozen=True)
 class Plan:
-    """On which device each unit is, and why.
+    """The device of each unit, and the reasons.
 
     Args:
         weights: what was planned.
@@ -149,7 +149,7 @@ class Plan:
         )
 
     def _reason(self, number: int) -> str:
-        """Return why a unit is where it is."""
+        """Return the reason for the device of a unit."""
         unit, device = self.weights.units[number], self.where[number]
         group = self._group_of[number]
         tied = [self.weights.units[member].name for member in group if member != number]
@@ -169,7 +169,7 @@ class Plan:
         return "; ".join(filter(None, reasons)) or "fits"
 
     def _refused(self, use: DeviceUse, size: int) -> str:
-        """Return why a unit is not on a device that is filled earlier."""
+        """Return the reason why a unit is not on a device that is filled earlier."""
         if self.policy != "sequential" and use.used and not self.offloaded:
             return f"{use.device} has its share"
         if use.left is not None and size > use.left:
@@ -277,7 +277,7 @@ class PlanError(ValueError):
 
 
 class _Request(NamedTuple):
-    """What stays the same while budgets are tried."""
+    """The arguments of a plan that stay the same for all budgets that are tried."""
 
     weights: Weights
     groups: list[list[int]]
@@ -308,7 +308,7 @@ def plan(
     prefetch: int = 1,
     offload_buffers: bool = False,
 ) -> Plan:
-    """Plan on which device each unit of a model is.
+    """Plan the device of each unit of a model.
 
     Accelerators are filled first, then ``"cpu"``, then ``"disk"``, which has no limit if no budget
     is given for it. Units that are not on an accelerator run on the first one: it keeps a window
@@ -410,7 +410,7 @@ def _request(
 
 
 def groups_of(units: Sequence[Unit]) -> list[list[int]]:
-    """Return the numbers of units that share a parameter, directly or over others, in order."""
+    """Return the groups of unit numbers that share a parameter, directly or transitively."""
     leader = list(range(len(units)))
 
     def find(number: int) -> int:
@@ -462,14 +462,14 @@ def _place(request: _Request, budgets: Sequence[Budget]) -> _Placed:
 
 
 def _shows_execution(placed: _Placed) -> bool:
-    """Return whether a device map tells where offloaded units run: on its first accelerator."""
+    """Return whether a device map implies the execution device: its first accelerator."""
     return placed.execution in placed.devices or set(placed.devices).isdisjoint(_STORES)
 
 
 def _on_accelerators(
     request: _Request, sizes: Mapping[Device, int], fast: Sequence[Device]
 ) -> _Placed | None:
-    """Place what accelerators hold, of which the first runs the rest; None if it has no room."""
+    """Place groups on accelerators; None if the first has no room for the window of the rest."""
     rooms = [sizes[device] - request.activations for device in fast]
     if rooms[0] < 0:
         return None
@@ -485,7 +485,7 @@ def _on_accelerators(
 
 
 def _with_first(request: _Request, placement: Sequence[int], room: int) -> list[int]:
-    """Return a placement with a group on the first device, which tells that the rest runs there."""
+    """Return a placement with a group on the first device, which implies that it runs the rest."""
     items = request.items
     away = [n for n, device in enumerate(placement) if device == ELSEWHERE]
     room -= request.factor * max((items.windows[n] for n in away), default=0)
@@ -505,7 +505,7 @@ def _stored(
     execution: Device,
     with_windows: bool = True,
 ) -> _Placed:
-    """Place what no device that computes holds: on the host, then on disk."""
+    """Place the groups that no computing device holds: on the host, then on disk."""
     items, factor = request.items, request.factor
     rest = [n for n, device in enumerate(placement) if device == ELSEWHERE]
     group_devices: list[Device] = [devices[device] for device in placement]
@@ -571,13 +571,13 @@ def _plan(
 
 
 def _of_fixed(keep: bool, device: Device, placed: _Placed) -> Device:
-    """Return where the buffers and the cache of a unit are."""
+    """Return the device of a unit's buffers and cache."""
     offloaded = device in _STORES and device != placed.execution
     return placed.execution if keep and offloaded and placed.execution is not None else device
 
 
 def _next_to(devices: Sequence[Device | None], default: Device | None) -> Iterator[Device]:
-    """Yield the devices; modules without tensors are where the unit before them is."""
+    """Yield the devices; modules without tensors follow the unit before them."""
     last = next((device for device in devices if device is not None), default)
     for device in devices:
         last = last if device is None else device
@@ -585,7 +585,7 @@ def _next_to(devices: Sequence[Device | None], default: Device | None) -> Iterat
 
 
 def _short_by(request: _Request, budgets: Sequence[Budget]) -> dict[Device, int]:
-    """Return for single devices how many bytes more would do."""
+    """Return by device how many bytes more would suffice."""
     enough = sum(request.items.sizes) + request.activations
     enough += request.factor * max(request.items.windows, default=0)
     short: dict[Device, int] = {}
@@ -606,7 +606,7 @@ def _short_by(request: _Request, budgets: Sequence[Budget]) -> dict[Device, int]
 
 
 def _message(plan: Plan, budgets: Sequence[Budget]) -> str:
-    """Return why nothing fits, and the smallest budgets that would do."""
+    """Return the error text: why nothing fits, and the smallest budgets that would suffice."""
     sizes = {budget.device: budget.nbytes or 0 for budget in budgets}
     units = plan.weights.units
     sized = [unit for unit in units if unit.nbytes] or units  # there may be no more than a cache

@@ -238,7 +238,7 @@ def has_4bit_bnb_layers(model: torch.nn.Module) -> bool:
 
 
 class _Rule:
-    """What becomes of each module of a model."""
+    """The rule that selects the modules of a model to quantize."""
 
     def __init__(self, model: torch.nn.Module, config: BnbQuantizationConfig) -> None:
         self.config = config
@@ -247,7 +247,7 @@ class _Rule:
         self.in_fp32 = list(config.keep_in_fp32_modules or ())
 
     def converts(self, name: str, module: torch.nn.Module) -> bool:
-        """Return whether a module becomes a quantized layer."""
+        """Return whether a module is quantized."""
         return type(module) is torch.nn.Linear and not _is_in(name, [*self.skipped, *self.in_fp32])
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
@@ -310,7 +310,7 @@ def _is_in(name: str, keys: Sequence[str]) -> bool:
 
 
 def _replace_layers(model: torch.nn.Module, rule: _Rule) -> None:
-    """Put quantized layers in the place of linear ones, which pass on their tensors."""
+    """Replace linear layers by quantized ones, which take over their tensors."""
     names = [name for name, module in model.named_modules() if name and rule.converts(name, module)]
     for name in names:
         path, _, key = name.rpartition(".")
@@ -331,7 +331,7 @@ def _replace_layers(model: torch.nn.Module, rule: _Rule) -> None:
 
 
 def _quantized(layer: Any, value: torch.Tensor, device: torch.device) -> torch.nn.Parameter:
-    """Return the weight of a quantized layer, made of values in full precision."""
+    """Quantize values in full precision to the weight of a layer."""
     like = layer.weight
     parameter: Any = type(like)(value, requires_grad=False, **vars(like))
     quantized: torch.nn.Parameter = parameter.to(device)
@@ -339,7 +339,7 @@ def _quantized(layer: Any, value: torch.Tensor, device: torch.device) -> torch.n
 
 
 def _convert(model: torch.nn.Module, rule: _Rule, device: torch.device) -> None:
-    """Quantize a model that has weights, and move it."""
+    """Quantize a model with weights, and move it."""
     for layer in model.modules():
         old = vars(layer).pop("_unquantized", None)
         if old is not None:

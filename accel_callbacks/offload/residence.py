@@ -1,4 +1,4 @@
-"""Weights that come when their module runs: what the modules of a dispatched model share."""
+"""Fetch offloaded weights before a module's forward, and release them after it."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ class Offload:
 
     @property
     def traffic(self) -> Traffic:
-        """What has passed through the window."""
+        """Counters of the window's traffic."""
         return Traffic() if self._window is None else self._window.traffic
 
     @property
@@ -198,7 +198,7 @@ class Offload:
 
     @property
     def escaped_bytes(self) -> int:
-        """Bytes of buffers that were given up and are still in use."""
+        """Bytes of evicted buffers that are still in use."""
         return 0 if self._window is None else self._window.escaped_nbytes
 
     @property
@@ -258,7 +258,7 @@ class Offload:
         return memory
 
     def leave(self, index: int) -> bool:
-        """Let go of a unit; return whether its weights were changed meanwhile.
+        """Release a unit; return whether its weights have changed since.
 
         Buffers that a module in training has written to are held from then on.
         """
@@ -277,7 +277,7 @@ class Offload:
         return is_changed
 
     def _keep(self, index: int, loan: Loan, memory: torch.Tensor | None) -> None:
-        """Hold what has been written to a buffer."""
+        """Hold the weights that have been written to a buffer."""
         self.hold(loan.name, loan.tensor, loan.instead_of)
         weight = self._contents[index].weights.get(loan.name)
         if weight is not None and memory is not None:
@@ -381,7 +381,7 @@ class Offload:
                     self.window.discard(index)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the window: a copy has its own."""
+        """Drop the window: a copy has its own."""
         left_out = ("_window", "_filler", "_present", "_lock", "_given", "_shared")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
@@ -398,7 +398,7 @@ class Offload:
 
 
 class _Progress:
-    """Tells the window about bytes; made before it."""
+    """Report bytes to the window, which is created later."""
 
     window: Window | None = None
 
@@ -439,7 +439,7 @@ def _alike(sizes: Sequence[int]) -> list[int]:
 
 
 def _window_bytes(units: Sequence[FetchUnit], sizes: Sequence[int]) -> int:
-    """Return the bytes that two modules in a row need, with what runs around them."""
+    """Return the bytes that two consecutive modules need, with the units around them."""
     scoped = sum(size for unit, size in zip(units, sizes, strict=True) if unit.scoped)
     needs: dict[int, set[int]] = {}
     for index, unit in enumerate(units):
@@ -452,7 +452,7 @@ def _window_bytes(units: Sequence[FetchUnit], sizes: Sequence[int]) -> int:
 
 
 class _Use:
-    """Units that are in their modules' slots, for one call.
+    """The units in their modules' slots during one call.
 
     Args:
         offload: where they come from.
@@ -487,7 +487,7 @@ class _Use:
             raise
 
     def _leave(self) -> list[FetchUnit]:
-        """Put back the placeholders; return the units that were changed."""
+        """Restore the placeholders; return the units that were changed."""
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             hooks.__exit__()
@@ -525,7 +525,7 @@ class _Use:
             )
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        """Save where a view of a unit is, in place of the view."""
+        """Save the position of a view in its unit, in place of the view."""
         unit = self._unit_of(tensor)
         if unit is None:
             return tensor if self._outer is None else (self._outer[1], self._outer[0](tensor))
@@ -574,7 +574,7 @@ def _outer_hooks() -> Any:
 
 
 class _Saved(NamedTuple):
-    """A view of a unit that the backward pass needs: fetched again for it."""
+    """A view of a unit that backward fetches again."""
 
     offload: Offload
     unit: int

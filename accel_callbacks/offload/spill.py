@@ -1,4 +1,4 @@
-"""Weights written once to a folder, as safetensors, because no file has them yet."""
+"""Write weights that no file has yet to a folder, once, as safetensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NO_LIMIT = 1 << 62  # bytes of a file
 
 
 class Spill:
-    """Writes groups of weights into a folder of their own, which is named after its content.
+    """Write groups of weights into a new folder, which is named after its content.
 
     Another model, or other weights of the same one, get another folder; the same weights are
     stored once. The folder has its name when all of it is there.
@@ -40,7 +40,7 @@ class Spill:
         self._count = 0
 
     def note(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Take a group into account for the name of the folder."""
+        """Add a group to the digest that names the folder."""
         from checkpoint_io.format.safetensors import host_pieces
 
         self._names.update(weights)
@@ -67,7 +67,7 @@ class Spill:
         self._count += 1
 
     def existing(self) -> StoredWeights | None:
-        """Return what has been noted, if it was written before."""
+        """Return the noted weights, if they were written before."""
         from checkpoint_io import CheckpointError
 
         target = os.path.join(self._folder, self._target)
@@ -89,7 +89,7 @@ class Spill:
         return f"weights-{self._digest.hexdigest()}"
 
     def finish(self) -> StoredWeights:
-        """Give the folder its name; return what is in it."""
+        """Rename the folder to its digest; return its weights."""
         from checkpoint_io.storage.local import LocalStore
 
         if (stored := self.existing()) is not None:
@@ -115,7 +115,7 @@ class Spill:
 
 
 def spill(weights: Mapping[str, torch.Tensor], folder: str | os.PathLike[str]) -> StoredWeights:
-    """Write weights into a folder, unless the same ones are there; return where they are.
+    """Write weights into a folder, unless it has the same ones; return their places.
 
     Args:
         weights: by name; a tensor with two names is stored once.

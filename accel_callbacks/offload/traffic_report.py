@@ -1,4 +1,4 @@
-"""What a dispatched model has in memory, on disk and on its way: counted from what is alive."""
+"""Report the memory, files and traffic of a dispatched model, from the tensors alive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["OffloadReport", "report"]
 
 @dataclass(frozen=True)
 class OffloadReport:
-    """Where the weights of a model are, and what has been fetched, in bytes.
+    """The places of a model's weights, and the traffic so far, in bytes.
 
     Args:
         resident: of the weights that stay on each device, by its name.
@@ -78,7 +78,7 @@ class OffloadReport:
 
 
 def report(model: torch.nn.Module) -> OffloadReport:
-    """Return what a model has in memory, on disk and on its way.
+    """Return the memory, files and traffic of a model.
 
     Args:
         model: a dispatched model, or a part of one; of a part, only the weights are its own: its

@@ -1,4 +1,4 @@
-"""The units of a model that are placed whole: blocks, layers outside of blocks, single tensors."""
+"""Split a model into the units that are placed: blocks, layers outside of them, tensors."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ def _units(
     dtype: Any,
     special_dtypes: Mapping[str, AnyDtype],
 ) -> Iterator[Unit]:
-    """Yield units with the bytes that they will take."""
+    """Yield units with their bytes after loading."""
     special = {name: as_dtype(dtype) for name, dtype in special_dtypes.items()}
     first: dict[int, str] = {}  # the first name of a parameter, by identity
     holders: dict[int, set[str]] = {}
@@ -352,7 +352,7 @@ def _flat(tree: _Tree, prefix: str = "") -> Iterator[tuple[str, int]]:
 
 
 def _order(key: str) -> tuple[int, list[int | str]]:
-    """Return where a module most likely is used, among its neighbours."""
+    """Return the sort key of a module: its likely position in forward, among its neighbours."""
     if _LAST.search(key):
         rank = 3
     elif _FIRST.search(key):

@@ -141,7 +141,7 @@ class Window:
 
     @property
     def escaped_nbytes(self) -> int:
-        """Bytes of buffers that were given up, and that somebody still has a view of."""
+        """Bytes of evicted buffers of which a view is alive."""
         with self._changed:
             self._escaped = [escape for escape in self._escaped if not escape[0].expired()]  # type: ignore[no-untyped-call]
             return sum(nbytes for _, nbytes in self._escaped)
@@ -263,7 +263,7 @@ class Window:
             before, now = now, following
 
     def _order(self, unit: int) -> _Entry:
-        """Give a unit a buffer, and let the thread read it."""
+        """Assign a unit a buffer, and queue it for the reader thread."""
         buffer = self._buffer(self._sizes[unit])
         after: Sequence[Any] = ()
         if self._copies is not None:
@@ -281,7 +281,7 @@ class Window:
         return sum(entry.buffer.nbytes for entry in busy) + size <= self._limit
 
     def _buffer(self, size: int) -> _Buffer:
-        """Return memory of this size: used before if that fits, else new."""
+        """Return memory of this size, reused if an evicted buffer fits."""
         held = self._held()
         for unit, entry in list(self._entries.items()):
             if held + size <= self._limit:
@@ -299,7 +299,7 @@ class Window:
         return buffer
 
     def _evict(self, unit: int) -> _Buffer | None:
-        """Take the buffer of a unit; return it if nobody has a view of it."""
+        """Evict a unit; return its buffer, None if a view of it is alive."""
         buffer = self._entries.pop(unit).buffer
         if not buffer.is_viewed():
             return buffer
@@ -381,7 +381,7 @@ class Window:
 
 @functools.cache
 def forks() -> weakref.WeakSet[Any]:
-    """Return what has an ``after_fork`` that the child of a fork calls."""
+    """Return the objects whose ``after_fork`` the child of a fork calls."""
     known: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def begin_anew() -> None:
