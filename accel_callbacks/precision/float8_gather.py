@@ -137,5 +137,5 @@ def share_scales(model: torch.nn.Module, weights: Sequence[torch.nn.Parameter]) 
 
 def _shards(weights: Iterable[Any]) -> list[tuple[Any, Float8Shard]]:
     """Return the weights whose parts are still of `Float8Shard`, with these."""
-    both = [(weight, weight._local_tensor) for weight in weights]
-    return [(weight, part) for weight, part in both if isinstance(part, Float8Shard)]
+    pairs = [(weight, weight._local_tensor) for weight in weights]
+    return [(weight, part) for weight, part in pairs if isinstance(part, Float8Shard)]

@@ -64,7 +64,7 @@ class FP8(BF16):
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Convert the linear layers that the recipe selects, and autocast the model's forward."""
         self.unwrap(model)
-        kept = _converted(model)
+        converted = _converted(model)
         chosen = _chosen_layers(model, self.recipe.module_filter_func)
         if "" in chosen:
             raise ValueError(
@@ -77,7 +77,7 @@ class FP8(BF16):
                 "they were converted to fp8 now: leave fully_shard to prepare(), or convert the "
                 "model before it."
             )
-        if not chosen and not kept:
+        if not chosen and not converted:
             warn(
                 f"no layer of {type(model).__name__} was converted to fp8, so it trains in bf16: "
                 "layers need sizes that are multiples of 16, and the first and the last are left "
@@ -112,7 +112,7 @@ class FP8(BF16):
         gathered = strategy.gather_through(model, casts)
         if gathered is not None:
             share_scales(model, gathered)
-            _tell_of_others(layers)
+            _note_others(layers)
         elif self._asks_for_gather:
             self._asks_for_gather = False  # once
             warn(
@@ -150,7 +150,7 @@ def _converted(model: torch.nn.Module) -> dict[str, Any]:
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, kind)}
 
 
-def _tell_of_others(layers: Mapping[str, Any]) -> None:
+def _note_others(layers: Mapping[str, Any]) -> None:
     """Note the layers whose sharded weights are gathered in their own dtype."""
     others = [
         name

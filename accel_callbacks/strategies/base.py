@@ -23,10 +23,6 @@ from accel_callbacks.modeling.compile import original, regions
 from accel_callbacks.offload.placeholder import unwritable
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.parallelism import ParallelismConfig
-from accel_callbacks.plugins.parallelism_handlers import (
-    DeepSpeedSequenceParallelConfig,
-    TorchContextParallelConfig,
-)
 from accel_callbacks.strategies.checks import is_plain, refuse_empty
 from accel_callbacks.strategies.optimizer_state import (
     named_optimizer_state,
@@ -101,20 +97,11 @@ class Strategy(ABC):
         self._apart: WeakSet[torch.nn.Module] = WeakSet()
         self._context: ContextParallel | None = None
         self._warned_no_context = False
-        if parallelism is not None and parallelism.cp_enabled:
-            from accel_callbacks.strategies.context_parallel import ContextParallel
+        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
+            # Imported here, because few runs share sequences.
+            from accel_callbacks.strategies.head_exchange import sequence_parallelism
 
-            options = parallelism.cp_handler or TorchContextParallelConfig()
-            self._context = ContextParallel(
-                parallelism.sizes["cp"], options, lambda: self.device_mesh["cp"]
-            )
-        elif parallelism is not None and parallelism.sp_enabled:
-            from accel_callbacks.strategies.head_exchange import HeadExchange
-
-            heads = parallelism.sp_handler or DeepSpeedSequenceParallelConfig()
-            self._context = HeadExchange(
-                parallelism.sizes["sp"], heads, lambda: self.device_mesh["sp"]
-            )
+            self._context = sequence_parallelism(parallelism, lambda: self.device_mesh)
 
     def check(self, model: torch.nn.Module) -> None:
         """Refuse a model that cannot be wrapped, before it is changed.

@@ -51,8 +51,8 @@ def token_order(length: int, ranks: int, *, load_balance: bool = True) -> torch.
     if not load_balance:
         return positions
     pieces = positions.chunk(2 * ranks)
-    held = [piece for rank in range(ranks) for piece in (pieces[rank], pieces[-1 - rank])]
-    return torch.cat(held)
+    order = [piece for rank in range(ranks) for piece in (pieces[rank], pieces[-1 - rank])]
+    return torch.cat(order)
 
 
 @contextmanager
@@ -130,10 +130,10 @@ class ContextParallel:
         """Return whether each rank has its own part of a tensor for now."""
         return any(tensor is buffer for buffer, _ in self._whole)
 
-    def _leave(self, whole: list[tuple[torch.Tensor, torch.Tensor]], kept: set[int]) -> None:
+    def _leave(self, whole: list[tuple[torch.Tensor, torch.Tensor]], unrestored: set[int]) -> None:
         self._whole, self.active = [], False
         for buffer, data in whole:
-            if id(buffer) not in kept:
+            if id(buffer) not in unrestored:
                 buffer.data = data
                 # A backward that comes only now must not take it for what the forward saw.
                 torch.autograd.graph.increment_version(buffer)

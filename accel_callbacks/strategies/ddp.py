@@ -69,7 +69,7 @@ def _squared(hook: _Hook) -> _Hook:
     def send(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         flat = bucket.buffer()
         future = hook(state, _Square(bucket))
-        return future.then(lambda done: done.value().flatten()[: len(flat)])
+        return future.then(lambda reduced: reduced.value().flatten()[: len(flat)])
 
     return send
 
@@ -184,12 +184,12 @@ class DDP(Strategy):
 
     def _refuse_other_ranks(self) -> None:
         """Raise if the script has replaced the process group by one of other ranks, or by none."""
-        now = collectives.rank(), collectives.world_size()
-        if now != (self.topology.rank, self.topology.world_size):
+        rank, world_size = collectives.rank(), collectives.world_size()
+        if (rank, world_size) != (self.topology.rank, self.topology.world_size):
             raise RuntimeError(
                 f"this Accelerator was made on rank {self.topology.rank} of "
-                f"{self.topology.world_size}, and the process is rank {now[0]} of {now[1]} now: "
-                "make a new Accelerator on all processes."
+                f"{self.topology.world_size}, and the process is rank {rank} of {world_size} "
+                "now: make a new Accelerator on all processes."
             )
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:

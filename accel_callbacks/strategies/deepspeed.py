@@ -146,9 +146,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._agreement.take_unused(self.engine)
         outer = self.engine.optimizer
         outer.zero_grad()
-        for held in (outer.averaged_gradients, getattr(outer, "all_grad_tensors", {})):
-            for key in held:
-                held[key] = None
+        for tensors in (outer.averaged_gradients, getattr(outer, "all_grad_tensors", {})):
+            for key in tensors:
+                tensors[key] = None
         if hasattr(outer, "fp32_partitioned_groups_flat"):
             outer.averaged_gradients = {}
         elif hasattr(outer, "_release_preflattened_grad_buffers"):
@@ -883,8 +883,8 @@ _joined: ReferenceType[Any] | None = None
 def _forget_destroyed_groups() -> None:
     """Let DeepSpeed make its groups anew, if the process group is another one than before."""
     global _joined
-    now = dist.group.WORLD
-    if _joined is not None and _joined() is not now:
+    world = dist.group.WORLD
+    if _joined is not None and _joined() is not world:
         from deepspeed.utils import groups
 
         release = getattr(groups, "_release_process_group_references", None)
@@ -894,7 +894,7 @@ def _forget_destroyed_groups() -> None:
                 "to 0.19 or newer, or start a new process for each Accelerator."
             )
         release()
-    _joined = ref(now)
+    _joined = ref(world)
 
 
 def _pairs(

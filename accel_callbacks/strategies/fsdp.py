@@ -114,7 +114,6 @@ class FSDP(Sharding):
             parallelism = _default_parallelism(topology, self.options)
         super().__init__(topology, handlers, parallelism)
         self._policy: Any = None
-        self._plain: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
         # By sharded model: units that stay gathered after a forward; FSDP's groups; parameters that
         # are whole. The first two refer to the model, and must not keep it.
         self._lingering: WeakKeyDictionary[torch.nn.Module, list[ref[Any]]] = WeakKeyDictionary()
@@ -333,7 +332,7 @@ class FSDP(Sharding):
             single: list[Any] = [unit.modules[0] for unit in units if len(unit.modules) == 1]
             for following, module in pairwise(single):  # units are in reverse order of the model
                 module.set_modules_to_forward_prefetch([following])
-        _tell_precision(model, policy, upcast)
+        _note_precision(model, policy, upcast)
 
     def _place_whole(self, model: torch.nn.Module, whole: Sequence[torch.nn.Parameter]) -> None:
         """Move the parameters that are not sharded to the device."""
@@ -368,8 +367,8 @@ class FSDP(Sharding):
                 if not cut:
                     tensor.data = tensor.data.float()
                 else:  # of which ``.data`` is the local part alone
-                    fresh = torch.nn.Parameter(tensor.detach().float())
-                    torch.utils.swap_tensors(tensor, fresh)  # type: ignore[no-untyped-call]
+                    master = torch.nn.Parameter(tensor.detach().float())
+                    torch.utils.swap_tensors(tensor, master)  # type: ignore[no-untyped-call]
             if cut:
                 continue
             if not tensor.is_contiguous():
@@ -471,12 +470,6 @@ class FSDP(Sharding):
         """Collective: bring the gradients of an open window into ``parameter.grad``."""
         reduce_held(self._models)
 
-    # --- states -------------------------------------------------------------------------------
-
-    def loads_in_place(self, model: torch.nn.Module) -> bool:
-        """Return whether the model was plain before it was sharded."""
-        return self._plain.get(model, is_plain(model))
-
 
 def _default_parallelism(
     topology: Topology, options: FullyShardedDataParallelPlugin
@@ -544,7 +537,7 @@ def _policy(option: Any, precision: str, autocast: AutocastKwargs) -> Any:
     )
 
 
-def _tell_precision(model: torch.nn.Module, policy: Any, upcast: int) -> None:
+def _note_precision(model: torch.nn.Module, policy: Any, upcast: int) -> None:
     if policy.param_dtype is None:
         return
     name = class_of(model).__name__

@@ -98,8 +98,8 @@ def has_whole_gradient(parameter: Any) -> bool:
     Args:
         parameter: one of the ``fsdp_params`` of a group.
     """
-    held = parameter.unsharded_accumulated_grad
-    return held is not None or _unsharded_gradient(parameter) is not None
+    accumulated = parameter.unsharded_accumulated_grad
+    return accumulated is not None or _unsharded_gradient(parameter) is not None
 
 
 def _unsharded_gradient(parameter: Any) -> torch.Tensor | None:

@@ -10,13 +10,30 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.parallelism_handlers import (
     DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig,
 )
 from accel_callbacks.strategies.context_parallel import ContextParallel
 
-__all__ = ["HeadExchange"]
+__all__ = ["HeadExchange", "sequence_parallelism"]
+
+
+def sequence_parallelism(
+    parallelism: ParallelismConfig, mesh: Callable[[], Any]
+) -> ContextParallel:
+    """Return the way in which the ranks of a run share sequences.
+
+    Args:
+        parallelism: arranges the ranks, with an axis of context or of sequence parallelism.
+        mesh: returns the mesh of all ranks, with its axes named.
+    """
+    if parallelism.cp_enabled:
+        options = parallelism.cp_handler or TorchContextParallelConfig()
+        return ContextParallel(parallelism.sizes["cp"], options, lambda: mesh()["cp"])
+    heads = parallelism.sp_handler or DeepSpeedSequenceParallelConfig()
+    return HeadExchange(parallelism.sizes["sp"], heads, lambda: mesh()["sp"])
 
 
 class HeadExchange(ContextParallel):

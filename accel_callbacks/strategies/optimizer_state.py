@@ -80,9 +80,9 @@ def _check_groups(saved: Sequence[Sequence[str]], current: Sequence[Sequence[str
             f"the optimizer has {len(current)} parameter groups and the checkpoint's {len(saved)}: "
             "add the groups before loading."
         )
-    for number, (before, now) in enumerate(zip(saved, current, strict=True)):
-        for name in sorted(set(before) ^ set(now)):
-            place, other = ("checkpoint", now) if name in before else ("optimizer", before)
+    for number, (before, after) in enumerate(zip(saved, current, strict=True)):
+        for name in sorted(set(before) ^ set(after)):
+            place, other = ("checkpoint", after) if name in before else ("optimizer", before)
             raise ResumeError(
                 f"{name!r} is only in the {place}'s parameter group {number}.{nearest(name, other)}"
             )

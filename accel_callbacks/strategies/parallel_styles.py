@@ -35,17 +35,17 @@ def local_parameters(module: torch.nn.Module, localize: Any) -> None:
         module: with DTensors as parameters.
         localize: called with the name of a parameter and the DTensor; returns the plain tensor.
     """
-    held: dict[str, Any] = {}
+    sharded: dict[str, Any] = {}
 
     def use_local(module: torch.nn.Module, inputs: Any) -> None:
-        held.update(module._parameters)
-        for name, parameter in held.items():
+        sharded.update(module._parameters)
+        for name, parameter in sharded.items():
             if parameter is not None:
                 module._parameters[name] = localize(name, parameter)
 
     def put_back(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        module._parameters.update(held)
-        held.clear()
+        module._parameters.update(sharded)
+        sharded.clear()
 
     module.register_forward_pre_hook(use_local)
     module.register_forward_hook(put_back, always_call=True)
@@ -211,7 +211,7 @@ def cut_parameter(
     if dim is not None:
         value = _part(value, dim, parts, mesh.get_local_rank(), mesh.size()).contiguous()
         placement = Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
-    fresh = DTensor.from_local(
+    dtensor = DTensor.from_local(
         value if value.is_meta else value.to(mesh.device_type),
         mesh,
         [placement],
@@ -219,7 +219,7 @@ def cut_parameter(
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-    module._parameters[name] = torch.nn.Parameter(fresh, parameter.requires_grad)
+    module._parameters[name] = torch.nn.Parameter(dtensor, parameter.requires_grad)
 
 
 def _cut(module: torch.nn.Module, mesh: Any, dim: int, parts: int) -> None:

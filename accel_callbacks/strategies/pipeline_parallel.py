@@ -374,9 +374,9 @@ class PipelineParallel(Sharding):
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if an optimizer holds no parameter of a pipeline, and no gradient."""
-        held = set(map(id, parameters_of([optimizer])))
+        optimizer_ids = set(map(id, parameters_of([optimizer])))
         known = {id(p) for model in self._models for p in model.parameters()}
-        if not held & known:
+        if not optimizer_ids & known:
             super().check_step(optimizer)
 
     def clip_grad_norm_(
@@ -600,9 +600,9 @@ class PipelineParallel(Sharding):
         named = super().optimizer_state_dict(optimizer, names)
         known = self._owners_by_name(names)
         local_state = {name: entry for name, entry in named["state"].items() if name in known}
-        everywhere: dict[str, Any] = {}
+        all_outlines: dict[str, Any] = {}
         for outlines in self._from_stages(_pytree.tree_map(_Outline.of, local_state)):
-            everywhere.update(outlines)
+            all_outlines.update(outlines)
         state: dict[str, Any] = {}
         for name in [n for group in named["param_groups"] for n in group["params"]]:
             if name in local_state:
@@ -614,14 +614,14 @@ class PipelineParallel(Sharding):
                     ),
                     local_state[name],
                 )
-            elif name in everywhere:
+            elif name in all_outlines:
                 state[name] = _pytree.tree_map(
                     lambda value, owner=known[name]: (
                         self._placed(owner, None, value.shape, value.dtype)
                         if isinstance(value, _Outline)
                         else value
                     ),
-                    everywhere[name],
+                    all_outlines[name],
                 )
             elif name in named["state"]:
                 state[name] = named["state"][name]

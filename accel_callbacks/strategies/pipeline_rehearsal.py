@@ -331,10 +331,10 @@ class _Run:
         finally:
             self._origins.enabled = True
 
-    def _check_constant(self, leaf: Any, what: str) -> None:
+    def _check_constant(self, leaf: Any, source: str) -> None:
         if not isinstance(leaf, _CONSTANTS):
             raise ValueError(
-                f"{self._plan.name}: {what} a {type(leaf).__name__}, and only tensors and "
+                f"{self._plan.name}: {source} a {type(leaf).__name__}, and only tensors and "
                 "constants go from stage to stage: leave it out (a cache, by use_cache=False)."
             )
 

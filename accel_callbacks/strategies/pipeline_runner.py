@@ -721,7 +721,7 @@ def _averaged(gradient: torch.Tensor, parameter: Any) -> torch.Tensor:
     return shard
 
 
-def _pieces(tree: Any, count: int, rows: int, what: str = "an input has") -> list[Any]:
+def _pieces(tree: Any, count: int, rows: int, subject: str = "an input has") -> list[Any]:
     """Return the micro-batches of a tree: tensors with a row for each of the batch are cut."""
     leaves, structure = _pytree.tree_flatten(tree)
 
@@ -730,10 +730,10 @@ def _pieces(tree: Any, count: int, rows: int, what: str = "an input has") -> lis
             return [leaf] * count
         if leaf.shape[0] == rows:
             return leaf.chunk(count)
-        if leaf.shape[0] == 1 and not what.startswith("the target"):
+        if leaf.shape[0] == 1 and not subject.startswith("the target"):
             return [leaf] * count
         raise ValueError(
-            f"{what} {leaf.shape[0]} rows, and the inputs have {rows}: both are cut into "
+            f"{subject} {leaf.shape[0]} rows, and the inputs have {rows}: both are cut into "
             "micro-batches."
         )
 

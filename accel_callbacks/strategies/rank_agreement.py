@@ -84,16 +84,16 @@ class RankAgreement:
         self._rounds += 1
         rank = collectives.rank()
         count = collectives.world_size() if self._ranks is None else len(self._ranks)
-        mine = json.dumps([rank, event, [self._phase, self._last]])
+        report = json.dumps([rank, event, [self._phase, self._last]])
 
         def arrive(store: Any) -> Any:
             if store.add(f"{keys}/came", 1) == 1:  # a file has no compare_set
-                store.set(f"{keys}/first", mine)
+                store.set(f"{keys}/first", report)
             first = json.loads(store.get(f"{keys}/first"))
             if tuple(first[1]) != event:
                 store.set(f"{keys}/go", json.dumps([rank, event]))
                 return first[0], tuple(first[1])
-            if first[2] != json.loads(mine)[2]:
+            if first[2] != json.loads(report)[2]:
                 store.add(f"{keys}/apart", 1)
             if store.add(f"{keys}/count", 1) == count:
                 store.set(f"{keys}/go", json.dumps(store.add(f"{keys}/apart", 0)))

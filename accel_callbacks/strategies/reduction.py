@@ -18,6 +18,7 @@ from accel_callbacks.distributed.heartbeat import current_heartbeat
 from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.modeling.original_class import class_of
 from accel_callbacks.strategies.rank_agreement import unused_advice
+from accel_callbacks.terminal_text import listed
 
 __all__ = ["Reductions", "explain_unfinished"]
 
@@ -111,9 +112,8 @@ def _missing(model: DistributedDataParallel, error: RuntimeError) -> list[str]:
 
 
 def _unfinished(model: DistributedDataParallel, missing: Sequence[str]) -> str:
-    shown = ", ".join(map(repr, missing[:_SHOWN]))
-    more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+    names = listed(map(repr, missing), _SHOWN)
     return (
-        f"{shown}{more} of {class_of(model.module).__name__} got no gradient in the last backward "
+        f"{names} of {class_of(model.module).__name__} got no gradient in the last backward "
         f"of rank {collectives.rank()}{unused_advice('DistributedDataParallel')}"
     )

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from accel_callbacks import collectives
 from accel_callbacks.gradients import local_part
+from accel_callbacks.terminal_text import listed
 from accel_callbacks.warning import warn
 
 __all__ = ["ReplicaAgreement"]
@@ -94,10 +95,9 @@ class ReplicaAgreement:
         ]
         if wrong:
             self._gradients = 0
-            shown = ", ".join(map(repr, wrong[:_SHOWN]))
-            more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+            names = listed(map(repr, wrong), _SHOWN)
             warn(
-                f"{shown}{more}: parameters that are whole on each rank of tensor parallelism have "
+                f"{names}: parameters that are whole on each rank of tensor parallelism have "
                 "different gradients there, and would drift apart. They see activations that are "
                 'cut: give their modules the style "replicated_with_grad_allreduce", or '
                 '"sequence_parallel" if it is the sequence that is cut. Random numbers that differ '
@@ -111,10 +111,10 @@ class ReplicaAgreement:
     def _all(self, values: Sequence[float]) -> list[list[float]]:
         """Return the values of all ranks."""
         local_values = torch.tensor(values, dtype=torch.float64, device=self._device)
-        every = [torch.empty_like(local_values) for _ in range(self._mesh.size())]
+        gathered = [torch.empty_like(local_values) for _ in range(self._mesh.size())]
         if values:
-            dist.all_gather(every, local_values, group=self._mesh.get_group())
-        return [row.tolist() for row in every]
+            dist.all_gather(gathered, local_values, group=self._mesh.get_group())
+        return [row.tolist() for row in gathered]
 
     @property
     def _device(self) -> torch.device:

@@ -18,6 +18,7 @@ from accel_callbacks.gradients import clip_norm, clip_value, parameters_of
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.strategies.base import SetUp, Strategy
+from accel_callbacks.strategies.checks import is_plain
 from accel_callbacks.strategies.full_parameters import full_parameters
 from accel_callbacks.strategies.replica_agreement import ReplicaAgreement
 from accel_callbacks.warning import warn
@@ -51,6 +52,8 @@ class Sharding(Strategy):
         # In order, which must be that of all ranks, as those of a set are not.
         self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, None] = WeakKeyDictionary()
         self._agreement: ReplicaAgreement | None = None
+        #: Whether each model had a plain state before its parameters were replaced.
+        self._plain: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
 
     #: What to do to train without shards.
     _plainer = "train with DistributedDataParallel (leave the fsdp_plugin out)"
@@ -127,12 +130,12 @@ class Sharding(Strategy):
         if self.topology.world_size > 1:
             for optimizer in optimizers:
                 self._refuse_optimizer(optimizer, _OF_ALL_PARAMETERS)
-        done = super().setup(models, optimizers, schedulers)
+        replaced = super().setup(models, optimizers, schedulers)
         self._optimizers.update(dict.fromkeys(optimizers))
         # Those of earlier calls too: their model may have come only now.
         for optimizer in list(self._optimizers) if models else optimizers:
             self._bind(optimizer)
-        return done
+        return replaced
 
     def _bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace parameters by their shards, in place, wherever an optimizer has them."""
@@ -213,6 +216,10 @@ class Sharding(Strategy):
                 f"{self._plainer}."
             )
 
+    def loads_in_place(self, model: torch.nn.Module) -> bool:
+        """Return whether the model was plain before its parameters were replaced."""
+        return self._plain.get(model, is_plain(model))
+
     def full_parameters(
         self, module: torch.nn.Module, *, writeback: bool = False
     ) -> AbstractContextManager[None]:
@@ -234,8 +241,8 @@ def _fit_kernels(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Non
     mixed = len(kinds) == 2
     if group.get("fused") and (mixed or (True in kinds and not isinstance(optimizer, _FUSED))):
         name = type(optimizer).__name__
-        what = "sharded parameters beside whole ones" if mixed else "sharded parameters"
-        warn(f"{name}(fused=True): torch has no such kernel for {what}; it steps one by one.")
+        subject = "sharded parameters beside whole ones" if mixed else "sharded parameters"
+        warn(f"{name}(fused=True): torch has no such kernel for {subject}; it steps one by one.")
         group["fused"], group["foreach"] = False, False
         # By this GradScaler would leave the scale to the kernel.
         if hasattr(optimizer, "_step_supports_amp_scaling"):

@@ -6,18 +6,15 @@ import inspect
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks.distributed.topology import Topology
 from accel_callbacks.gradients import local_part
 from accel_callbacks.modeling.compile import await_collectives
 from accel_callbacks.modeling.empty_weights import init_empty_weights
 from accel_callbacks.modeling.from_pretrained import weights_on_rank_0
 from accel_callbacks.modeling.initial_weights import InitialWeights, whole_parameters_freed
-from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.strategies.checks import is_of_transformers, is_plain, refuse_spread
 from accel_callbacks.strategies.cut_dropout import CutDropout, draws_random_numbers
@@ -71,15 +68,6 @@ class TensorParallel(Sharding):
 
     name = "tensor_parallel"
 
-    def __init__(
-        self,
-        topology: Topology,
-        handlers: Handlers | None = None,
-        parallelism: ParallelismConfig | None = None,
-    ) -> None:
-        super().__init__(topology, handlers, parallelism)
-        self._plain: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
-
     @property
     def _models(self) -> list[torch.nn.Module]:
         return list(self._plain)
@@ -130,10 +118,6 @@ class TensorParallel(Sharding):
     def loss_parallel(self) -> AbstractContextManager[None]:
         """Return torch's ``loss_parallel()``."""
         return loss_parallel()
-
-    def loads_in_place(self, model: torch.nn.Module) -> bool:
-        """Return whether the model was plain before it was cut."""
-        return self._plain.get(model, is_plain(model))
 
 
 def required_plan(

@@ -250,8 +250,8 @@ def is_cut_after(style: Any) -> bool | None:
     )
     if layouts is None:
         return None
-    each = layouts if isinstance(layouts, (tuple, list)) else (layouts,)
-    return any(layout is not None and layout.is_shard() for layout in each)
+    outputs = layouts if isinstance(layouts, (tuple, list)) else (layouts,)
+    return any(layout is not None and layout.is_shard() for layout in outputs)
 
 
 def check_pairs(chosen: Iterable[tuple[str, torch.nn.Module, Any]]) -> None:
@@ -431,10 +431,10 @@ def check_heads(
         attention = model.get_submodule(parent)
         heads = _heads(attention, module, style, of_keys=last in _OF_KEYS)
         if heads is not None and heads % ranks:
-            what = ("head" if heads == 1 else "heads") + " of keys and values" * (last in _OF_KEYS)
+            nouns = ("head" if heads == 1 else "heads") + " of keys and values" * (last in _OF_KEYS)
             raise ValueError(
                 f"{parent or type(model).__name__!r} ({type(attention).__name__}) has {heads} "
-                f"{what}, which tp_size={ranks} does not divide, so that {name!r} would be cut "
+                f"{nouns}, which tp_size={ranks} does not divide, so that {name!r} would be cut "
                 "inside of a head: choose a tp_size that does, or leave the layers of the "
                 "attention out of the plan."
             )

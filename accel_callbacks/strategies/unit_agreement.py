@@ -119,7 +119,7 @@ class UnitAgreement(RankAgreement):
     def _left_alone(self, event: Event) -> RuntimeError:
         rank, known = collectives.rank(), self._next.get((self._phase, self._last))
         if known is None:
-            what = ", and not all ranks did"
+            context = ", and not all ranks did"
         elif event[0] == "gradients" and known[:2] == event[:2]:
             name, has_one = self._difference(event, known)
             now, before = ("a gradient", "none") if has_one else ("no gradient", "one")
@@ -128,8 +128,8 @@ class UnitAgreement(RankAgreement):
                 f"so on all ranks{_SAME_PARAMETERS}"
             )
         else:
-            what = f", where {self._describe(known)} came before, and not all ranks did"
-        return RuntimeError(f"rank {rank} came to {self._describe(event)}{what}{_SAME_UNITS}")
+            context = f", where {self._describe(known)} came before, and not all ranks did"
+        return RuntimeError(f"rank {rank} came to {self._describe(event)}{context}{_SAME_UNITS}")
 
     def _conflict(self, sides: Sequence[tuple[int, Event]]) -> RuntimeError:
         (rank, event), (other, other_event) = sides
@@ -179,15 +179,16 @@ class _Reduced:
 
 
 def _fill(group: Any, present: Sequence[bool]) -> None:
-    """Add zeros for missing gradients, where the gradients are that are there."""
-    held = any(parameter.unsharded_accumulated_grad is not None for parameter in group.fsdp_params)
-    for parameter, is_present in zip(group.fsdp_params, present, strict=True):
+    """Add zeros for missing gradients, in the attribute that holds those of the others."""
+    parameters = group.fsdp_params
+    accumulates = any(parameter.unsharded_accumulated_grad is not None for parameter in parameters)
+    for parameter, is_present in zip(parameters, present, strict=True):
         if is_present or not parameter.sharded_param.requires_grad:
             continue
         if not hasattr(parameter, "_unsharded_param"):
             continue
         whole = parameter._unsharded_param
-        if held:
+        if accumulates:
             parameter.unsharded_accumulated_grad = torch.zeros_like(
                 whole, dtype=parameter.reduce_dtype or whole.dtype
             )

@@ -92,7 +92,7 @@ class XLA(Strategy):
                 "over them, so batch_size is that of all devices together"
             )
         self._stepping: WeakSet[torch.optim.Optimizer] = WeakSet()
-        self._told_shapes = False
+        self._warned_shapes = False
 
     def _refuse_options(self, fsdp: FullyShardedDataParallelPlugin | None) -> None:
         for field in fields(fsdp) if fsdp is not None else ():
@@ -181,7 +181,7 @@ class XLA(Strategy):
             batch_shapes: list[tuple[int, ...]] = []
             map_tensors(moved, partial(self._cut, batch_shapes))
             if batch_shapes not in shapes:
-                self._tell_shapes(shapes, batch_shapes)
+                self._warn_of_shapes(shapes, batch_shapes)
                 shapes.append(batch_shapes)
             yield moved, delivery
         self._xla.sync()
@@ -194,13 +194,13 @@ class XLA(Strategy):
             self._spmd.mark_sharding(tensor, self._mesh, spec)
         return tensor
 
-    def _tell_shapes(self, before: Sequence[Any], now: Sequence[Any]) -> None:
-        if not before or self._told_shapes:
+    def _warn_of_shapes(self, shapes: Sequence[Any], batch_shapes: Sequence[Any]) -> None:
+        if not shapes or self._warned_shapes:
             return
-        self._told_shapes = True
+        self._warned_shapes = True
         warn(
-            f"a batch has tensors of the shapes {now}, one before had {before[-1]}: XLA compiles "
-            "the step again for each shape, which takes long. Use drop_last=True in the "
+            f"a batch has tensors of the shapes {batch_shapes}, one before had {shapes[-1]}: XLA "
+            "compiles the step again for each shape, which takes long. Use drop_last=True in the "
             "DataLoader, and pad samples to one length."
         )
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from accel_callbacks import collectives
 from accel_callbacks.strategies.rank_agreement import END, Event, RankAgreement, unused_advice
 from accel_callbacks.strategies.zero_state import is_zero
+from accel_callbacks.terminal_text import listed
 
 __all__ = ["ZeroAgreement"]
 
@@ -151,9 +152,10 @@ class ZeroAgreement(RankAgreement):
         kind, *numbers = event
         if event == END or not numbers:
             return "the end of backward"
-        more = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
-        what = f"{self._names[numbers[0]]!r}{more}"
-        return f"the gather of {what} in {kind}" if kind in _GATHERS else f"the gradients of {what}"
+        names = listed((repr(self._names[number]) for number in numbers), 1)
+        return (
+            f"the gather of {names} in {kind}" if kind in _GATHERS else f"the gradients of {names}"
+        )
 
 
 class _Reduction:

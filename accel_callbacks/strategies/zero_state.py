@@ -243,13 +243,13 @@ class RowsOfModel(torch.nn.Module):
             missing: names of these.
         """
         missing = set(missing)
-        read = {
+        read_ids = {
             id(parameter)
             for name, parameter in self.named_parameters(remove_duplicate=False)
             if name not in missing
         }
         load_parameters(
-            {parameter: rows for parameter, rows in self.rows.items() if id(rows) in read}
+            {parameter: rows for parameter, rows in self.rows.items() if id(rows) in read_ids}
         )
 
 
@@ -407,17 +407,17 @@ def kept_by_step(engine: Any, parameters: Sequence[torch.nn.Parameter]) -> Itera
         return
     optimizer = engine.optimizer
     wanted = set(map(id, parameters))
-    kept = []
+    saved = []
     for flat, group in _flat_groups(optimizer):
         for parameter in group:
             place = _place(optimizer, parameter) if id(parameter) in wanted else None
             if place is not None and sum(place) <= flat.numel():  # else it is on NVMe
                 pieces = _pieces(optimizer, flat, *place)
-                kept.append((flat, place, {key: piece.clone() for key, piece in pieces.items()}))
+                saved.append((flat, place, {key: piece.clone() for key, piece in pieces.items()}))
 
     @torch.no_grad()
     def restore(*_: Any) -> None:
-        for flat, place, before in kept:
+        for flat, place, before in saved:
             for key, piece in _pieces(optimizer, flat, *place).items():
                 piece.copy_(before[key]) if key in before else piece.zero_()
 
@@ -452,17 +452,16 @@ def _pieces(optimizer: Any, flat: torch.Tensor, first: int, count: int) -> dict[
 def gradient_parts(engine: Any) -> list[torch.Tensor]:
     """Return this rank's parts of the reduced gradients, between backward and step."""
     if not is_zero(engine):
-        return [
-            parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None
-        ]
-    held = [
+        gradients = (parameter.grad for parameter in engine.module.parameters())
+        return [gradient for gradient in gradients if gradient is not None]
+    parts = [
         part
-        for parts in engine.optimizer.averaged_gradients.values()
-        for part in (parts or ())
+        for group in engine.optimizer.averaged_gradients.values()
+        for part in (group or ())
         if isinstance(part, torch.Tensor)
     ]
-    if held:
-        return held
+    if parts:
+        return parts
     # Offloaded ones are where the optimizer steps.
     flats = (flat for flat, _ in _flat_groups(engine.optimizer))
     return [flat.grad for flat in flats if flat.grad is not None]
