@@ -233,8 +233,9 @@ class PartialState(ProcessControl):
             dist.destroy_process_group(group)
 
     def __repr__(self) -> str:
-        here = self.topology
-        return f"{type(self).__name__}(rank={here.rank}/{here.world_size}, device={here.device})"
+        topology = self.topology
+        rank = f"{topology.rank}/{topology.world_size}"
+        return f"{type(self).__name__}(rank={rank}, device={topology.device})"
 
 
 def _group_options(keywords: dict[str, Any], owner: type[Any]) -> InitProcessGroupKwargs:

@@ -168,10 +168,10 @@ def _chosen(model: torch.nn.Module, blocks: Blocks | None) -> Iterator[tuple[str
     if callable(blocks):
         picks = blocks
     else:
-        wanted = [blocks] if isinstance(blocks, str) else list(blocks)
-        names = {name for name in wanted if isinstance(name, str)}
-        classes = tuple(kind for kind in wanted if isinstance(kind, type))
-        modules = {id(module) for module in wanted if isinstance(module, torch.nn.Module)}
+        selection = [blocks] if isinstance(blocks, str) else list(blocks)
+        names = {name for name in selection if isinstance(name, str)}
+        classes = tuple(kind for kind in selection if isinstance(kind, type))
+        modules = {id(module) for module in selection if isinstance(module, torch.nn.Module)}
         absent = names - {name for module in model.modules() for name in _class_names(module)}
         if absent:
             known = sorted({type(module).__name__ for module in model.modules()})

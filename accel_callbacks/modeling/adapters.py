@@ -77,7 +77,7 @@ def _tensors(
 
 
 def _named_after(state: Mapping[str, Any], adapter: str) -> dict[str, Any]:
-    """Return the tensors with the name of the adapter in theirs, without it, as peft names them."""
+    """Return the tensors of an adapter, by their names without the adapter's, as in peft."""
     tensors = {}
     for key, tensor in state.items():
         parts = key.split(".")
@@ -105,5 +105,5 @@ def _config_text(model: torch.nn.Module, config: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON has in place of a set, or of another object."""
+    """Return the JSON form of a set, or of another object."""
     return sorted(value, key=str) if isinstance(value, (set, frozenset)) else str(value)

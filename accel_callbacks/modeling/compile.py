@@ -26,7 +26,7 @@ _MARK = "_compiled_by_prepare"
 
 
 def original(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside of what ``torch.compile(model)`` returned, else the model itself."""
+    """Return the module that ``torch.compile`` has wrapped, else the model itself."""
     # Recognized by the name of its child: an isinstance check would import dynamo.
     inner = model._modules.get("_orig_mod")
     return model if inner is None else inner
@@ -106,7 +106,7 @@ def _entry(module: torch.nn.Module, codes: dict[type, CodeType]) -> Callable[...
 
 
 def await_collectives(model: torch.nn.Module) -> None:
-    """Let compiled modules wait for collectives whose results they are given.
+    """Make compiled modules wait for the collectives of their inputs.
 
     torch 2.13 computes no gradient of an ``AsyncCollectiveTensor`` that goes through a hook of
     FSDP2 into compiled code, and says nothing: a cut embedding got zeros. Nor does it compile one

@@ -45,7 +45,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 def init_on_device(
     device: torch.device | str | int, include_buffers: bool | None = None
 ) -> Iterator[None]:
-    """Context manager: the parameters of modules built in it are on a device.
+    """Context manager: build modules with their parameters on a device.
 
     Args:
         device: where they are.
@@ -65,10 +65,10 @@ def init_on_device(
         with place:
             yield
         return
-    here, moved = threading.get_ident(), WeakIdKeyDictionary()
+    thread, moved = threading.get_ident(), WeakIdKeyDictionary()
 
     def move(module: torch.nn.Module, name: str, parameter: Any) -> Any:
-        if parameter is None or parameter.device == place or threading.get_ident() != here:
+        if parameter is None or parameter.device == place or threading.get_ident() != thread:
             return None
         if isinstance(parameter, UninitializedParameter):  # it has no shape yet
             return None

@@ -57,7 +57,7 @@ def weights_on_rank_0(rank: int) -> Iterator[None]:
 
 
 class ShardedByZero:
-    """Lets ``from_pretrained`` and ``from_config`` of transformers build models sharded (ZeRO-3).
+    """Make ``from_pretrained`` and ``from_config`` of transformers build models sharded (ZeRO-3).
 
     transformers keeps a weak reference to it, so it has an effect as long as its owner lives, and
     until another object takes its place.
@@ -72,7 +72,7 @@ class ShardedByZero:
         self._config = config
 
     def is_zero3(self) -> bool:
-        """Return whether models are to be built sharded."""
+        """Return whether models are built sharded."""
         return self._enabled()
 
     @property
@@ -81,14 +81,14 @@ class ShardedByZero:
         return self._config()
 
     def announce(self) -> None:
-        """Tell transformers, if it is installed."""
+        """Register with transformers, if it is installed."""
         if importlib.util.find_spec("transformers") is not None:
             transformers = importlib.import_module("transformers.integrations.deepspeed")
             transformers.set_hf_deepspeed_config(self)
 
 
 def pretrained_files(model: torch.nn.Module) -> dict[str, str]:
-    """Return the configuration of a transformers model by file name, as JSON; of others nothing.
+    """Return the configuration of a transformers model by file name, as JSON; {} for others.
 
     Args:
         model: as the user built it. The wrapper of a PEFT model has other names of weights than
@@ -106,7 +106,7 @@ def pretrained_files(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _with_names(names: Iterable[str]) -> Iterator[tuple[Any, str, Any]]:
-    """Yield each module of transformers that has one of the names, with what it has."""
+    """Yield each module of transformers that has one of the names, with name and function."""
     for path, module in list(sys.modules.items()):
         if path.partition(".")[0] == "transformers":
             for name in names:

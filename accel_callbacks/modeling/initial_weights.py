@@ -88,9 +88,9 @@ def whole_parameters_freed(*modules: torch.nn.Module) -> Iterator[None]:
     """
     before = [parameter for module in modules for parameter in module.parameters()]
     yield
-    kept = {id(parameter) for module in modules for parameter in module.parameters()}
+    remaining = {id(parameter) for module in modules for parameter in module.parameters()}
     for parameter in before:
-        if id(parameter) not in kept and not parameter.is_meta:
+        if id(parameter) not in remaining and not parameter.is_meta:
             parameter.data = parameter.data.new_empty(0)
 
 

@@ -199,9 +199,9 @@ def _load(
     missing, unexpected = checkpoint_io.load_model(
         model, checkpoint, strict=strict, dtype=dtype_of, device=device, mapped=mapped
     )
-    for what, names in (("did not have", missing), ("has unused", unexpected)):
+    for problem, names in (("did not have", missing), ("has unused", unexpected)):
         if names:
-            warn(f"{os.fspath(checkpoint)} {what} {listed(names)}")
+            warn(f"{os.fspath(checkpoint)} {problem} {listed(names)}")
     _initialize_missing(model, checkpoint, missing)
     return missing
 
@@ -217,7 +217,7 @@ def _load_rows(model: torch.nn.Module, checkpoint: str | os.PathLike[str], stric
 def _initialize_missing(
     model: torch.nn.Module, checkpoint: str | os.PathLike[str], missing: Sequence[str]
 ) -> None:
-    """Initialize what the checkpoint did not have, of a model that was built without weights."""
+    """Initialize the weights that the checkpoint lacks, of a model built without weights."""
     guard = absent_weights(model)
     if guard is None:
         return

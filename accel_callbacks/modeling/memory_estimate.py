@@ -170,14 +170,14 @@ def _layers(model: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
 def _quantised(model: torch.nn.Module) -> dict[int, int]:
     """Return the weights that are quantized, by id, with their number of rows."""
     output = getattr(model, "get_output_embeddings", lambda: None)()
-    kept = {id(p) for m in model.modules() if _is_embedding(m) for p in m.parameters()}
+    embedded = {id(p) for m in model.modules() if _is_embedding(m) for p in m.parameters()}
     return {
         id(module.weight): module.weight.shape[0]
         for module in model.modules()
         if type(module).__name__ in _LINEAR
         and isinstance(module.weight, torch.Tensor)
         and module is not output
-        and id(module.weight) not in kept
+        and id(module.weight) not in embedded
     }
 
 

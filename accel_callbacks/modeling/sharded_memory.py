@@ -173,7 +173,7 @@ def _memory(
         sum(shard_elements(shapes[id(parameter)], shards) for parameter in trained)
         * _BYTES[masters]
     )
-    kept = sum(
+    frozen_bytes = sum(
         shard_elements(shapes[id(parameter)], shards)
         * (parameter.element_size() if masters != dtype else _size(parameter, dtype))
         for parameter in frozen
@@ -182,7 +182,7 @@ def _memory(
     return ShardedMemory(
         dtype,
         masters,
-        weights=states + kept + buffers + copies,
+        weights=states + frozen_bytes + buffers + copies,
         gradients=states + copies,
         optimizer=2 * states + _COUNTER * len(trained),
         largest_unit=largest * _BYTES[dtype] if shards > 1 else 0,

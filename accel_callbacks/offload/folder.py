@@ -59,7 +59,7 @@ def offload_weight(
     offload_folder: Folder,
     index: dict[str, Any] | None = None,
 ) -> dict[str, Any] | None:
-    """Write one tensor into an offload folder, in one step.
+    """Write one tensor into an offload folder, atomically.
 
     Args:
         weight: a dense tensor with values, on any device.
@@ -150,7 +150,7 @@ def load_offloaded_weight(weight_file: Folder, weight_info: Entry) -> torch.Tens
 
 @contextmanager
 def _as_corrupt() -> Iterator[None]:
-    """Context manager: weights that cannot be read raise what a damaged checkpoint raises."""
+    """Context manager: raise the error of a damaged checkpoint for weights that cannot be read."""
     try:
         yield
     except WeightReadError as error:
@@ -180,7 +180,7 @@ def _check_content(tensor: torch.Tensor, entry: Entry, path: str) -> None:
 
 
 class StoredIndex:
-    """Where the weights of an index are; each is looked up when it is first asked for.
+    """The places of the weights of an index, each looked up at its first use.
 
     Args:
         index: name to ``{"dtype", "shape"}`` of ``<folder>/<name>.dat``, or to
@@ -199,7 +199,7 @@ class StoredIndex:
         self._weights = StoredWeights(self._tensors, self._identities)
 
     def located(self, names: Iterable[str]) -> StoredWeights:
-        """Return the weights that have been looked up, these among them.
+        """Look these weights up; return all that have been looked up.
 
         Raises:
             WeightReadError: a file is missing, or not as the index describes it.
@@ -253,7 +253,7 @@ def stored_in_index(index: Index | None, folder: Folder | None) -> StoredWeights
 
 
 def _raw(path: str, entry: Entry) -> tuple[StoredTensor, FileIdentity]:
-    """Return a tensor in a file of its own, of which the size is checked."""
+    """Return the tensor of a file, after checking the size of the file."""
     dtype = getattr(torch, str(entry.get("dtype")).removeprefix("torch."), None)
     shape = entry.get("shape")
     is_shape = isinstance(shape, (list, tuple)) and all(
@@ -299,7 +299,7 @@ def _header(path: str) -> Mapping[str, StoredTensor]:
 
 
 def save_offload_index(index: Mapping[str, Any] | None, offload_folder: Folder) -> None:
-    """Add entries to the index of an offload folder, in one step.
+    """Add entries to the index of an offload folder, atomically.
 
     Args:
         index: entries by name, from :func:`offload_weight`; nothing is written without any.
@@ -419,7 +419,7 @@ def load_offloaded_weights(
 def extract_submodules_state_dict(
     state_dict: Mapping[str, torch.Tensor], submodule_names: Sequence[str]
 ) -> dict[str, torch.Tensor]:
-    """Return the entries of some modules, and of tensors that are named themselves.
+    """Return the entries of some modules, and of tensors by name.
 
     Args:
         state_dict: tensors by name.
@@ -437,7 +437,7 @@ def extract_submodules_state_dict(
 
 
 def _paths(name: str) -> Iterator[str]:
-    """Yield a name and the modules that it is in."""
+    """Yield a name and the names of the modules that contain it."""
     yield ""
     yield name
     while "." in name:
@@ -475,7 +475,7 @@ class PrefixedDataset(Mapping[str, Any]):
         return sum(1 for _ in self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PrefixedDataset:
-        """Copy what is in memory under the prefix alone; files are shared."""
+        """Copy the tensors in memory under the prefix; share the files."""
         copied = getattr(self.dataset, "copied", None)
         if copied is not None:
             return PrefixedDataset(copied(self.prefix, memo), self.prefix)
@@ -483,13 +483,13 @@ class PrefixedDataset(Mapping[str, Any]):
         return PrefixedDataset(deepcopy(tensors, memo), self.prefix)
 
     def fetch(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return several tensors, with one request where the map has one for it."""
+        """Return several tensors, in one request if the map supports it."""
         names = [f"{self.prefix}{name}" for name in names]
         fetch = getattr(self.dataset, "fetch", None)
         return list(fetch(names)) if fetch is not None else [self.dataset[name] for name in names]
 
     def mapped(self, name: str) -> torch.Tensor:
-        """Return a tensor; one in a file without reading it before it is used."""
+        """Return a tensor; one in a file is read at its first use."""
         read = getattr(self.dataset, "mapped", self.dataset.__getitem__)
         tensor: torch.Tensor = read(f"{self.prefix}{name}")
         return tensor
@@ -521,7 +521,7 @@ class PrefixedDataset(Mapping[str, Any]):
             check(f"{self.prefix}{name}", tensor)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Keep other values, in memory."""
+        """Replace values, in memory."""
         put = getattr(self.dataset, "put", None)
         if put is not None:
             put(f"{self.prefix}{name}", tensor)
@@ -588,7 +588,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self._note_folder()
 
     def _note_folder(self) -> None:
-        """Note the files of a folder without checksums, as Accelerate writes it."""
+        """Record the identities of files without checksums, as Accelerate writes them."""
         if self.save_folder is None:
             return
         for name, entry in self.index.items():
@@ -614,7 +614,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         return self.fetch([key])[0]
 
     def copied(self, prefix: str, memo: dict[int, Any]) -> OffloadedWeightsLoader:
-        """Return a loader of the same files with copies of what is in memory under a prefix."""
+        """Return a loader of the same files, with copies of tensors in memory under a prefix."""
         new = type(self).__new__(type(self))
         vars(new).update(vars(self), _verified=set(self._verified))
         for attribute, tensors in (("state_dict", self.state_dict), ("_changed", self._changed)):
@@ -634,7 +634,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         return self.held(name) is None
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Keep other values, in memory; files are not written."""
+        """Replace values, in memory; files are not written."""
         held = self.held(name)
         if held is not None and held.shape == tensor.shape and held.dtype == tensor.dtype:
             with torch.no_grad():
@@ -671,7 +671,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         return tensor if self.device is None else tensor.to(as_device(self.device))
 
     def mapped(self, name: str) -> torch.Tensor:
-        """Return a tensor; one in a file is mapped, and read where it is used.
+        """Return a tensor; one in a file is mapped, and read at its first use.
 
         Writing into it does not change the file.
         """
@@ -702,7 +702,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
 
 def _same_values(stored: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Return whether values are the same, in the dtype of the one or of the other."""
+    """Return whether values are equal, in the dtype of either."""
     host = tensor.detach().to("cpu")
     return _digest(stored.to(host.dtype)) == _digest(host) or (
         _digest(host.to(stored.dtype)) == _digest(stored.to("cpu"))

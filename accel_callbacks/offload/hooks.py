@@ -1,4 +1,4 @@
-"""Hooks around a module's forward, under Accelerate's names: weights that come for it and go.
+"""Hooks around a module's forward, under Accelerate's names: weights fetched for it and released.
 
 A hook replaces ``module.forward``, with its signature; ``module._hf_hook`` is the hook, and
 ``module._old_forward`` the forward before. Hooks can be pickled and copied with their module.
@@ -104,15 +104,15 @@ class ModelHook:
         return output
 
     def forward_failed(self, module: Any) -> None:
-        """Clean up after a forward that raised; ``post_forward`` is not called then."""
+        """Clean up after a forward that raised, which skips ``post_forward``."""
 
     def detach_hook(self, module: Any) -> Any:
-        """Return the module as it was before; called when the hook is removed."""
+        """Return the module, restored; called when the hook is removed."""
         return module
 
 
 class SequentialHook(ModelHook):
-    """Several hooks as one; each method calls theirs in order.
+    """A sequence of hooks; each method calls theirs in order.
 
     Args:
         hooks: the hooks.
@@ -132,13 +132,13 @@ class SequentialHook(ModelHook):
         return any(hook.no_grad for hook in self.hooks)
 
     def init_hook(self, module: Any) -> Any:
-        """Attach all."""
+        """Initialize all hooks."""
         for hook in self.hooks:
             module = hook.init_hook(module)
         return module
 
     def pre_forward(self, module: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Pass the arguments through all; those that have run clean up if one raises."""
+        """Pass the arguments through all hooks; if one raises, clean up those that have run."""
         done = 0
         try:
             for hook in self.hooks:
@@ -151,7 +151,7 @@ class SequentialHook(ModelHook):
         return args, kwargs
 
     def post_forward(self, module: Any, output: Any) -> Any:
-        """Pass the output through all."""
+        """Pass the output through all hooks."""
         for hook in self.hooks:
             output = hook.post_forward(module, output)
         return output
@@ -162,7 +162,7 @@ class SequentialHook(ModelHook):
             hook.forward_failed(module)
 
     def detach_hook(self, module: Any) -> Any:
-        """Detach all."""
+        """Detach all hooks."""
         for hook in self.hooks:
             module = hook.detach_hook(module)
         return module
@@ -185,7 +185,7 @@ def _hooked_forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def add_hook_to_module(module: _Module, hook: Any, append: bool = False) -> _Module:
-    """Attach a hook to a module: its ``forward`` calls it from now on, with the same signature.
+    """Attach a hook to a module, whose ``forward`` calls it and keeps its signature.
 
     Args:
         module: changed in place.
@@ -224,7 +224,7 @@ def add_hook_to_module(module: _Module, hook: Any, append: bool = False) -> _Mod
 
 
 def _around(module: torch.nn.Module, forward: Any) -> Any:
-    """Return the forward with the hook, with name, docstring and signature of the one before."""
+    """Wrap a forward with the hook; keep its name, docstring and signature."""
     return functools.update_wrapper(functools.partial(_hooked_forward, module), forward)
 
 
@@ -239,7 +239,7 @@ def _set_forward(module: torch.nn.Module, forward: Any) -> None:
 
 
 def remove_hook_from_module(module: _Module, recurse: bool = False) -> _Module:
-    """Remove the hook of a module, and put its own ``forward`` back; without one, do nothing.
+    """Remove the hook of a module, and restore its ``forward``; without one, do nothing.
 
     Args:
         module: changed in place.
@@ -292,7 +292,7 @@ def remove_hook_from_submodules(module: torch.nn.Module) -> None:
 
 
 class AlignDevicesHook(ModelHook):
-    """Bring inputs and weights of a module to one device, and offload the weights after it ran.
+    """Move inputs and weights of a module to one device, and offload the weights after its forward.
 
     While they are offloaded, the module holds placeholders: a computation that uses one raises
     AbsentWeightError with its name. All are fetched together, and go after a forward that raises,
@@ -381,7 +381,7 @@ class AlignDevicesHook(ModelHook):
         return self.execution_device is not None and str(self.execution_device) == "meta"
 
     def init_hook(self, module: Any) -> Any:
-        """Place the tensors, or put placeholders in their slots."""
+        """Move the tensors, or replace them by placeholders."""
         if self._is_meta:
             self.tied_params_map = None
         if self.offload:
@@ -399,7 +399,7 @@ class AlignDevicesHook(ModelHook):
         return tensors
 
     def _place(self, module: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Move tensors to the execution device; on "meta", plain ones that only have shapes."""
+        """Move tensors to the execution device; on "meta", replace them by meta tensors."""
         assert self.execution_device is not None
         for name in tensors:
             if self._is_meta:
@@ -448,7 +448,7 @@ class AlignDevicesHook(ModelHook):
         return [layer for layer in among if type(layer).__name__ == "Linear8bitLt"]
 
     def _weights(self) -> PrefixedDataset:
-        """Return the map of weights as one that reads several together."""
+        """Return the map of weights as one that reads several at once."""
         if isinstance(self.weights_map, PrefixedDataset):
             return self.weights_map
         return PrefixedDataset({} if self.weights_map is None else self.weights_map, "")
@@ -467,7 +467,7 @@ class AlignDevicesHook(ModelHook):
         )
 
     def post_forward(self, module: Any, output: Any) -> Any:
-        """Drop the fetched weights, and send the output to the device of the input."""
+        """Release the fetched weights, and send the output to the device of the input."""
         if self.offload:
             self._drop(module)
         if self.io_same_device and self.input_device is not None:
@@ -475,7 +475,7 @@ class AlignDevicesHook(ModelHook):
         return output
 
     def forward_failed(self, module: Any) -> None:
-        """Drop the fetched weights."""
+        """Release the fetched weights."""
         if self.offload:
             self._drop(module)
 
@@ -490,7 +490,7 @@ class AlignDevicesHook(ModelHook):
             raise
 
     def _bring(self, module: Any) -> None:
-        """Put values in the slots that hold our placeholders; what others have put there stays."""
+        """Fill the slots that hold our placeholders; leave tensors that others have put there."""
         slots = {name: Slot.of(module, name) for name in self._away}
         wanted = [name for name, absent in self._away.items() if slots[name].get() is absent]
         device = as_device("cpu" if self.execution_device is None else self.execution_device)
@@ -501,7 +501,7 @@ class AlignDevicesHook(ModelHook):
     def _made(
         self, name: str, absent: torch.Tensor, value: torch.Tensor, device: torch.device
     ) -> torch.Tensor:
-        """Return the tensor for a slot: the stored one itself where it serves, else a copy."""
+        """Return the tensor for a slot: the stored one where device and dtype fit, else a copy."""
         copies: MutableMapping[Any, torch.Tensor] | None = None
         pointer = 0
         if self.tied_params_map is not None:
@@ -547,7 +547,7 @@ class AlignDevicesHook(ModelHook):
 
     @outside_graphs
     def _drop(self, module: Any, of_all: bool = False) -> None:
-        """Put the placeholders back, and store what was changed in place."""
+        """Restore the placeholders, and store tensors that were changed in place."""
         if not self._lent.end(of_all):
             return
         weights = self._weights()
@@ -567,7 +567,7 @@ class AlignDevicesHook(ModelHook):
     def fill(
         self, module: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any
     ) -> None:
-        """Put values in the place of placeholders in a state dict; a hook of torch's calls it."""
+        """Replace placeholders in a state dict by values; a state dict hook of torch."""
         for name, absent in self._away.items():
             is_away = isinstance(state_dict.get(prefix + name), AbsentWeight)
             if is_away and Slot.of(module, name).get() is absent:

@@ -263,6 +263,7 @@ def balance(sizes: Sequence[int], capacities: Sequence[int], low_first: bool) ->
     if low_first and len(capacities) > 1:  # the fewest items for the first device
         start = 1
         begin = bisect_left(range(count), True, key=lambda first: reached(total, first, 1) == count)
+    # All items fit from some limit on, so bisection finds the least.
     limit = bisect_left(range(total), True, key=lambda most: reached(most, begin, start) == count)
     placement = [0] * begin
     for device in range(start, len(capacities)):

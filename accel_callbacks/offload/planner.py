@@ -413,6 +413,7 @@ def groups_of(units: Sequence[Unit]) -> list[list[int]]:
     """Return the groups of unit numbers that share a parameter, directly or transitively."""
     leader = list(range(len(units)))
 
+    # Union-find with path halving; the smallest number leads a group.
     def find(number: int) -> int:
         while leader[number] != number:
             leader[number] = leader[leader[number]]

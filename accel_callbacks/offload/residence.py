@@ -232,11 +232,12 @@ class Offload:
             )
 
     def enter(self, index: int, unit: FetchUnit) -> torch.Tensor | None:
-        """Put a unit into its slots; return its memory in the window.
+        """Put the weights of a unit into its slots; return its memory in the window.
 
         Raises:
             WeightReadError: it cannot be read.
         """
+        # Before the lock is taken: a read may be slow, and other units go on meanwhile.
         memory = self.window.acquire(index) if self._contents[index].weights else None
         try:
             self.check_files(index)
@@ -289,7 +290,7 @@ class Offload:
             self._filler.check(index)
 
     def forget(self, index: int) -> None:
-        """Read a unit again for its next use."""
+        """Discard the memory of a unit, which is read again for its next use."""
         if self._contents[index].weights:
             self.window.discard(index)
 
@@ -455,8 +456,8 @@ class _Use:
     """The units in their modules' slots during one call.
 
     Args:
-        offload: where they come from.
-        units: what is needed.
+        offload: the weights of the model.
+        units: the units to fetch, by index.
         summed: compare sums of the bytes too, since changes of ``weight.data`` count no version.
     """
 
@@ -502,7 +503,7 @@ class _Use:
         return changed
 
     def end(self, failed: bool = False) -> None:
-        """Put back the placeholders.
+        """Restore the placeholders.
 
         Args:
             failed: the call has raised, and nothing else is raised.

@@ -238,7 +238,7 @@ def get_max_layer_size(
 
 
 def get_module_leaves(module_sizes: Iterable[str]) -> list[str]:
-    """Return the names that are no parents of others, but for the model itself.
+    """Return the names that are no parents of others, except for the model itself.
 
     Example:
         >>> from accel_callbacks.utils import get_module_leaves
@@ -334,7 +334,7 @@ def get_non_persistent_buffers(
 
 
 def check_tied_parameters_in_config(model: torch.nn.Module) -> bool:
-    """Return whether a model of transformers is one with tied weights, by its config and methods.
+    """Return whether a model of transformers has tied weights, by its config and methods.
 
     Example:
         >>> import torch

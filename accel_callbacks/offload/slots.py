@@ -1,4 +1,4 @@
-"""Places of tensors in modules, and tensors that are in them for the time of a call."""
+"""Slots of tensors in modules, and tensors that are lent to them during a call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Lent", "Loan", "Slot"]
 
 
 class Slot(NamedTuple):
-    """Where a module has a tensor.
+    """The place of a tensor in a module.
 
     Args:
         module: the module.
@@ -44,25 +44,25 @@ class Slot(NamedTuple):
         )
 
     def get(self) -> torch.Tensor | None:
-        """Return what is there."""
+        """Return the tensor in the slot, None if it is empty."""
         slots = self.module._parameters if self.is_parameter else self.module._buffers
         return slots.get(self.key)
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Put a tensor there, a placeholder or a weight."""
+        """Put a tensor into the slot, a placeholder or a weight."""
         # Not by setattr, which costs ten times as much and refuses what is no Parameter.
         slots = self.module._parameters if self.is_parameter else self.module._buffers
         slots[self.key] = tensor  # type: ignore[assignment]
 
     def replace(self, tensor: torch.Tensor | None, other: torch.Tensor) -> None:
-        """Put another tensor there if it holds this one."""
+        """Put another tensor into the slot if it holds this one."""
         slots = self.module._parameters if self.is_parameter else self.module._buffers
         if slots.get(self.key) is tensor:
             slots[self.key] = other  # type: ignore[assignment]
 
 
 class Loan(NamedTuple):
-    """A tensor that is in slots in place of another one, and how it was when it came there.
+    """A tensor that is lent to slots in place of another, with its state when it was lent.
 
     Args:
         name: of the tensor.
@@ -92,7 +92,7 @@ class Loan(NamedTuple):
 
 
 class Lent:
-    """Tensors that are in slots for the time of a call, in place of those that stay there.
+    """Tensors that are lent to slots during a call, in place of their own.
 
     Calls may be nested: the tensors are put back when the last one ends.
 
@@ -126,7 +126,7 @@ class Lent:
     def put(
         self, name: str, slots: Sequence[Slot], tensor: torch.Tensor, instead_of: torch.Tensor
     ) -> None:
-        """Put a tensor into slots that hold another one; not where somebody has put a third one.
+        """Put a tensor into slots that hold another one; skip slots with a third one.
 
         Args:
             name: of the tensor.
@@ -146,11 +146,11 @@ class Lent:
             slot.replace(instead_of, tensor)
 
     def give(self, name: str) -> None:
-        """Let a tensor stay where it is."""
+        """Leave a tensor in its slots."""
         del self._loans[name]
 
     def take(self) -> list[Loan]:
-        """Put back what was there, but where somebody has put another tensor meanwhile.
+        """Restore the original tensors, except in slots that have another tensor now.
 
         Returns:
             The loans of tensors that were written in place.

@@ -1,4 +1,4 @@
-"""Weights in local files: where each tensor's bytes are, and reads that fill memory with them."""
+"""Weights in local files: the place of each tensor's bytes, and reads into memory."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class StoredTensor(NamedTuple):
 
 
 class FileIdentity(NamedTuple):
-    """What tells one version of a file from another.
+    """The identity of a version of a file.
 
     Args:
         size: in bytes.
@@ -113,7 +113,7 @@ class FileIdentity(NamedTuple):
         return cls(status.st_size, status.st_mtime_ns, head)
 
     def is_of(self, status: os.stat_result) -> bool:
-        """Return whether a file is this version, by what its status tells."""
+        """Return whether a file is this version, by its status."""
         if status.st_size != self.size or status.st_mtime_ns != self.modified:
             return False
         return not self.inode or status.st_ino == self.inode
@@ -168,7 +168,7 @@ class StoredWeights:
         )
 
     def at(self, name: str) -> Stored:
-        """Return where one of them is."""
+        """Return the place of a weight."""
         tensor = self.tensors[name]
         return Stored(tensor, self.identities[tensor.path])
 
@@ -222,12 +222,12 @@ class StoredWeights:
         return cls(tensors).identified()
 
     def identified(self) -> StoredWeights:
-        """Return the same with the identities of all files as they are now."""
+        """Return a copy with the current identities of all files."""
         paths = sorted({tensor.path for tensor in self.tensors.values()})
         return StoredWeights(self.tensors, {path: FileIdentity.of(path) for path in paths})
 
     def read(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return tensors in memory of their own; files are opened once, and read in their order."""
+        """Return copies of tensors; each file is opened once, and read in its order."""
         tensors: dict[str, torch.Tensor] = {}
         reader = Reader(self)
         try:
@@ -268,7 +268,7 @@ class StoredWeights:
         return part.view(stored.dtype).view(stored.shape)
 
     def open(self, path: str, flags: int = 0) -> OpenFile:
-        """Open one of the files; raise WeightReadError if it is another than at first."""
+        """Open one of the files; raise WeightReadError if it was replaced."""
         return OpenFile(path, self.identities.get(path), flags)
 
     def check_unwritten(self, path: str, inode: tuple[int, int] | None) -> None:
@@ -287,26 +287,26 @@ class StoredWeights:
                 raise _has_changed(path, was, status)
 
     def tensor_at(self, path: str, position: int) -> str:
-        """Return which tensor has this byte, with its file, for errors."""
+        """Return the tensor that has this byte, with its file, for errors."""
         for name, stored in self.tensors.items():
             if stored.path == path and 0 <= position - stored.begin < max(stored.nbytes, 1):
                 return f"{name} in {path}"
         return path
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the mapped files."""
+        """Drop the mapped files."""
         return {**self.__dict__, "_maps": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _maps=weakref.WeakValueDictionary())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StoredWeights:
-        """Return the same: it does not change."""
+        """Return the object itself, which is immutable."""
         return self
 
 
 def _map(descriptor: int) -> mmap.mmap:
-    """Map a whole file; what is written to the memory does not reach it."""
+    """Map a whole file, copy-on-write."""
     if sys.platform != "linux":
         return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
     # Without a reserve, which Linux refuses for files that are larger than memory and swap.
@@ -316,7 +316,7 @@ def _map(descriptor: int) -> mmap.mmap:
 
 
 class OpenFile:
-    """A file that is open for reading, and is the one that it was.
+    """A file that is open for reading, with a check that it was not replaced.
 
     Args:
         path: the file.
@@ -372,7 +372,7 @@ def _has_changed(path: str, was: FileIdentity, status: os.stat_result) -> Weight
 
 
 class _Piece(NamedTuple):
-    """Bytes of a file that go to consecutive places in memory."""
+    """Bytes of a file that are read into consecutive memory."""
 
     path: str
     begin: int
@@ -402,7 +402,7 @@ class _Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Reads:
-    """How to fill one buffer with some tensors.
+    """The plan of reads that fill one buffer with tensors.
 
     Args:
         nbytes: of the buffer.
@@ -424,7 +424,7 @@ class Reads:
 
 
 def plan_reads(tensors: Mapping[str, StoredTensor], direct: bool, *, mapped: bool = False) -> Reads:
-    """Return how to fill a buffer with tensors, each at a multiple of 64 bytes.
+    """Return the plan to fill a buffer with tensors, each at a multiple of 64 bytes.
 
     Args:
         tensors: what is wanted.
@@ -460,7 +460,7 @@ def plan_reads(tensors: Mapping[str, StoredTensor], direct: bool, *, mapped: boo
 def _plan_buffered(
     ordered: Sequence[StoredTensor],
 ) -> tuple[int, dict[StoredTensor, int], list[_Piece]]:
-    """Read each tensor to its place; neighbours in a file with one call."""
+    """Plan reads of each tensor to its place; neighbours in a file share one call."""
     places: dict[StoredTensor, int] = {}
     pieces: list[_Piece] = []
     position = 0
@@ -489,7 +489,7 @@ def _plan_buffered(
 def _plan_mapped(
     ordered: Sequence[StoredTensor],
 ) -> tuple[int, dict[StoredTensor, int], list[_Pages]]:
-    """Put the pages of each run of tensors one after the other."""
+    """Plan mappings: the pages of each run of tensors one after the other."""
     page = file_pages.PAGE
     places: dict[StoredTensor, int] = {}
     pages: list[_Pages] = []
@@ -525,7 +525,7 @@ def _runs(ordered: Sequence[StoredTensor], most: int) -> list[list[StoredTensor]
 def _plan_direct(
     ordered: Sequence[StoredTensor],
 ) -> tuple[int, dict[StoredTensor, int], list[_Piece], list[_Move]]:
-    """Read whole pages, and move tensors that are not aligned in their file."""
+    """Plan direct reads of whole pages, and moves of tensors that are unaligned in their file."""
     places: dict[StoredTensor, int] = {}
     pieces: list[_Piece] = []
     moves: list[_Move] = []
@@ -559,12 +559,12 @@ def _plan_direct(
 
 
 def aligned_up(value: int, step: int = _ALIGNMENT) -> int:
-    """Round up to a multiple of a step, by default as kernels need it to give the same bits."""
+    """Round up to a multiple of a step, by default the alignment for bitwise equal kernels."""
     return -(-value // step) * step
 
 
 class Reader:
-    """Fills buffers from files, which stay open in between.
+    """Fill buffers from files, which stay open in between.
 
     Args:
         weights: the files, with what they were.
@@ -613,7 +613,7 @@ class Reader:
         return total
 
     def read(self, stored: StoredTensor, memory: torch.Tensor) -> None:
-        """Read one tensor into memory of its size; a large one in pieces, two at a time."""
+        """Read one tensor into memory of its size; split a large one into parallel reads."""
         nbytes = memory.numel()
         if nbytes > _PIECE:
             self.fill(plan_reads({"": stored}, direct=False), memory)
@@ -682,7 +682,7 @@ class Reader:
 
     @contextmanager
     def _use(self, path: str, direct: bool) -> Iterator[OpenFile]:
-        """Keep a file open, which the other thread closes for want of descriptors otherwise."""
+        """Pin an open file, which another thread may close for lack of descriptors."""
         with self._lock:
             file = self._open(path, direct)
             self._in_use.append(file)
@@ -716,7 +716,7 @@ class Reader:
         return file
 
     def _check_head(self, path: str) -> None:
-        """Raise WeightReadError if a file has another header, whatever its size and time are."""
+        """Raise WeightReadError if the header of a file has changed, whatever its size and time."""
         was = self._weights.identities.get(path)
         if was is None or not was.head:
             return
@@ -730,7 +730,7 @@ class Reader:
         return self._retried(lambda: self._weights.open(path, flags))
 
     def _retried(self, open_it: Callable[[], _Opened]) -> _Opened:
-        """Open a file; where there are no descriptors left, close one that is kept open."""
+        """Open a file; without descriptors left, close one that is not in use."""
         while True:
             try:
                 return open_it()
@@ -756,7 +756,7 @@ class Reader:
 
 
 def _in_order(read: Callable[[_Piece], int], pieces: Sequence[_Piece]) -> Iterator[int]:
-    """Yield the result of each read, in order, with some at a time on threads."""
+    """Yield the result of each read, in order, from parallel threads."""
     if len(pieces) < 2:
         yield from map(read, pieces)
         return
@@ -795,7 +795,7 @@ def _in_order(read: Callable[[_Piece], int], pieces: Sequence[_Piece]) -> Iterat
 
 
 def _move(moves: deque[_Move], base: int, end: int) -> None:
-    """Move towards the front what has been read up to that place in memory."""
+    """Move the bytes read so far towards the front of memory."""
     while moves and moves[0].source < end:
         move = moves.popleft()
         nbytes = min(move.nbytes, end - move.source)
@@ -806,7 +806,7 @@ def _move(moves: deque[_Move], base: int, end: int) -> None:
 
 
 def _after(targets: Sequence[memoryview[int]], count: int) -> Iterator[memoryview[int]]:
-    """Yield what is left of the targets after that many bytes."""
+    """Yield the rest of the targets after so many bytes."""
     for target in targets:
         if count >= len(target):
             count -= len(target)
@@ -816,7 +816,7 @@ def _after(targets: Sequence[memoryview[int]], count: int) -> Iterator[memoryvie
 
 
 def _readv(descriptor: int, targets: Sequence[memoryview[int]], offset: int) -> int:
-    """Read into several places; return the number of bytes."""
+    """Read into several buffers; return the number of bytes."""
     if hasattr(os, "preadv"):
         return os.preadv(descriptor, targets, offset)
     os.lseek(descriptor, offset, os.SEEK_SET)

@@ -1,4 +1,4 @@
-"""Single tensors of a module: put on a device, aligned with it, tied, collected in a state dict."""
+"""Move single tensors of a module, align and tie them, collect them in a state dict."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def is_absent(tensor: Any) -> bool:
 def stand_in(
     tensor: torch.Tensor, name: str, place: str, device: torch.device | None = None
 ) -> torch.Tensor:
-    """Return the placeholder of a tensor, which knows what kind of parameter it stands for.
+    """Return the placeholder of a tensor, which records the class of its parameter.
 
     Tensors that are one object get one placeholder, so that tied parameters stay tied.
 
@@ -102,7 +102,7 @@ def stand_in(
 
 
 def new_like(old: torch.Tensor, value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a value on a device as what it replaces: a parameter of its class, or a buffer.
+    """Return a value on a device as a parameter of the replaced one's class, or as a buffer.
 
     A value that is a parameter of a class of its own, such as a quantized one, moves by its own
     ``to``. What is there already is not copied.
@@ -165,7 +165,7 @@ def set_module_tensor_to_device(
     non_blocking: bool = False,
     clear_cache: bool = False,
 ) -> None:
-    """Put a parameter or buffer of a module on a device, with other values if they are given.
+    """Move a parameter or buffer of a module to a device, with new values if given.
 
     On ``"meta"`` it becomes a placeholder: a computation with it raises AbsentWeightError.
 
@@ -272,7 +272,7 @@ def _checked(
 
 
 def retie_parameters(model: torch.nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Make the parameters of each group one again, the first of them that has values.
+    """Tie the parameters of each group again, to the first of them that has values.
 
     Args:
         model: the model.
@@ -333,7 +333,7 @@ def has_offloaded_params(module: torch.nn.Module) -> bool:
 def align_module_device(
     module: torch.nn.Module, execution_device: Device | None = None
 ) -> Iterator[None]:
-    """Context manager: a module's own parameters are on a device.
+    """Context manager: move a module's own parameters to a device.
 
     Offloaded ones are fetched, and written back if they were changed in place. Others move, and
     come back as the parameters that they were, with their changes.
@@ -373,7 +373,7 @@ def align_module_device(
 
 @contextmanager
 def _moved(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Put copies on a device in place of parameters; take their changes over at the end."""
+    """Replace parameters by copies on a device; copy changes back at the end."""
     lent = Lent()
     slots: dict[str, Any] = module._parameters
     try:

@@ -1,4 +1,4 @@
-"""The units of a dispatched model: what is fetched together, and the modules that ask for it."""
+"""The units of a dispatched model: weights fetched together, and the modules that need them."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _own(module: torch.nn.Module) -> Iterator[tuple[str, Slot, torch.Tensor]]:
 
 
 def place_of(name: str, device_map: Mapping[str, _Place]) -> _Place | None:
-    """Return where a device map puts a tensor: by the longest of its prefixes."""
+    """Return the place of a tensor in a device map, by its longest prefix."""
     prefix = name
     while prefix and prefix not in device_map:
         prefix = prefix.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""What others look for in a dispatched module, as ``module._hf_hook``."""
+"""Views of a dispatched module as ``module._hf_hook``, which other libraries read."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class OffloadWeights(Mapping[str, torch.Tensor]):
 
     @property
     def state_dict(self) -> Mapping[str, torch.Tensor]:
-        """Those in host memory."""
+        """The weights in host memory."""
         return self.offload.held
 
     @property
     def index(self) -> dict[str, dict[str, Any]]:
-        """Where those on disk are, as an index of Accelerate's tells it."""
+        """The places of the weights on disk, as an index of Accelerate's."""
         stored = self.offload.stored
         index: dict[str, dict[str, Any]] = {}
         keys: dict[str, Mapping[int, str]] = {}
@@ -84,7 +84,7 @@ class _Dispatched:
         self._hooks = list(offload_hooks(model))
 
     def end_unused(self) -> None:
-        """Remove the hooks that have nothing to bring, and the guards when there is none left."""
+        """Remove the hooks without weights to fetch, and the guards after the last one."""
         unused = [hook for hook in self._hooks if not any(unit.slots for _, unit in hook.units)]
         for hook in unused:
             hook.detach()
@@ -104,12 +104,12 @@ class _Served(NamedTuple):
 
     @property
     def slots(self) -> list[Slot]:
-        """Where the model has it."""
+        """The slot in the model."""
         return self.unit.slots[self.name]
 
 
 class DispatchHook(AlignDevicesHook):
-    """A view of how a dispatched module is served; the engine does the work.
+    """A view of the hooks of a dispatched module, which do the work.
 
     Its methods do what those of Accelerate's hook do: bring the module's own weights, take them
     back, and end their offloading. A weight that was changed meanwhile is held in host memory from
@@ -164,7 +164,7 @@ class DispatchHook(AlignDevicesHook):
 
     @property
     def skip_keys(self) -> Any:
-        """Keys of what is not moved."""
+        """Keys of the arguments that are not moved."""
         align = self._align()
         return sorted(align.skip_keys) if align is not None and align.skip_keys else None
 
@@ -175,7 +175,7 @@ class DispatchHook(AlignDevicesHook):
             align.skip_keys = frozenset([value] if isinstance(value, str) else value or ())
 
     def init_hook(self, module: Any) -> Any:
-        """Return the module: it is served already."""
+        """Return the module, whose hooks are attached already."""
         return module
 
     def _fetch(self, module: Any) -> None:
@@ -193,7 +193,7 @@ class DispatchHook(AlignDevicesHook):
                     self._lent.put(key, served.slots, stands.filled(value), stands)
 
     def _drop(self, module: Any, of_all: bool = False) -> None:
-        """Take the copies back; hold what was changed, and let stay what others have put there."""
+        """Take the copies back; hold changed ones, and leave tensors that others have put there."""
         if module is not self._module or not self._lent.end(of_all):
             return
         for loan in self._lent:
@@ -207,7 +207,7 @@ class DispatchHook(AlignDevicesHook):
         self.weights_map = self._own_map
 
     def _keep(self, key: str, tensor: torch.Tensor, instead_of: torch.Tensor) -> None:
-        """Let a weight be resident."""
+        """Make a weight resident."""
         served = self._served.pop(key)
         for slot in served.slots:
             slot.replace(instead_of, tensor)
@@ -241,7 +241,7 @@ def _slot(module: torch.nn.Module, key: str) -> Slot:
 
 
 def put_views(model: torch.nn.Module, device: torch.device, offload_buffers: bool = False) -> None:
-    """Give a dispatched model and its parts a hook for others to look at.
+    """Set ``_hf_hook`` on a dispatched model and its parts, for other libraries to read.
 
     Args:
         model: the model.
@@ -265,7 +265,7 @@ def put_views(model: torch.nn.Module, device: torch.device, offload_buffers: boo
 
 
 def remove_views(model: torch.nn.Module) -> None:
-    """Remove what :func:`put_views` has put, and nothing else."""
+    """Remove the views of :func:`put_views`, and nothing else."""
     for module in model.modules():
         if isinstance(vars(module).get("_hf_hook"), DispatchHook):
             del vars(module)["_hf_hook"]

@@ -147,12 +147,12 @@ class Window:
             return sum(nbytes for _, nbytes in self._escaped)
 
     def progress(self, count: int) -> None:
-        """Note that bytes have come: slow reads do not count as failed."""
+        """Record progress of a read, so that a slow one does not count as failed."""
         self._moved = time.monotonic()
         self.traffic.bytes_read += count
 
     def acquire(self, unit: int) -> torch.Tensor:
-        """Return the memory of a unit, and keep it there until it is released.
+        """Return the memory of a unit, and pin it until it is released.
 
         Raises:
             WeightReadError: it cannot be read.
@@ -163,7 +163,7 @@ class Window:
             return entry.buffer.memory
 
     def release(self, unit: int) -> None:
-        """Let go of a unit: its memory may be used for others."""
+        """Unpin a unit: its memory may be reused for others."""
         with self._changed:
             self._entries[unit].pins -= 1
 
@@ -173,9 +173,9 @@ class Window:
             return look(self._used(unit).buffer.memory)
 
     def discard(self, unit: int) -> None:
-        """Forget what the memory of a unit holds, which is read again for the next use.
+        """Discard the memory of a unit, which is read again for its next use.
 
-        A read of it that is on its way is waited for.
+        Wait for a read of it that is in progress.
         """
         with self._changed:
             entry = self._entries.get(unit)
@@ -195,7 +195,7 @@ class Window:
                     self._evict(unit)
 
     def close(self) -> None:
-        """End the thread and free all buffers that are not in use; the next use begins anew."""
+        """Stop the thread and free all buffers that are not in use; the next use restarts it."""
         with self._changed:
             self.trim()
             thread, self._thread = self._thread, None
@@ -205,7 +205,7 @@ class Window:
         self.trim()
 
     def after_fork(self) -> None:
-        """Begin anew in the child of a fork, which has the memory and no thread."""
+        """Reset in the child of a fork, which has the memory but no thread."""
         self._changed = threading.Condition(threading.RLock())
         self._thread = None
         self._orders.clear()
@@ -239,28 +239,30 @@ class Window:
         return entry
 
     def _join(self, entry: _Entry, copies: DeviceCopies) -> None:
-        """Let this thread's computations begin after the copy of a unit."""
+        """Make this thread's stream wait for the copy of a unit."""
         stream = copies.current()
         if stream not in entry.buffer.streams:
+            # Else the allocator reuses freed memory that this stream still reads.
             entry.buffer.memory.record_stream(stream)
             entry.buffer.streams[stream] = None
         if entry.copied is not None:
             copies.wait(entry.copied, stream)
 
     def _read_ahead(self) -> None:
-        before, now = self._last
+        before, current = self._last
         for _ in range(self._ahead):
-            step = -1 if before == now + 1 else 1
-            following = self._after.get((before, now), now + step)
+            step = -1 if before == current + 1 else 1
+            # The successor in the last pass, else the next unit in the direction of the last step.
+            following = self._after.get((before, current), current + step)
             if not 0 <= following < len(self._sizes):
                 following = 0 if step > 0 else -1
-            if following < 0 or following == now:
+            if following < 0 or following == current:
                 return
             if following not in self._entries:
                 if not self._sizes[following] or not self._has_room(self._sizes[following]):
                     return
                 self._order(following)
-            before, now = now, following
+            before, current = current, following
 
     def _order(self, unit: int) -> _Entry:
         """Assign a unit a buffer, and queue it for the reader thread."""
@@ -290,6 +292,7 @@ class Window:
                 continue
             held -= entry.buffer.nbytes
             free = self._evict(unit)
+            # A small unit in a far larger buffer would take the room of others.
             if free is not None and size <= free.nbytes <= 2 * size:
                 return free
         # Else it could be used in that mode, or in that transform of torch.func, only.
@@ -382,12 +385,12 @@ class Window:
 @functools.cache
 def forks() -> weakref.WeakSet[Any]:
     """Return the objects whose ``after_fork`` the child of a fork calls."""
-    known: weakref.WeakSet[Any] = weakref.WeakSet()
+    objects: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def begin_anew() -> None:
-        for owner in list(known):
+        for owner in list(objects):
             owner.after_fork()
 
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=begin_anew)
-    return known
+    return objects
