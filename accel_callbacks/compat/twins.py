@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -20,15 +20,19 @@ from accel_callbacks.compat.beside import remove_leftovers, save_beside
 from accel_callbacks.compat.helpers import get_sampler
 from accel_callbacks.compat.names import NotProvided
 from accel_callbacks.compat.stand_in import StandIn
+from accel_callbacks.config import resolve_config
 from accel_callbacks.data import config, dispatch, loader, skip
 from accel_callbacks.data.config import checked_rng_types
 from accel_callbacks.data.device import device_feed
 from accel_callbacks.data.prepare import prepare_loader
 from accel_callbacks.data.sources import Setting
-from accel_callbacks.distributed.topology import destroy_topology, is_initialized
+from accel_callbacks.distributed.topology import destroy_topology, is_initialized, own_accelerator
 from accel_callbacks.local_files import local_path
 from accel_callbacks.optimizer import AcceleratedOptimizer as _AcceleratedOptimizer
 from accel_callbacks.plugins import fsdp
+from accel_callbacks.plugins.base import KwargsHandler
+from accel_callbacks.plugins.precision import AutocastKwargs, GradScalerKwargs
+from accel_callbacks.warning import warn
 
 __all__ = [
     "AcceleratedOptimizer",
@@ -175,6 +179,14 @@ class FullyShardedDataParallelPlugin(fsdp.FullyShardedDataParallelPlugin):
         )
 
 
+def _without_fp16(handlers: Iterable[KwargsHandler]) -> list[KwargsHandler]:
+    """Return the handlers with which fp16 neither casts nor scales."""
+    by_class = {type(handler): handler for handler in handlers}
+    for kind in (AutocastKwargs, GradScalerKwargs):
+        by_class[kind] = replace(by_class.get(kind, kind()), enabled=False)  # type: ignore[type-var]
+    return list(by_class.values())
+
+
 class Accelerator(accelerator.Accelerator):
     """The Accelerator, constructed as that of Accelerate, with the numbers of its schedules.
 
@@ -209,6 +221,11 @@ class Accelerator(accelerator.Accelerator):
         if plugin is not None and not plugin.adjust_scheduler:
             # Where this library counts each micro-batch, and Accelerate each window all the same.
             options["gradient_accumulation_plugin"] = replace(plugin, adjust_scheduler=True)
+        arguments = {name: options.get(name) for name in ("mixed_precision", "cpu")}
+        resolved = resolve_config(arguments, os.environ)
+        if resolved.mixed_precision == "fp16" and (resolved.cpu or own_accelerator() is None):
+            warn("fp16 has no effect on a CPU, as with Accelerate: use bf16, which computes there.")
+            options["kwargs_handlers"] = _without_fp16(options.get("kwargs_handlers") or ())
         # Schedules are written for Accelerate's, which take a step for each process.
         splits = loaders is not None and loaders.split_batches
         options.setdefault("scheduler_steps_per_process", not splits)
@@ -222,6 +239,11 @@ class Accelerator(accelerator.Accelerator):
             # Where scripts list what there is to resume from.
             places = (".", self.project_configuration.root)
             remove_leftovers(filter(None, map(local_path, places)))
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler of fp16; ``None`` with another precision, and on a CPU."""
+        return None if self.device.type == "cpu" else super().scaler
 
     def prepare_data_loader(
         self,

@@ -92,6 +92,7 @@ class DistributedType(str, Enum):
     MULTI_CPU = "MULTI_CPU"
     MULTI_GPU = "MULTI_GPU"
     XLA = "XLA"
+    TPU = "XLA"  # its old name, an alias, which scripts compare with
     # Never returned by this version, but scripts written for Accelerate compare with them.
     MULTI_NPU = "MULTI_NPU"
     MULTI_MLU = "MULTI_MLU"

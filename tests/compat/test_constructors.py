@@ -17,6 +17,7 @@ from torch.utils.data import (
 )
 
 from accel_callbacks import (
+    AutocastKwargs,
     DataLoaderConfiguration,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
@@ -234,6 +235,26 @@ def test_states_are_those_of_the_newest_accelerator():
     with pytest.raises(RuntimeError, match="make one first"):
         states[0]()
     assert states[1]("fp16").mixed_precision == "fp16"
+
+
+def test_fp16_on_a_cpu_is_float32_as_there():
+    handlers = [AutocastKwargs(cache_enabled=False)]
+    with pytest.warns(UserWarning, match="fp16 has no effect on a CPU, as with Accelerate"):
+        accelerator = name("Accelerator")(
+            cpu=True, mixed_precision="fp16", kwargs_handlers=handlers
+        )
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    loss = model(torch.ones(1))
+    accelerator.backward(loss.sum())
+    assert (accelerator.mixed_precision, accelerator.scaler) == ("fp16", None)
+    assert loss.dtype is torch.float32
+    assert model.bias.grad == 1
+
+
+def test_the_old_name_of_xla_is_its_name():
+    kinds = name("DistributedType")
+    assert kinds.TPU is kinds.XLA
+    assert "TPU" not in [kind.name for kind in kinds]
 
 
 def test_a_model_is_unwrapped_inside_too():
