@@ -115,7 +115,12 @@ def same_on_both(folder: Path, script: Path, *words: str, processes: int = 1) ->
         code, said = run(folder, *start, str(path), *words, "--output_dir", name)
         assert code == 0, said
     outcome = ended(folder / "here")
-    assert outcome == ended(folder / "there")
+    # Two processes share a last batch here, so that means are over other groups of its samples.
+    other = {
+        key: pytest.approx(value, rel=1e-6) if processes > 1 and isinstance(value, float) else value
+        for key, value in ended(folder / "there").items()
+    }
+    assert outcome == other
     return outcome
 
 
