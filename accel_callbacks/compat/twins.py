@@ -181,10 +181,9 @@ class FullyShardedDataParallelPlugin(fsdp.FullyShardedDataParallelPlugin):
 
 def _without_fp16(handlers: Iterable[KwargsHandler]) -> list[KwargsHandler]:
     """Return the handlers with which fp16 neither casts nor scales."""
-    by_class = {type(handler): handler for handler in handlers}
-    for kind in (AutocastKwargs, GradScalerKwargs):
-        by_class[kind] = replace(by_class.get(kind, kind()), enabled=False)  # type: ignore[type-var]
-    return list(by_class.values())
+    kinds = (AutocastKwargs, GradScalerKwargs)
+    others = [handler for handler in handlers if not isinstance(handler, kinds)]
+    return [*others, AutocastKwargs(enabled=False), GradScalerKwargs(enabled=False)]
 
 
 class Accelerator(accelerator.Accelerator):
