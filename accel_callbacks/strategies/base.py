@@ -186,7 +186,7 @@ class Strategy(ABC):
 
     @property
     def keeps_gradients_apart(self) -> bool:
-        """True if the gradients of an open window are where a checkpoint cannot reach them."""
+        """True if a checkpoint cannot reach the gradients of an open window."""
         return False
 
     @property
@@ -333,7 +333,7 @@ class Strategy(ABC):
         return original(model)
 
     def free_gathered(self, model: torch.nn.Module) -> None:
-        """Free the weights of others that an evaluation of a prepared model has left here."""
+        """Free the weights of other ranks that an evaluation of a prepared model left gathered."""
         return None
 
     def cut_sequences(
@@ -555,7 +555,7 @@ class Strategy(ABC):
         self._apart.add(model)
 
     def load_model_state_dict(self, model: torch.nn.Module, state: dict[str, Any]) -> None:
-        """Load a state whose tensors are full, the same on all ranks, or sharded as here."""
+        """Load a state whose tensors are full and the same on all ranks, or sharded alike."""
         local_state = self.local_state_dict(model)
         fitting = {
             name: collectives.shard_like(value, local_state[name])

@@ -65,7 +65,7 @@ def is_on_several_devices(model: torch.nn.Module) -> bool:
 
 
 def is_dispatched(model: torch.nn.Module) -> bool:
-    """Return whether a ``device_map`` has given a model its places, so that nobody moves it."""
+    """Return whether a ``device_map`` has placed a model, which must not be moved then."""
     return is_on_several_devices(model) or any(_absent(model))
 
 

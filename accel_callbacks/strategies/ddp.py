@@ -136,7 +136,7 @@ class DDP(Strategy):
 
     @property
     def allows_unfreezing(self) -> bool:
-        """True with ``find_unused_parameters``; else gradients of frozen ones must be there."""
+        """True with ``find_unused_parameters``; without it DDP waits for each gradient."""
         return bool(self.options.find_unused_parameters)
 
     @property

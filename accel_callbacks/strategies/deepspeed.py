@@ -317,7 +317,7 @@ class DeepSpeed(Strategy):
         return bool(self.plugins.active.zero3_init_flag) and is_current(self.topology)
 
     def _init_config(self) -> dict[str, Any]:
-        """Return the configuration for a model that is to be built, and let DeepSpeed be ready."""
+        """Initialize DeepSpeed, and return the configuration of a model that is to be built."""
         self._join()
         return self._filled(self.plugins.active, None, None, None).config
 
@@ -881,7 +881,7 @@ _joined: ReferenceType[Any] | None = None
 
 
 def _forget_destroyed_groups() -> None:
-    """Let DeepSpeed make its groups anew, if the process group is another one than before."""
+    """Release the groups of DeepSpeed if the process group around them was destroyed."""
     global _joined
     world = dist.group.WORLD
     if _joined is not None and _joined() is not world:

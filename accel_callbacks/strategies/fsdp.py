@@ -202,7 +202,7 @@ class FSDP(Sharding):
         return weights_on_rank_0(self.topology.rank)
 
     def place(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Leave the model where it is: nowhere is all of it on one device; but for one rank."""
+        """Leave the model where it is, unless one rank holds all of it."""
         alone = self.topology.world_size == 1 and not _has_meta(model)
         return model.to(self.topology.device) if alone else model
 
@@ -557,7 +557,7 @@ def _note_precision(model: torch.nn.Module, policy: Any, upcast: int) -> None:
 def _checked(
     model: torch.nn.Module, name: str, buffers: SharedBuffers | None
 ) -> Callable[..., Any]:
-    """Return a method that gathers weights, and says so where the other ranks do not come."""
+    """Return a method that gathers weights, and explains a wait for ranks that do not call it."""
     method = vars(model)[name]
     label = f"{class_of(model).__name__}.{name}"
 

@@ -233,7 +233,7 @@ class PipelineParallel(Sharding):
             )
 
     def place(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Leave the model where it is: nowhere is all of it on one device."""
+        """Return the model unchanged: no device holds all of it."""
         return model
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -350,7 +350,7 @@ class PipelineParallel(Sharding):
     def _drop_others(
         self, model: torch.nn.Module, plan: StagePlan, own_stages: Collection[int]
     ) -> None:
-        """Put empty tensors in place of those of other ranks."""
+        """Replace the tensors of other ranks by empty ones."""
         empty: dict[int, torch.Tensor] = {}
         for prefix, module in model.named_modules():
             for slots in (module._parameters, module._buffers):
@@ -418,7 +418,7 @@ class PipelineParallel(Sharding):
     def full_parameters(
         self, module: torch.nn.Module, *, writeback: bool = False
     ) -> AbstractContextManager[None]:
-        """Refuse: the layers of other ranks are not here.
+        """Refuse: this rank does not have the layers of others.
 
         Raises:
             ValueError: always.
@@ -538,7 +538,7 @@ class PipelineParallel(Sharding):
 
     @torch.no_grad()
     def load_model_state_dict(self, model: torch.nn.Module, state: dict[str, Any]) -> None:
-        """Collective: load the stages of this rank from a full state, or one as here."""
+        """Collective: load the stages of this rank from a full state, or from one placed alike."""
         inner = self.unwrap(model)
         owners = self._owners[inner]
         for name, tensor in inner.state_dict().items():

@@ -1,4 +1,4 @@
-"""Compare what ranks are about to do together, wherever it is not what followed the last time."""
+"""Agreement of ranks on their next event, where it is not what followed the last time."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Reductions:
         self._models[model] = dist.group.WORLD
 
     def check(self, operation: str) -> None:
-        """Compare the gradients that are missing over the ranks, if there are some here.
+        """Compare the missing gradients over the ranks, if this rank has some.
 
         Ranks that all wait for the same ones, as between the backward passes of two losses, go on.
 

@@ -76,7 +76,7 @@ def explain_backward(error: RuntimeError) -> None:
 
 
 def explain_layers(model: torch.nn.Module) -> None:
-    """Let each layer that has sharded weights and is no unit say so where it is called by itself.
+    """Explain the error of a layer called by itself that has sharded weights and is no unit.
 
     By a forward of its own, which costs each call less than a hook does.
     """

@@ -88,7 +88,7 @@ class TensorParallel(Sharding):
         return weights_on_rank_0(self.topology.rank)
 
     def place(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Leave the model where it is: nowhere is all of it on one device."""
+        """Return the model unchanged: no device holds all of it."""
         return model
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:

@@ -228,7 +228,7 @@ class RowsOfModel(torch.nn.Module):
                 module.register_buffer(attribute, tensor)
 
     def _module(self, path: str) -> torch.nn.Module:
-        """Return the module at a path, made if it is not there."""
+        """Return the module at a path, created if it is missing."""
         module: torch.nn.Module = self
         for name in path.split(".") if path else ():
             if name not in module._modules:
