@@ -191,7 +191,13 @@ def _memory(
 
 
 def shard_elements(shape: Sequence[int], shards: int) -> int:
-    """Return the elements of the first rank's shard: FSDP2 cuts the first dimension in chunks."""
+    """Return the elements of the first rank's shard: FSDP2 cuts the first dimension in chunks.
+
+    Example:
+        >>> from accel_callbacks.modeling.sharded_memory import shard_elements
+        >>> shard_elements((7, 3), 2)
+        12
+    """
     if not shape:
         return 1
     return -(-shape[0] // shards) * math.prod(shape[1:])
