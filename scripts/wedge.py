@@ -19,6 +19,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 JOBS = {
     "Trainer": ["wedge_trainer.py"],
+    "SFTTrainer": ["wedge_trainer.py", "sft"],
     "loop": ["wedge_loop.py", "seedable"],
     "loop, default order": ["wedge_loop.py"],
 }

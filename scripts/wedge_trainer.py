@@ -1,6 +1,7 @@
 """Train a small GPT-2 by the Trainer of transformers, resuming from its newest checkpoint.
 
-Usage: wedge_trainer.py FOLDER; nothing in it is written for a library that stands in.
+Usage: wedge_trainer.py FOLDER [sft]; ``sft`` is by TRL's SFTTrainer. Nothing in it is written for a
+library that stands in.
 """
 
 from __future__ import annotations
@@ -43,19 +44,41 @@ def samples() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
+def tuner(model: torch.nn.Module, options: dict[str, Any], callbacks: list[Any]) -> Trainer:
+    """Return an SFTTrainer on the same samples, which are tokens already."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    vocabulary = {f"word{number}": number for number in range(WORDS)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="word0"))
+    special = {"pad_token": "word0", "eos_token": "word1"}
+    rows = Dataset.from_dict({"input_ids": [row["input_ids"].tolist() for row in samples()]})
+    return SFTTrainer(
+        model, SFTConfig(**options), train_dataset=rows, callbacks=callbacks,
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=words, **special),
+    )  # fmt: skip
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     set_seed(0)
     sizes = {"n_embd": 192, "n_layer": 3, "n_head": 4, "n_positions": LENGTH}
     model = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, bos_token_id=0, eos_token_id=0, **sizes))
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    arguments = TrainingArguments(
-        output_dir=str(folder / "run"), use_cpu=True, disable_tqdm=True, report_to=[],
-        per_device_train_batch_size=4 // processes, num_train_epochs=2, learning_rate=1e-3,
-        save_strategy="steps", save_steps=2, save_total_limit=3, logging_steps=5,
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        **{"output_dir": str(folder / "run"), "use_cpu": True, "disable_tqdm": True},
+        **{"per_device_train_batch_size": 4 // processes, "num_train_epochs": 2},
+        **{"save_strategy": "steps", "save_steps": 2, "save_total_limit": 3},
+        **{"learning_rate": 1e-3, "logging_steps": 5, "report_to": []},
+    }
     callbacks = [Progress(folder / "progress")]
-    trainer = Trainer(model, arguments, train_dataset=samples(), callbacks=callbacks)
+    if sys.argv[2:] == ["sft"]:
+        trainer = tuner(model, options, callbacks)
+    else:
+        arguments = TrainingArguments(**options)
+        trainer = Trainer(model, arguments, train_dataset=samples(), callbacks=callbacks)
     newest = get_last_checkpoint(folder / "run") if (folder / "run").exists() else None
     trainer.train(resume_from_checkpoint=newest)
     if trainer.is_world_process_zero():
