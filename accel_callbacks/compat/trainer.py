@@ -65,9 +65,7 @@ def amend_training_args(module: ModuleType) -> None:
         plain(arguments)
         mirror = mirror_of(arguments.output_dir) if arguments.output_dir else None
         if mirror is not None:
-            is_there = os.path.isdir(arguments.output_dir)
-            newest = newest_whole(arguments.output_dir) if is_there else None
-            mirror.fetch(arguments.output_dir, step_of(newest))
+            mirror.fetch(arguments.output_dir)
 
     arguments_class.__post_init__ = __post_init__
 

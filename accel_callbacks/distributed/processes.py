@@ -21,7 +21,14 @@ from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-__all__ = ["end_workers", "end_workers_at_exit", "fate_of", "host_id", "stopped_workers"]
+__all__ = [
+    "end_workers",
+    "end_workers_at_exit",
+    "ending_of",
+    "fate_of",
+    "host_id",
+    "stopped_workers",
+]
 
 _PATIENCE = 2.0  # seconds for all workers together to end by themselves
 
@@ -53,7 +60,11 @@ def fate_of(pid: int, pidfd: int) -> str:
         status = _status_of_reaped(pidfd)
     if status is None:
         return "ended without a word: killed, crashed or in os._exit"
-    code = os.waitstatus_to_exitcode(status)
+    return ending_of(os.waitstatus_to_exitcode(status))
+
+
+def ending_of(code: int) -> str:
+    """Describe how a process ended, by its exit code, or the negative number of a signal."""
     if code >= 0:
         return f"exited with code {code}"
     try:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.checkpoint import Checkpoint, Keep
 from accel_callbacks.distributed.failures import shared_failure
-from accel_callbacks.integrations.trainer_folder import newest_whole, step_of
 from accel_callbacks.integrations.trainer_mirror import Mirror
 
 if TYPE_CHECKING:
@@ -59,9 +57,7 @@ class HostedCheckpoint(Callback):
         self._last_step = 0
         with shared_failure(f"fetching from {checkpoint.dirpath}"):
             if trainer.args.local_process_index == 0:
-                place = trainer.args.output_dir
-                newest = newest_whole(place) if os.path.isdir(place) else None
-                self._mirror.fetch(place, step_of(newest))
+                self._mirror.fetch(trainer.args.output_dir)
 
     def on_fit_start(self, run: TrainingRun, model: Any) -> None:
         """Count steps and time from here."""

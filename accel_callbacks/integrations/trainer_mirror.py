@@ -18,7 +18,7 @@ import torch
 
 from accel_callbacks.callbacks.checkpoint import Keep
 from accel_callbacks.checkpoint.project import path_in
-from accel_callbacks.integrations.trainer_folder import PREFIX, problem_of
+from accel_callbacks.integrations.trainer_folder import PREFIX, newest_whole, problem_of, step_of
 from accel_callbacks.local_files import base_name, replace, sync_file, sync_folder
 from accel_callbacks.logging import notice
 from accel_callbacks.warning import warn
@@ -160,19 +160,19 @@ class Mirror:
         else:
             self._copied[path] = version
 
-    def fetch(self, output_dir: str | os.PathLike[str], newest: int | None) -> None:
+    def fetch(self, output_dir: str | os.PathLike[str]) -> None:
         """Copy the newest whole checkpoint to the disk, unless it has one that is as new.
 
         Processes that share the disk take turns, and the first one does it.
 
         Args:
             output_dir: of the Trainer.
-            newest: the step of the newest whole checkpoint in it.
         """
+        place = os.fspath(output_dir)
+        newest = step_of(newest_whole(place)) if os.path.isdir(place) else None
         info = self._folder.latest()
         if info is None or (newest is not None and newest >= _step(info.manifest.metadata)):
             return
-        place = os.fspath(output_dir)
         fetching = os.path.join(place, _FETCHING)
         while True:
             try:

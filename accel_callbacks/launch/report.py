@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from accel_callbacks.distributed.processes import ending_of
 from accel_callbacks.rank_report import CONSEQUENCES
 
 _MOST_LINES = 60
@@ -179,12 +180,7 @@ def _how(code: int) -> str:
     if status is not None:
         meaning = f" ({_STATUSES[status][0]})" if status in _STATUSES else ""
         return f"ended with status 0x{status:08X}{meaning}"
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
+    return ending_of(code)
 
 
 def _message(failure: Failure) -> list[str]:

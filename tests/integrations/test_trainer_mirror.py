@@ -37,24 +37,26 @@ def test_a_new_disk_gets_the_newest_from_s3(tmp_path, s3_options, monkeypatch):
     mirror, place = Mirror("s3://bucket/mirror"), tmp_path / "new"
     mirror.put(str(checkpoint(tmp_path, 7)), 7, keep_last(2), None)
     mirror.wait()
-    Mirror("s3://bucket/mirror").fetch(place, None)
+    Mirror("s3://bucket/mirror").fetch(place)
     assert newest_whole(place) == str(place / "checkpoint-7")
 
 
 def test_a_new_disk_gets_the_newest(tmp_path):
     mirror, place = Mirror("memory://mirror-new"), tmp_path / "new"
-    mirror.fetch(place, None)
+    mirror.fetch(place)
     assert not place.exists()
     for step in (2, 4, 6):
         mirror.put(str(checkpoint(tmp_path, step)), step, keep_last(2), None)
         mirror.wait()
     names = CheckpointFolder("memory://mirror-new").names()
     assert names == ["step-00000004", "step-00000006"]
-    mirror.fetch(place, 6)
+    mirror.fetch(tmp_path)  # it has the newest
+    assert not list(tmp_path.glob("_accel*"))
     assert not place.exists()
-    mirror.fetch(place, 4)
+    checkpoint(place, 4)
+    mirror.fetch(place)
     assert newest_whole(place) == str(place / "checkpoint-6")
-    assert [path.name for path in place.iterdir()] == ["checkpoint-6"]
+    assert {path.name for path in place.iterdir()} == {"checkpoint-4", "checkpoint-6"}
     assert check_seal(place / "checkpoint-6") == {"step": 6}
     assert (place / "checkpoint-6" / "shards" / "rank_0").read_bytes() == b"state" * 1000
 
@@ -132,7 +134,9 @@ def test_a_file_that_cannot_be_copied_is_warned_about_and_tried_again(tmp_path):
 
 
 REMOTE = """
+import os
 import shutil
+import sys
 import torch
 from accel_callbacks.callbacks import Checkpoint
 from accel_callbacks.callbacks.adapters import to_transformers
@@ -150,7 +154,7 @@ def train(place, resume=None, callbacks=(), saver=None):
     model = GPT2LMHeadModel(GPT2Config(vocab_size=32, bos_token_id=0, eos_token_id=0, **sizes))
     arguments = TrainingArguments(
         place, save_steps=2 if saver is None else 100, num_train_epochs=1, use_cpu=True,
-        per_device_train_batch_size=2, report_to=[], disable_tqdm=True,
+        per_device_train_batch_size=2 // processes, report_to=[], disable_tqdm=True,
     )
     trainer = Trainer(model, arguments, train_dataset=rows, callbacks=list(callbacks))
     if saver is not None:
@@ -158,23 +162,30 @@ def train(place, resume=None, callbacks=(), saver=None):
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     trainer.save_state()
-    return arguments.output_dir
+    trainer.accelerator.wait_for_everyone()
+    if callbacks and trainer.is_world_process_zero():
+        shutil.rmtree(arguments.output_dir)
+    trainer.accelerator.wait_for_everyone()
 
+bucket, processes = sys.argv[1], int(os.environ.get("WORLD_SIZE", "1"))
 train("plain")
-shutil.rmtree(train("s3://bucket/runs/gpt", callbacks=[Stop()]))
-train("s3://bucket/runs/gpt", resume=True)
+train(bucket + "/gpt", callbacks=[Stop()])
+train(bucket + "/gpt", resume=True)
 
-saver = Checkpoint("s3://bucket/copies", every="3 steps", keep_last=1)
-shutil.rmtree(train("other", callbacks=[Stop()], saver=saver))
+saver = Checkpoint(bucket + "/copies", every="3 steps", keep_last=1)
+train("other", callbacks=[Stop()], saver=saver)
 train("other", resume=True, saver=saver)
 """
+LAUNCH = ("-m", "accel_callbacks.cli", "launch", "--cpu", "--num_processes", "2", "--as_accelerate")
+STARTS = {1: ("-m", "accel_callbacks.as_accelerate"), 2: LAUNCH}
 
 
 @pytest.mark.s3
 @pytest.mark.timeout(240)
-def test_a_trainer_goes_on_from_a_url_on_a_new_disk(tmp_path, s3_options):
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.distributed)])
+def test_a_trainer_goes_on_from_a_url_on_a_new_disk(processes, tmp_path, s3_options):
     pytest.importorskip("transformers")
-    script = tmp_path / "script.py"
+    script, place = tmp_path / "script.py", f"bucket/on-{processes}"
     script.write_text(REMOTE)
     environment = {
         **os.environ,
@@ -184,19 +195,21 @@ def test_a_trainer_goes_on_from_a_url_on_a_new_disk(tmp_path, s3_options):
         "AWS_ENDPOINT_URL": str(s3_options["endpoint_url"]),
     }
     done = subprocess.run(
-        [sys.executable, "-m", "accel_callbacks.as_accelerate", str(script)],
+        [sys.executable, *STARTS[processes], str(script), f"s3://{place}"],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "checkpoint-4 is fetched from s3://bucket/runs/gpt" in done.stdout + done.stderr
+    # Either process may fetch, and the first one says so. Without a copy, resume=True is an error.
+    says = done.stdout + done.stderr
+    assert processes == 2 or f"checkpoint-4 is fetched from s3://{place}/gpt" in says
     filesystem = fsspec.filesystem("s3", **s3_options)
     filesystem.invalidate_cache()
-    weights = filesystem.cat("bucket/runs/gpt/model.safetensors")
+    weights = filesystem.cat(f"{place}/gpt/model.safetensors")
     assert weights == (tmp_path / "plain" / "model.safetensors").read_bytes()
-    assert filesystem.exists("bucket/runs/gpt/trainer_state.json")
-    assert "checkpoint-3 is fetched from s3://bucket/copies" in done.stdout + done.stderr
+    assert filesystem.exists(f"{place}/gpt/trainer_state.json")
+    assert f"checkpoint-3 is fetched from s3://{place}/copies" in says
     assert (tmp_path / "other" / "model.safetensors").read_bytes() == weights
-    copies = filesystem.ls("bucket/copies")
+    copies = filesystem.ls(f"{place}/copies")
     assert [path.rpartition("/")[2] for path in copies] == ["step-00000006"]
 
 
