@@ -1,0 +1,101 @@
+"""Configuration of the documentation's site, which ``scripts/docs`` builds without a network."""
+
+from __future__ import annotations
+
+import configparser
+import posixpath
+import re
+import sys
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+sys.path.insert(0, str(ROOT))
+
+metadata = configparser.ConfigParser()
+metadata.read(ROOT / "setup.cfg", encoding="utf-8")
+_urls = re.findall(r"^(\w+) = (\S+)$", metadata.get("metadata", "project_urls", fallback=""), re.M)
+REPOSITORY = dict(_urls).get("Source", "https://github.com/accel-callbacks/accel-callbacks")
+
+project = metadata["metadata"]["name"]
+copyright = f"the authors of {project}"
+version = release = re.findall(
+    r'^__version__ = "(.+)"$', (ROOT / "accel_callbacks/__init__.py").read_text("utf-8"), re.M
+)[0]
+language = "en"
+
+extensions = ["myst_parser", "sphinx_copybutton", "sphinx_design"]
+myst_enable_extensions = ["attrs_inline", "colon_fence"]
+myst_heading_anchors = 4
+exclude_patterns = ["_build", "**/_*"]
+
+html_theme = "pydata_sphinx_theme"
+html_title = project
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_sourcelink = False
+html_copy_source = False
+html_theme_options = {
+    "logo": {"text": project},
+    "icon_links": [{"name": "Source", "url": REPOSITORY, "icon": "fa-brands fa-github"}],
+    "navbar_align": "left",
+    "show_toc_level": 2,
+    "secondary_sidebar_items": ["page-toc"],
+    "navigation_with_keys": False,
+    "pygments_light_style": "a11y-high-contrast-light",
+    "pygments_dark_style": "a11y-high-contrast-dark",
+    "footer_start": ["copyright"],
+    "footer_end": [],
+}
+html_sidebars = {"index": []}
+html_context = {"default_mode": "auto"}  # as the reader's system: light or dark
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+# The Markdown is read on the repository's pages too, where a toctree would be a block of code:
+# the bulleted links of an index page are its toctrees, one a heading.
+_SECTIONS = ("tutorials/index", "how-to/index", "reference/index", "concepts/index")
+_HEADING = re.compile(r"^## (.+)$", re.M)
+_ENTRY = re.compile(r"^- \[[^\]]+\]\(([\w./-]+)\.md\)", re.M)
+_LINK_OUT = re.compile(r"\]\(((?:\.\./)+[^)#\s]+)")
+
+
+def toctree(caption: str, pages: list[str]) -> str:
+    """Return a hidden toctree of these pages, as MyST writes one."""
+    options = [":hidden:", *([f":caption: {caption}"] if caption else [])]
+    return "\n".join(["", "```{toctree}", *options, "", *pages, "```", ""])
+
+
+def add_toctrees(app: Sphinx, page: str, source: list[str]) -> None:
+    """Append the toctrees of an index page."""
+    if page == "index":
+        others = sorted(path.stem for path in DOCS.glob("*.md") if path.stem != "index")
+        source[0] += toctree("", [*_SECTIONS, *others])
+    elif page in _SECTIONS:
+        intro, *groups = _HEADING.split(source[0])
+        source[0] += toctree("", _ENTRY.findall(intro))
+        for caption, listing in zip(groups[::2], groups[1::2], strict=True):
+            source[0] += toctree(caption, _ENTRY.findall(listing))
+
+
+def point_to_repository(app: Sphinx, page: str, source: list[str]) -> None:
+    """Turn links to files outside of the documentation into those of the repository."""
+    folder = posixpath.join("docs", posixpath.dirname(page))
+
+    def target(link: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(folder, link[1]))
+        if path.startswith("docs/"):
+            return link[0]
+        kind = "tree" if (ROOT / path).is_dir() else "blob"
+        return f"]({REPOSITORY}/{kind}/main/{path}"
+
+    source[0] = _LINK_OUT.sub(target, source[0])
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Register what the pages need beside the extensions."""
+    app.connect("source-read", add_toctrees)
+    app.connect("source-read", point_to_repository)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
