@@ -100,7 +100,7 @@ _HOME = {
     "synchronize_rng_state": "distributed.rng",
     "synchronize_rng_states": "distributed.rng",
     "tqdm": "logging",
-    "wait_for_everyone": "utils.operations",
+    "wait_for_everyone": "compat.operations",
 }
 
 # A type checker cannot compute it, and takes the imports below instead.
@@ -118,6 +118,7 @@ if TYPE_CHECKING:
     from accel_callbacks.collectives import gather_object as gather_object
     from accel_callbacks.collectives import pad_across_processes as pad_across_processes
     from accel_callbacks.collectives import reduce as reduce
+    from accel_callbacks.compat.operations import wait_for_everyone as wait_for_everyone
     from accel_callbacks.config import AcceleratorConfig as AcceleratorConfig
     from accel_callbacks.data.config import DataLoaderConfiguration as DataLoaderConfiguration
     from accel_callbacks.data.device import send_to_device as send_to_device
@@ -223,7 +224,6 @@ if TYPE_CHECKING:
     from accel_callbacks.state import PartialState as PartialState
     from accel_callbacks.tracking.general_tracker import GeneralTracker as GeneralTracker
     from accel_callbacks.tracking.general_tracker import LoggerType as LoggerType
-    from accel_callbacks.utils.operations import wait_for_everyone as wait_for_everyone
 
 
 __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -127,7 +127,7 @@ gather
     accel_callbacks/collectives/nested.py
     accel_callbacks/collectives/objects.py
     tests/accel_callbacks/collectives/test_collectives.py
-    tests/accel_callbacks/utils/test_operations.py
+    tests/compat/test_operations.py
     tests/distributed/test_collectives.py
     tests/distributed/test_metrics.py
 votes

@@ -36,6 +36,15 @@ MAY_WRITE_ENVIRON = {
     "accel_callbacks/compat/environment.py",
 }
 RENAMES_AND_SYNCS = {"os.replace", "os.rename", "os.renames", "os.fsync", "os.fdatasync"}
+#: Who imports the room of Accelerate's names, and why. Nobody else does.
+MAY_IMPORT_COMPAT = {
+    "accel_callbacks": "the table of public names, each imported late",
+    "accel_callbacks.utils": "the table of Accelerate's names, each imported late",
+    "accel_callbacks.as_accelerate": "runs a script for which the room stands in for Accelerate",
+    "accel_callbacks.launch.worker": "runs a launched one: `accel launch --as_accelerate`",
+    "accel_callbacks.cli.compat": "`accel compat` is the room's subcommand",
+    "accel_callbacks.cli.migrate": "`accel migrate` is the room's subcommand",
+}
 #: Files that import each other, those imports included that run late or only for type checkers.
 #: Each entry is one whole circle. The list only shrinks.
 ALLOWED_CIRCLES: list[set[str]] = [
@@ -91,7 +100,7 @@ FACTORIES = {
 #: for collectives and for the host, where a default device would move it to the accelerator.
 MAY_FOLLOW_THE_DEFAULT_DEVICE = {
     # The memory that a user asks for, in place of a call of torch.empty.
-    ("accel_callbacks/utils/operations.py", "torch.empty"),
+    ("accel_callbacks/compat/operations.py", "torch.empty"),
 }
 #: What is split at "/" and is no path: keys of tensors, object keys, names of metrics, headers.
 SPLIT_AT_SLASHES = {
@@ -145,6 +154,20 @@ def imported(node: ast.AST, module: str = "", is_package: bool = False) -> Itera
 def all_imports(tree: ast.AST, module: str = "", is_package: bool = False) -> set[str]:
     """Every import of a module, those inside functions included."""
     return {name for node in ast.walk(tree) for name in imported(node, module, is_package)}
+
+
+def names_room(tree: ast.AST, module: str, room: str) -> bool:
+    """Whether a module imports from a room, or names a module of it in a string."""
+    names = all_imports(tree, module, module.rpartition(".")[0] == "")
+    _, _, short = room.partition(".")
+    texts = {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    return any(f"{name}.".startswith(f"{room}.") for name in names) or any(
+        text.startswith((f"{room}.", f"{short}.")) for text in texts
+    )
 
 
 def _is_type_checking(node: ast.stmt) -> bool:
@@ -554,6 +577,21 @@ def test_rooms_import_those_below_them_but_for_pairs_with_a_reason() -> None:
     )
 
 
+def test_nobody_imports_the_room_of_foreign_names() -> None:
+    room = "accel_callbacks.compat"
+    importers = {
+        module
+        for module, path in SOURCES.items()
+        if not f"{module}.".startswith(f"{room}.") and names_room(parse(path), module, room)
+    }
+    assert importers == set(MAY_IMPORT_COMPAT), (
+        "say the foreign name in terms of this library, in compat/"
+    )
+    for table in ("accel_callbacks", "accel_callbacks.utils"):
+        body = import_time_nodes(parse(SOURCES[table]).body)
+        assert not any(name.startswith(room) for node in body for name in imported(node, table))
+
+
 def test_files_are_named_after_things() -> None:
     assert gerunds(SOURCES) == set()
 
@@ -644,6 +682,22 @@ def test_walker_sees_circles_of_late_imports_and_of_imports_for_types(statement:
 
 def test_walker_sees_no_circle_where_imports_go_one_way() -> None:
     assert all_circles({"p.a": {"p.b", "p.c"}, "p.b": {"p.c"}, "p.c": set()}) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("from accel_callbacks.compat import install", True),
+        ("def f():\n    import accel_callbacks.compat.names", True),
+        ("from .compat import hooks", True),
+        ("import_module('accel_callbacks.compat.names')", True),
+        ("HOMES = {'listify': 'compat.operations'}", True),
+        ("from accel_callbacks.checkpoint.compatibility import compare_frozen", False),
+        ("'compatible'", False),
+    ],
+)
+def test_walker_sees_what_names_a_room(line: str, names: bool) -> None:
+    assert names_room(tree_of(line), "accel_callbacks", "accel_callbacks.compat") == names
 
 
 def test_walker_sees_gerunds() -> None:

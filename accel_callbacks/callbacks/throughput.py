@@ -11,7 +11,7 @@ import torch
 
 from accel_callbacks.callbacks.base import ResumableState, require_at_least
 from accel_callbacks.callbacks.flops import FlopCounter, matmul_precision, peak_flops_of
-from accel_callbacks.utils.operations import find_batch_size
+from accel_callbacks.collectives.nested import find_batch_size
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun

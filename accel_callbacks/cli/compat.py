@@ -45,7 +45,7 @@ def run(args: Namespace) -> int:
     """Print the names; return 1 if one of them lacks here, or a file cannot be read."""
     # Imported here, because it imports torch.
     from accel_callbacks.compat.check import NameUse, name_uses, status_of
-    from accel_callbacks.migrate.source import UnreadableError
+    from accel_callbacks.compat.migrate.source import UnreadableError
 
     places: dict[NameUse, list[str]] = defaultdict(list)
     problems = []

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 
 from accel_callbacks.cli.main import pipe_may_close
 from accel_callbacks.cli.parser import CommandError, CommandParser
-from accel_callbacks.migrate.notebook import MovedFile, read_and_move
-from accel_callbacks.migrate.source import Finding
+from accel_callbacks.compat.migrate.notebook import MovedFile, read_and_move
+from accel_callbacks.compat.migrate.source import Finding
 from accel_callbacks.terminal_text import printable
 
 _TITLES = {

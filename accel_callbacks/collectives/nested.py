@@ -18,6 +18,8 @@ import torch
 
 __all__ = [
     "Leaf",
+    "find_batch_size",
+    "find_device",
     "is_container",
     "is_named_tuple",
     "is_number",
@@ -125,6 +127,32 @@ def map_tensors(data: T, fn: Callable[[torch.Tensor], Any]) -> T:
 def tensors_in(data: Any) -> list[torch.Tensor]:
     """Return the tensors of a nested structure, in the order of :func:`map_tensors`."""
     return [leaf.value for leaf in leaves(data, is_tensor, by_key=True)]
+
+
+def find_batch_size(data: Any) -> int | None:
+    """Return the size of dimension 0 of the first tensor that has one; None without any.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.utils import find_batch_size
+        >>> find_batch_size({"name": "a", "x": torch.ones(4, 2)})
+        4
+    """
+    tensors = leaves(data, lambda leaf: is_tensor(leaf) and leaf.dim() > 0)
+    return int(tensors[0].value.shape[0]) if tensors else None
+
+
+def find_device(data: Any) -> torch.device | None:
+    """Return the device of the first tensor; None without any.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.utils import find_device
+        >>> find_device(["a", torch.ones(1)])
+        device(type='cpu')
+    """
+    tensors = leaves(data, is_tensor)
+    return tensors[0].value.device if tensors else None
 
 
 def _order(data: Any, items: Items, by_key: bool) -> list[int]:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from accel_callbacks.compat.migrate.imports import bindings_of, imports_of
+from accel_callbacks.compat.migrate.source import Source
 from accel_callbacks.compat.names import MODULES, NOT_PROVIDED, home_of, resolve
-from accel_callbacks.migrate.imports import bindings_of, imports_of
-from accel_callbacks.migrate.source import Source
 
 __all__ = ["NameUse", "Status", "name_uses", "status_of"]
 
@@ -44,7 +44,7 @@ def name_uses(text: str) -> Iterator[NameUse]:
         text: the source, which is parsed and not run.
 
     Raises:
-        accel_callbacks.migrate.UnreadableError: it is not valid Python.
+        accel_callbacks.compat.migrate.UnreadableError: it is not valid Python.
 
     Example:
         >>> from accel_callbacks.compat.check import name_uses

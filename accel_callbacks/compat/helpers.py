@@ -11,16 +11,16 @@ from typing import Any, TypeVar, cast
 import torch
 
 from accel_callbacks.collectives import is_sharded
-from accel_callbacks.data.device import send_to_device
-from accel_callbacks.distributed.topology import DistributedType
-from accel_callbacks.state import PartialState
-from accel_callbacks.utils.imports import (
+from accel_callbacks.collectives.nested import find_batch_size
+from accel_callbacks.compat.packages import (
     available_check,
     compare_versions,
     is_package_available,
     is_torch_version,
 )
-from accel_callbacks.utils.operations import find_batch_size
+from accel_callbacks.data.device import send_to_device
+from accel_callbacks.distributed.topology import DistributedType
+from accel_callbacks.state import PartialState
 
 __all__ = [
     "CannotPadNestedTensorWarning",

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from accel_callbacks.collectives.nested import find_device
 from accel_callbacks.data.device import is_on, send_to_device
 from accel_callbacks.offload.assignment import Assignment
 from accel_callbacks.offload.hooks import MOVERS
 from accel_callbacks.offload.placeholder import AbsentWeight
-from accel_callbacks.utils.operations import find_device
 from accel_callbacks.warning import warn
 
 __all__ = ["AlignHook", "align", "guard_moves", "unalign"]

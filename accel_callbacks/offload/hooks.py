@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from accel_callbacks.collectives.nested import find_device
 from accel_callbacks.data.device import is_on, send_to_device
 from accel_callbacks.distributed.topology import own_accelerator
 from accel_callbacks.memory import clear_device_cache
@@ -31,7 +32,6 @@ from accel_callbacks.offload.tensors import (
     set_module_tensor_to_device,
     stand_in,
 )
-from accel_callbacks.utils.operations import find_device
 
 __all__ = [
     "AlignDevicesHook",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -187,9 +188,7 @@ def load_and_quantize_model(
 
 
 def _require_bitsandbytes() -> None:
-    from accel_callbacks.utils.imports import is_package_available
-
-    if not is_package_available("bitsandbytes"):
+    if importlib.util.find_spec("bitsandbytes") is None:
         raise ImportError(
             "load_and_quantize_model needs bitsandbytes: "
             'pip install "accel-callbacks[bitsandbytes]"'

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from accel_callbacks.migrate import UnreadableError, migrate_notebook, migrate_script
+from accel_callbacks.compat.migrate import UnreadableError, migrate_notebook, migrate_script
 
 CASES = {
     "top": ("from accelerate import Accelerator", "from accel_callbacks import Accelerator"),

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from accel_callbacks.cli.main import main
-from accel_callbacks.migrate.notebook import read_and_move
+from accel_callbacks.compat.migrate.notebook import read_and_move
 
 SCRIPT = b"# -*- coding: latin-1 -*-\n# \xe4\r\nimport accelerate\r\naccelerate.gather"
 

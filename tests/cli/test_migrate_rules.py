@@ -10,9 +10,9 @@ import pytest
 
 import accel_callbacks
 from accel_callbacks import Accelerator, AcceleratorState, utils
-from accel_callbacks.migrate import migrate_script
-from accel_callbacks.migrate.names import ADVICE, home_of
-from accel_callbacks.migrate.rules import (
+from accel_callbacks.compat.migrate import migrate_script
+from accel_callbacks.compat.migrate.names import ADVICE, home_of
+from accel_callbacks.compat.migrate.rules import (
     ANY,
     ARGUMENTS,
     ATTRIBUTES,
@@ -26,7 +26,7 @@ from accel_callbacks.migrate.rules import (
     TF32,
     VARIABLES,
 )
-from accel_callbacks.migrate.source import Finding
+from accel_callbacks.compat.migrate.source import Finding
 
 ROOT = Path(accel_callbacks.__file__).parent
 PARAMETERS = {

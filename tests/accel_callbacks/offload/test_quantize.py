@@ -160,7 +160,7 @@ def test_4_bit_layers_are_not_offloaded(place, trained, tmp_path, monkeypatch):
 
 
 def test_without_bitsandbytes_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("accel_callbacks.utils.imports.is_package_available", lambda name: False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install .*\[bitsandbytes\]"):
         load_and_quantize_model(Language(), BnbQuantizationConfig(load_in_8bit=True))
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from accel_callbacks.migrate.imports import (
+from accel_callbacks.compat.migrate.imports import (
     below,
     bindings_of,
     import_edits,
@@ -15,8 +15,8 @@ from accel_callbacks.migrate.imports import (
     use_edits,
     use_findings,
 )
-from accel_callbacks.migrate.names import OLD, TOP, finding_for, home_of, is_module
-from accel_callbacks.migrate.rules import (
+from accel_callbacks.compat.migrate.names import OLD, TOP, finding_for, home_of, is_module
+from accel_callbacks.compat.migrate.rules import (
     ANY,
     ARGUMENTS,
     ATTRIBUTES,
@@ -30,7 +30,7 @@ from accel_callbacks.migrate.rules import (
     TF32,
     VARIABLES,
 )
-from accel_callbacks.migrate.source import (
+from accel_callbacks.compat.migrate.source import (
     Edit,
     Finding,
     Migration,
@@ -60,7 +60,7 @@ def migrate_script(text: str) -> Migration:
         UnreadableError: the text is not valid Python of this version.
 
     Example:
-        >>> from accel_callbacks.migrate import migrate_script
+        >>> from accel_callbacks.compat.migrate import migrate_script
         >>> script = "import accelerate\\naccelerate.utils.set_seed(1)\\n"
         >>> print(migrate_script(script).after, end="")
         import accel_callbacks

@@ -20,8 +20,8 @@ from accel_callbacks import (
     reduce,
     split_between_processes,
 )
+from accel_callbacks.compat import operations as ops
 from accel_callbacks.distributed import topology as state
-from accel_callbacks.utils import operations as ops
 
 
 class Pair(NamedTuple):

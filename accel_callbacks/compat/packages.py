@@ -77,7 +77,7 @@ def is_package_available(name: str) -> bool:
     """Return whether a package can be imported, without importing it.
 
     Example:
-        >>> from accel_callbacks.utils.imports import is_package_available
+        >>> from accel_callbacks.compat.packages import is_package_available
         >>> is_package_available("torch"), is_package_available("no_such_package")
         (True, False)
     """

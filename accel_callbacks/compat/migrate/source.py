@@ -19,7 +19,7 @@ class UnreadableError(ValueError):
     """Raised for a script that is not valid Python, or a file that is not a notebook.
 
     Example:
-        >>> from accel_callbacks.migrate import UnreadableError, migrate_script
+        >>> from accel_callbacks.compat.migrate import UnreadableError, migrate_script
         >>> try:
         ...     migrate_script("import (")
         ... except UnreadableError as error:
@@ -41,7 +41,7 @@ class Finding:
         cell: number of the notebook's cell, from 1; 0 in a script.
 
     Example:
-        >>> from accel_callbacks.migrate import migrate_script
+        >>> from accel_callbacks.compat.migrate import migrate_script
         >>> [finding] = migrate_script("from accelerate import prepare_pippy\\n").findings
         >>> finding.line, finding.name, finding.kind
         (1, 'prepare_pippy', 'left')
@@ -69,7 +69,7 @@ class Migration:
         findings: code that needs attention, in the order of the file.
 
     Example:
-        >>> from accel_callbacks.migrate import migrate_script
+        >>> from accel_callbacks.compat.migrate import migrate_script
         >>> migrate_script("print(1)\\n").changed
         False
     """

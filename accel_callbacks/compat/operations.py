@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 
 from accel_callbacks.collectives.nested import (
+    find_batch_size,
+    find_device,
     is_container,
     is_named_tuple,
     is_tensor,
@@ -53,7 +55,7 @@ class TensorInformation:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.utils.operations import TensorInformation
+        >>> from accel_callbacks.utils import TensorInformation
         >>> TensorInformation(torch.Size([2]), torch.float32).shape
         torch.Size([2])
     """
@@ -66,37 +68,11 @@ def is_tensor_information(tensor_info: Any) -> bool:
     """Return whether an object is a :class:`TensorInformation`.
 
     Example:
-        >>> from accel_callbacks.utils.operations import is_tensor_information
+        >>> from accel_callbacks.utils import is_tensor_information
         >>> is_tensor_information("float32")
         False
     """
     return isinstance(tensor_info, TensorInformation)
-
-
-def find_batch_size(data: Any) -> int | None:
-    """Return the size of dimension 0 of the first tensor that has one; None without any.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.utils.operations import find_batch_size
-        >>> find_batch_size({"name": "a", "x": torch.ones(4, 2)})
-        4
-    """
-    tensors = leaves(data, lambda leaf: is_tensor(leaf) and leaf.dim() > 0)
-    return int(tensors[0].value.shape[0]) if tensors else None
-
-
-def find_device(data: Any) -> torch.device | None:
-    """Return the device of the first tensor; None without any.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.utils.operations import find_device
-        >>> find_device(["a", torch.ones(1)])
-        device(type='cpu')
-    """
-    tensors = leaves(data, is_tensor)
-    return tensors[0].value.device if tensors else None
 
 
 def get_shape(data: Any) -> Any:
@@ -104,7 +80,7 @@ def get_shape(data: Any) -> Any:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.utils.operations import get_shape
+        >>> from accel_callbacks.utils import get_shape
         >>> get_shape([torch.ones(4, 2)])
         [[4, 2]]
     """
@@ -116,7 +92,7 @@ def get_data_structure(data: Any) -> Any:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.utils.operations import get_data_structure
+        >>> from accel_callbacks.utils import get_data_structure
         >>> get_data_structure([torch.ones(2)])
         [TensorInformation(shape=torch.Size([2]), dtype=torch.float32)]
     """
@@ -128,7 +104,7 @@ def initialize_tensors(data_structure: Any) -> Any:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.utils.operations import get_data_structure, initialize_tensors
+        >>> from accel_callbacks.utils import get_data_structure, initialize_tensors
         >>> initialize_tensors(get_data_structure([torch.ones(2)]))[0].shape
         torch.Size([2])
     """
@@ -143,7 +119,7 @@ def is_torch_tensor(tensor: Any) -> bool:
     """Return whether an object is a tensor.
 
     Example:
-        >>> from accel_callbacks.utils.operations import is_torch_tensor
+        >>> from accel_callbacks.utils import is_torch_tensor
         >>> is_torch_tensor([1.0])
         False
     """
@@ -155,7 +131,7 @@ def is_namedtuple(data: Any) -> bool:
 
     Example:
         >>> from typing import NamedTuple
-        >>> from accel_callbacks.utils.operations import is_namedtuple
+        >>> from accel_callbacks.utils import is_namedtuple
         >>> Pair = NamedTuple("Pair", [("left", int), ("right", int)])
         >>> is_namedtuple(Pair(1, 2)), is_namedtuple((1, 2))
         (True, False)
@@ -167,7 +143,7 @@ def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
     """Collect items in a list, tuple or named tuple of the class of ``obj``.
 
     Example:
-        >>> from accel_callbacks.utils.operations import honor_type
+        >>> from accel_callbacks.utils import honor_type
         >>> honor_type((0, 0), [1, 2])
         (1, 2)
     """
@@ -198,7 +174,7 @@ def recursively_apply(
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.utils.operations import recursively_apply
+        >>> from accel_callbacks.utils import recursively_apply
         >>> recursively_apply(torch.add, {"x": torch.ones(1), "name": "a"}, 2)
         {'x': tensor([3.]), 'name': 'a'}
     """
@@ -214,7 +190,7 @@ def listify(data: Any) -> Any:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.utils.operations import listify
+        >>> from accel_callbacks.utils import listify
         >>> listify({"x": torch.ones(2, dtype=torch.bfloat16)})
         {'x': [1.0, 1.0]}
     """
@@ -237,7 +213,7 @@ def slice_tensors(
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.utils.operations import slice_tensors
+        >>> from accel_callbacks.utils import slice_tensors
         >>> slice_tensors([torch.arange(4)], slice(1, 3))
         [tensor([1, 2])]
     """
@@ -256,7 +232,7 @@ def concatenate(data: Sequence[T], dim: int = 0) -> T:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.utils.operations import concatenate
+        >>> from accel_callbacks.utils import concatenate
         >>> concatenate([{"x": torch.ones(1)}, {"x": torch.zeros(1)}])
         {'x': tensor([1., 0.])}
     """
@@ -284,7 +260,7 @@ def convert_to_fp32(tensor: Any) -> Any:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.utils.operations import convert_to_fp32
+        >>> from accel_callbacks.utils import convert_to_fp32
         >>> convert_to_fp32([torch.ones(1, dtype=torch.bfloat16)])
         [tensor([1.])]
     """
@@ -297,7 +273,7 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.utils.operations import convert_outputs_to_fp32
+        >>> from accel_callbacks.utils import convert_outputs_to_fp32
         >>> convert_outputs_to_fp32(torch.nn.Linear(1, 1).bfloat16())(
         ...     torch.ones(1).bfloat16()
         ... ).dtype
@@ -322,7 +298,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.utils.operations import pad_input_tensors
+        >>> from accel_callbacks.utils import pad_input_tensors
         >>> pad_input_tensors(torch.ones(3), batch_size=3, num_processes=2)
         tensor([1., 1., 1., 0.])
     """

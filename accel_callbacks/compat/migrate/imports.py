@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from accel_callbacks.migrate.names import (
+from accel_callbacks.compat.migrate.names import (
     OLD,
     TOP,
     UTILS,
@@ -17,7 +17,7 @@ from accel_callbacks.migrate.names import (
     home_of,
     is_module,
 )
-from accel_callbacks.migrate.source import Edit, Finding, Source
+from accel_callbacks.compat.migrate.source import Edit, Finding, Source
 
 Mode = Literal["rename", "alias", "beside", "leave"]
 _NAMED = (

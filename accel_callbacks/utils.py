@@ -24,12 +24,12 @@ _HOME = {
     "LayerwiseCastingHook": "offload.casting",
     "ModelHook": "offload.hooks",
     "OffloadedWeightsLoader": "offload.folder",
-    "PrecisionType": "utils.modeling",
+    "PrecisionType": "compat.wrappers",
     "PrefixedDataset": "offload.folder",
     "SequentialHook": "offload.hooks",
     "SkipBatchSampler": "data.skip",
     "SkipDataLoader": "data.skip",
-    "TensorInformation": "utils.operations",
+    "TensorInformation": "compat.operations",
     "UserCpuOffloadHook": "offload.hooks",
     "add_hook_to_module": "offload.hooks",
     "align_module_device": "offload.tensors",
@@ -42,73 +42,73 @@ _HOME = {
     "check_tied_parameters_in_config": "offload.sizes",
     "check_tied_parameters_on_same_device": "offload.device_map",
     "clean_device_map": "offload.device_map",
-    "compare_versions": "utils.imports",
+    "compare_versions": "compat.packages",
     "compute_module_sizes": "offload.sizes",
     "compute_module_total_buffer_size": "offload.sizes",
-    "concatenate": "utils.operations",
+    "concatenate": "compat.operations",
     "convert_file_size_to_int": "offload.sizes",
-    "convert_outputs_to_fp32": "utils.operations",
-    "convert_to_fp32": "utils.operations",
-    "disable_fsdp_ram_efficient_loading": "utils.fsdp",
+    "convert_outputs_to_fp32": "compat.operations",
+    "convert_to_fp32": "compat.operations",
+    "disable_fsdp_ram_efficient_loading": "compat.fsdp",
     "dtype_byte_size": "offload.sizes",
-    "enable_fsdp_ram_efficient_loading": "utils.fsdp",
-    "extract_model_from_parallel": "utils.modeling",
+    "enable_fsdp_ram_efficient_loading": "compat.fsdp",
+    "extract_model_from_parallel": "compat.wrappers",
     "extract_submodules_state_dict": "offload.folder",
     "fallback_allocate": "offload.device_map",
-    "find_batch_size": "utils.operations",
-    "find_device": "utils.operations",
+    "find_batch_size": "compat.operations",
+    "find_device": "compat.operations",
     "find_tied_parameters": "offload.sizes",
-    "fsdp2_prepare_model": "utils.fsdp",
+    "fsdp2_prepare_model": "compat.fsdp",
     "get_active_deepspeed_plugin": "plugins.deepspeed",
     "get_balanced_memory": "offload.device_map",
-    "get_data_structure": "utils.operations",
+    "get_data_structure": "compat.operations",
     "get_max_layer_size": "offload.sizes",
     "get_max_memory": "offload.budgets",
     "get_module_leaves": "offload.sizes",
     "get_module_size_with_ties": "offload.device_map",
     "get_non_persistent_buffers": "offload.sizes",
-    "get_shape": "utils.operations",
+    "get_shape": "compat.operations",
     "get_state_dict_from_offload": "offload.tensors",
     "get_state_dict_offloaded_model": "offload.tensors",
     "has_4bit_bnb_layers": "offload.quantize",
     "has_offloaded_params": "offload.tensors",
-    "honor_type": "utils.operations",
+    "honor_type": "compat.operations",
     "id_tensor_storage": "offload.tensors",
-    "initialize_tensors": "utils.operations",
-    "is_bf16_available": "utils.imports",
-    "is_compiled_module": "utils.modeling",
-    "is_cuda_available": "utils.imports",
-    "is_fp16_available": "utils.imports",
-    "is_fp8_available": "utils.imports",
+    "initialize_tensors": "compat.operations",
+    "is_bf16_available": "compat.packages",
+    "is_compiled_module": "compat.wrappers",
+    "is_cuda_available": "compat.packages",
+    "is_fp16_available": "compat.packages",
+    "is_fp8_available": "compat.packages",
     "is_initialized": "distributed.topology",
-    "is_mps_available": "utils.imports",
-    "is_namedtuple": "utils.operations",
-    "is_tensor_information": "utils.operations",
-    "is_torch_tensor": "utils.operations",
-    "is_torch_version": "utils.imports",
-    "is_xpu_available": "utils.imports",
-    "listify": "utils.operations",
+    "is_mps_available": "compat.packages",
+    "is_namedtuple": "compat.operations",
+    "is_tensor_information": "compat.operations",
+    "is_torch_tensor": "compat.operations",
+    "is_torch_version": "compat.packages",
+    "is_xpu_available": "compat.packages",
+    "listify": "compat.operations",
     "load_and_quantize_model": "offload.quantize",
-    "load_fsdp_model": "utils.fsdp",
-    "load_fsdp_optimizer": "utils.fsdp",
+    "load_fsdp_model": "compat.fsdp",
+    "load_fsdp_optimizer": "compat.fsdp",
     "load_offloaded_weight": "offload.folder",
     "load_offloaded_weights": "offload.folder",
-    "merge_fsdp_weights": "utils.fsdp",
+    "merge_fsdp_weights": "compat.fsdp",
     "named_module_tensors": "offload.sizes",
     "offload_state_dict": "offload.folder",
     "offload_weight": "offload.folder",
-    "pad_input_tensors": "utils.operations",
+    "pad_input_tensors": "compat.operations",
     "recursive_getattr": "offload.tensors",
-    "recursively_apply": "utils.operations",
+    "recursively_apply": "compat.operations",
     "remove_hook_from_module": "offload.hooks",
     "remove_hook_from_submodules": "offload.hooks",
     "retie_parameters": "offload.tensors",
-    "save_fsdp_model": "utils.fsdp",
-    "save_fsdp_optimizer": "utils.fsdp",
+    "save_fsdp_model": "compat.fsdp",
+    "save_fsdp_optimizer": "compat.fsdp",
     "save_offload_index": "offload.folder",
     "set_module_tensor_to_device": "offload.tensors",
     "should_reduce_batch_size": "memory",
-    "slice_tensors": "utils.operations",
+    "slice_tensors": "compat.operations",
 }
 _SHARED = [name for name in accel_callbacks.__all__ if name != "__version__"]
 
@@ -117,6 +117,10 @@ __all__ = sorted([*_HOME, *_SHARED])
 # Type checkers see what the modules of the table have, so that no name is listed twice.
 if TYPE_CHECKING:
     from accel_callbacks import *
+    from accel_callbacks.compat.fsdp import *
+    from accel_callbacks.compat.operations import *
+    from accel_callbacks.compat.packages import *
+    from accel_callbacks.compat.wrappers import *
     from accel_callbacks.data.skip import *
     from accel_callbacks.distributed.topology import *
     from accel_callbacks.memory import *
@@ -131,10 +135,6 @@ if TYPE_CHECKING:
     from accel_callbacks.plugins.deepspeed import *
     from accel_callbacks.plugins.deepspeed_config import *
     from accel_callbacks.plugins.deepspeed_dummies import *
-    from accel_callbacks.utils.fsdp import *
-    from accel_callbacks.utils.imports import *
-    from accel_callbacks.utils.modeling import *
-    from accel_callbacks.utils.operations import *
 
 
 _get, _ = lazy_names(__name__, {name: f".{home}" for name, home in _HOME.items()})
@@ -144,7 +144,7 @@ def __getattr__(name: str) -> Any:
     if name in _SHARED:
         return getattr(accel_callbacks, name)
     if name not in _HOME:
-        from accel_callbacks.utils.imports import available_check
+        from accel_callbacks.compat.packages import available_check
 
         try:
             return available_check(name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from accel_callbacks.migrate.source import Kind
+from accel_callbacks.compat.migrate.source import Kind
 
 Rules = Mapping[str, tuple[Kind, str]]
 ANY: Final = object()

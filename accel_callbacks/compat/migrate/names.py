@@ -7,8 +7,8 @@ from fnmatch import fnmatchcase
 
 import accel_callbacks
 from accel_callbacks import utils
-from accel_callbacks.migrate.source import Finding
-from accel_callbacks.utils.imports import available_check
+from accel_callbacks.compat.migrate.source import Finding
+from accel_callbacks.compat.packages import available_check
 
 OLD = "accelerate"
 TOP = "accel_callbacks"
@@ -75,7 +75,7 @@ def home_of(path: Sequence[str]) -> str | None:
     """Return the package that has a name, given by its path below accelerate; None if none has.
 
     Example:
-        >>> from accel_callbacks.migrate.names import home_of
+        >>> from accel_callbacks.compat.migrate.names import home_of
         >>> (
         ...     home_of(["utils", "set_seed"]),
         ...     home_of(["utils", "listify"]),
@@ -107,7 +107,7 @@ def finding_for(line: int, path: Sequence[str], text: str = "") -> Finding:
     """Return the finding for a missing name, given by its path below accelerate.
 
     Example:
-        >>> from accel_callbacks.migrate.names import finding_for
+        >>> from accel_callbacks.compat.migrate.names import finding_for
         >>> finding_for(1, ["test_utils", "execute_subprocess_async"]).kind
         'note'
     """

@@ -14,10 +14,8 @@ from dataclasses import dataclass, replace
 from io import BytesIO
 from typing import Any
 
-from accel_callbacks.local_files import remove, sync_file
-from accel_callbacks.local_files import replace as replace_file
-from accel_callbacks.migrate.script import analyse, migrate_script
-from accel_callbacks.migrate.source import (
+from accel_callbacks.compat.migrate.script import analyse, migrate_script
+from accel_callbacks.compat.migrate.source import (
     Edit,
     Finding,
     Kind,
@@ -26,6 +24,8 @@ from accel_callbacks.migrate.source import (
     apply_edits,
     parsed,
 )
+from accel_callbacks.local_files import remove, sync_file
+from accel_callbacks.local_files import replace as replace_file
 
 __all__ = ["MovedFile", "migrate_notebook", "read_and_move"]
 
@@ -62,7 +62,7 @@ def migrate_notebook(text: str) -> Migration:
 
     Example:
         >>> import json
-        >>> from accel_callbacks.migrate import migrate_notebook
+        >>> from accel_callbacks.compat.migrate import migrate_notebook
         >>> cell = {"cell_type": "code", "source": ["!ls\\n", "import accelerate"]}
         >>> moved = migrate_notebook(json.dumps({"nbformat": 4, "cells": [cell]}))
         >>> json.loads(moved.after)["cells"][0]["source"]
