@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,8 +109,7 @@ class GradientState:
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
         """The options of the window by name."""
-        plugin = replace(self._window.plugin, num_steps=self.num_steps)
-        return asdict(plugin)
+        return {**vars(self._window.plugin), "num_steps": self.num_steps}
 
     @property
     def active_dataloader(self) -> DataLoaderShard | None:

@@ -5,6 +5,7 @@ Each is one of this library's classes, and trains with its parts.
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -314,7 +315,7 @@ class Accelerator(accelerator.Accelerator):
             return os.fspath(input_dir)
         return super().load_state(input_dir, load_kwargs, **options)
 
-    @property
+    @functools.cached_property
     def gradient_state(self) -> GradientState:
         """A live view of the gradient window and of the loader being iterated."""
         return GradientState(self.window, self.loop)

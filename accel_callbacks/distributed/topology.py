@@ -132,7 +132,8 @@ class Topology:
     local_world_size: int = 1
     backend: str | None = None
 
-    @property
+    # Read several times a step by scripts that ask what kind of run this is.
+    @functools.cached_property
     def distributed_type(self) -> DistributedType:
         """The kind of run."""
         if self.device.type == "xla":

@@ -6,7 +6,7 @@ import importlib
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -109,9 +109,17 @@ class TrainerEvents:
         self._eval_batches = 0
         self._saved_into = ""  # the name of the checkpoint that has the callback's state already
 
-    def _bind(self, args: Any, state: Any, control: Any, objects: dict[str, Any]) -> HostedCallback:
-        """Return the callback over the Trainer as it is at this event."""
-        self._host.bind(args, state, control, objects)
+    def _bind(
+        self, args: Any, state: Any, control: Any, objects: Mapping[str, Any] | None = None
+    ) -> HostedCallback:
+        """Return the callback over the Trainer as it is at this event.
+
+        The events of a step, the hot ones, leave out its model, optimizer and loaders: they are
+        those of the event before.
+        """
+        self._host.bind(args, state, control)
+        if objects is not None:
+            self._host.bind_objects(objects)
         return self._hosted
 
     # --- start and end ------------------------------------------------------------------------
@@ -172,19 +180,19 @@ class TrainerEvents:
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Fire ``on_train_batch_start`` of the first micro-batch, without the batch."""
-        hosted = self._bind(args, state, control, objects)
+        hosted = self._bind(args, state, control)
         self._end_evaluation(hosted)
         self._begin_batch(hosted)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Fire the hooks between two micro-batches of a step."""
-        hosted = self._bind(args, state, control, objects)
+        hosted = self._bind(args, state, control)
         hosted.fire("on_train_batch_end", None, None, hosted.run.batch_idx)
         self._begin_batch(hosted)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Fire ``on_train_batch_end`` for the last micro-batch; an evaluation may follow."""
-        hosted = self._bind(args, state, control, objects)
+        hosted = self._bind(args, state, control)
         hosted.fire("on_train_batch_end", None, None, hosted.run.batch_idx)
         hosted.agree()
         if control.should_evaluate:  # there is no event at the start of an evaluation
@@ -196,13 +204,13 @@ class TrainerEvents:
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Fire ``on_before_optimizer_step``, with gradients that are clipped already."""
-        hosted = self._bind(args, state, control, objects)
+        hosted = self._bind(args, state, control)
         for optimizer in hosted.run.optimizers:
             hosted.fire("on_before_optimizer_step", optimizer)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Fire the hooks after the step; the Trainer counts it and clears gradients later."""
-        hosted = self._bind(args, state, control, objects)
+        hosted = self._bind(args, state, control)
         for optimizer in hosted.run.optimizers:
             if not self._host.skipped:
                 hosted.stepped(state.global_step + 1, optimizer)
@@ -222,7 +230,7 @@ class TrainerEvents:
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Fire ``on_validation_batch_end``, in an evaluation within training."""
-        hosted = self._bind(args, state, control, objects)
+        hosted = self._bind(args, state, control)
         if self._evaluating:
             hosted.fire("on_validation_batch_end", None, None, self._eval_batches)
             self._eval_batches += 1
@@ -315,9 +323,12 @@ class TransformersHost(ForeignHost):
         self._objects: dict[str, Any] = {}  # model, optimizer, loaders, ... by the event's keywords
         self._metrics: dict[str, Any] = {}
 
-    def bind(self, args: Any, state: Any, control: Any, objects: dict[str, Any]) -> None:
-        """Take over the arguments of an event; objects that it omits are kept from earlier ones."""
+    def bind(self, args: Any, state: Any, control: Any) -> None:
+        """Take over the arguments of an event."""
         self._args, self._state, self._control = args, state, control
+
+    def bind_objects(self, objects: Mapping[str, Any]) -> None:
+        """Take over the objects of an event; those that it omits are kept from earlier ones."""
         self._objects.update({name: value for name, value in objects.items() if value is not None})
 
     def get(self, name: str) -> Any:
