@@ -64,11 +64,11 @@ _HOME = {
     "broadcast_object": "collectives",
     "broadcast_object_list": "collectives",
     "clear_device_cache": "memory",
-    "cpu_offload": "offload.dispatch",
-    "cpu_offload_with_hook": "offload.hooks",
+    "cpu_offload": "compat.big_modeling",
+    "cpu_offload_with_hook": "compat.hooks",
     "debug_launcher": "launch.notebook",
-    "disk_offload": "offload.dispatch",
-    "dispatch_model": "offload.dispatch",
+    "disk_offload": "compat.big_modeling",
+    "dispatch_model": "compat.big_modeling",
     "find_executable_batch_size": "memory",
     "gather": "collectives",
     "gather_object": "collectives",
@@ -79,7 +79,7 @@ _HOME = {
     "initialize_weights": "modeling.absent_weights",
     "is_main_process": "distributed.process_control",
     "last_process_only": "distributed.process_control",
-    "load_checkpoint_and_dispatch": "offload.dispatch",
+    "load_checkpoint_and_dispatch": "compat.big_modeling",
     "load_checkpoint_in_model": "modeling.load",
     "local_main_process_first": "distributed.process_control",
     "local_main_process_only": "distributed.process_control",
@@ -118,6 +118,13 @@ if TYPE_CHECKING:
     from accel_callbacks.collectives import gather_object as gather_object
     from accel_callbacks.collectives import pad_across_processes as pad_across_processes
     from accel_callbacks.collectives import reduce as reduce
+    from accel_callbacks.compat.big_modeling import cpu_offload as cpu_offload
+    from accel_callbacks.compat.big_modeling import disk_offload as disk_offload
+    from accel_callbacks.compat.big_modeling import dispatch_model as dispatch_model
+    from accel_callbacks.compat.big_modeling import (
+        load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
+    )
+    from accel_callbacks.compat.hooks import cpu_offload_with_hook as cpu_offload_with_hook
     from accel_callbacks.compat.operations import wait_for_everyone as wait_for_everyone
     from accel_callbacks.config import AcceleratorConfig as AcceleratorConfig
     from accel_callbacks.data.config import DataLoaderConfiguration as DataLoaderConfiguration
@@ -175,13 +182,6 @@ if TYPE_CHECKING:
     from accel_callbacks.modeling.empty_weights import init_on_device as init_on_device
     from accel_callbacks.modeling.load import load_checkpoint_in_model as load_checkpoint_in_model
     from accel_callbacks.offload.device_map import infer_auto_device_map as infer_auto_device_map
-    from accel_callbacks.offload.dispatch import cpu_offload as cpu_offload
-    from accel_callbacks.offload.dispatch import disk_offload as disk_offload
-    from accel_callbacks.offload.dispatch import dispatch_model as dispatch_model
-    from accel_callbacks.offload.dispatch import (
-        load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
-    )
-    from accel_callbacks.offload.hooks import cpu_offload_with_hook as cpu_offload_with_hook
     from accel_callbacks.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
     from accel_callbacks.plugins.base import KwargsHandler as KwargsHandler
     from accel_callbacks.plugins.compile import DynamoBackend as DynamoBackend

@@ -14,29 +14,29 @@ import accel_callbacks
 from accel_callbacks._lazy import lazy_names
 
 _HOME = {
-    "AlignDevicesHook": "offload.hooks",
-    "BnbQuantizationConfig": "offload.quantize",
-    "CpuOffload": "offload.hooks",
+    "AlignDevicesHook": "compat.hooks",
+    "BnbQuantizationConfig": "compat.quantize",
+    "CpuOffload": "compat.hooks",
     "CustomDtype": "offload.sizes",
     "DummyOptim": "plugins.deepspeed_dummies",
     "DummyScheduler": "plugins.deepspeed_dummies",
     "HfDeepSpeedConfig": "plugins.deepspeed_config",
-    "LayerwiseCastingHook": "offload.casting",
-    "ModelHook": "offload.hooks",
-    "OffloadedWeightsLoader": "offload.folder",
+    "LayerwiseCastingHook": "compat.casting",
+    "ModelHook": "compat.hooks",
+    "OffloadedWeightsLoader": "compat.folder",
     "PrecisionType": "compat.wrappers",
-    "PrefixedDataset": "offload.folder",
-    "SequentialHook": "offload.hooks",
+    "PrefixedDataset": "compat.folder",
+    "SequentialHook": "compat.hooks",
     "SkipBatchSampler": "data.skip",
     "SkipDataLoader": "data.skip",
     "TensorInformation": "compat.operations",
-    "UserCpuOffloadHook": "offload.hooks",
-    "add_hook_to_module": "offload.hooks",
-    "align_module_device": "offload.tensors",
-    "attach_align_device_hook": "offload.hooks",
-    "attach_align_device_hook_on_blocks": "offload.hooks",
-    "attach_execution_device_hook": "offload.hooks",
-    "attach_layerwise_casting_hooks": "offload.casting",
+    "UserCpuOffloadHook": "compat.hooks",
+    "add_hook_to_module": "compat.hooks",
+    "align_module_device": "compat.tensors",
+    "attach_align_device_hook": "compat.hooks",
+    "attach_align_device_hook_on_blocks": "compat.hooks",
+    "attach_execution_device_hook": "compat.hooks",
+    "attach_layerwise_casting_hooks": "compat.casting",
     "calculate_maximum_sizes": "offload.sizes",
     "check_device_map": "offload.device_map",
     "check_tied_parameters_in_config": "offload.sizes",
@@ -53,7 +53,7 @@ _HOME = {
     "dtype_byte_size": "offload.sizes",
     "enable_fsdp_ram_efficient_loading": "compat.fsdp",
     "extract_model_from_parallel": "compat.wrappers",
-    "extract_submodules_state_dict": "offload.folder",
+    "extract_submodules_state_dict": "compat.folder",
     "fallback_allocate": "offload.device_map",
     "find_batch_size": "compat.operations",
     "find_device": "compat.operations",
@@ -68,12 +68,12 @@ _HOME = {
     "get_module_size_with_ties": "offload.device_map",
     "get_non_persistent_buffers": "offload.sizes",
     "get_shape": "compat.operations",
-    "get_state_dict_from_offload": "offload.tensors",
-    "get_state_dict_offloaded_model": "offload.tensors",
-    "has_4bit_bnb_layers": "offload.quantize",
-    "has_offloaded_params": "offload.tensors",
+    "get_state_dict_from_offload": "compat.tensors",
+    "get_state_dict_offloaded_model": "compat.tensors",
+    "has_4bit_bnb_layers": "compat.quantize",
+    "has_offloaded_params": "compat.tensors",
     "honor_type": "compat.operations",
-    "id_tensor_storage": "offload.tensors",
+    "id_tensor_storage": "compat.tensors",
     "initialize_tensors": "compat.operations",
     "is_bf16_available": "compat.packages",
     "is_compiled_module": "compat.wrappers",
@@ -88,25 +88,25 @@ _HOME = {
     "is_torch_version": "compat.packages",
     "is_xpu_available": "compat.packages",
     "listify": "compat.operations",
-    "load_and_quantize_model": "offload.quantize",
+    "load_and_quantize_model": "compat.quantize",
     "load_fsdp_model": "compat.fsdp",
     "load_fsdp_optimizer": "compat.fsdp",
-    "load_offloaded_weight": "offload.folder",
-    "load_offloaded_weights": "offload.folder",
+    "load_offloaded_weight": "compat.folder",
+    "load_offloaded_weights": "compat.folder",
     "merge_fsdp_weights": "compat.fsdp",
     "named_module_tensors": "offload.sizes",
-    "offload_state_dict": "offload.folder",
-    "offload_weight": "offload.folder",
+    "offload_state_dict": "compat.folder",
+    "offload_weight": "compat.folder",
     "pad_input_tensors": "compat.operations",
-    "recursive_getattr": "offload.tensors",
+    "recursive_getattr": "compat.tensors",
     "recursively_apply": "compat.operations",
-    "remove_hook_from_module": "offload.hooks",
-    "remove_hook_from_submodules": "offload.hooks",
-    "retie_parameters": "offload.tensors",
+    "remove_hook_from_module": "compat.hooks",
+    "remove_hook_from_submodules": "compat.hooks",
+    "retie_parameters": "compat.tensors",
     "save_fsdp_model": "compat.fsdp",
     "save_fsdp_optimizer": "compat.fsdp",
-    "save_offload_index": "offload.folder",
-    "set_module_tensor_to_device": "offload.tensors",
+    "save_offload_index": "compat.folder",
+    "set_module_tensor_to_device": "compat.tensors",
     "should_reduce_batch_size": "memory",
     "slice_tensors": "compat.operations",
 }
@@ -117,21 +117,21 @@ __all__ = sorted([*_HOME, *_SHARED])
 # Type checkers see what the modules of the table have, so that no name is listed twice.
 if TYPE_CHECKING:
     from accel_callbacks import *
+    from accel_callbacks.compat.casting import *
+    from accel_callbacks.compat.folder import *
     from accel_callbacks.compat.fsdp import *
+    from accel_callbacks.compat.hooks import *
     from accel_callbacks.compat.operations import *
     from accel_callbacks.compat.packages import *
+    from accel_callbacks.compat.quantize import *
+    from accel_callbacks.compat.tensors import *
     from accel_callbacks.compat.wrappers import *
     from accel_callbacks.data.skip import *
     from accel_callbacks.distributed.topology import *
     from accel_callbacks.memory import *
     from accel_callbacks.offload.budgets import *
-    from accel_callbacks.offload.casting import *
     from accel_callbacks.offload.device_map import *
-    from accel_callbacks.offload.folder import *
-    from accel_callbacks.offload.hooks import *
-    from accel_callbacks.offload.quantize import *
     from accel_callbacks.offload.sizes import *
-    from accel_callbacks.offload.tensors import *
     from accel_callbacks.plugins.deepspeed import *
     from accel_callbacks.plugins.deepspeed_config import *
     from accel_callbacks.plugins.deepspeed_dummies import *

@@ -291,56 +291,57 @@ offload
     accel_callbacks/offload/align.py
     accel_callbacks/offload/assignment.py
     accel_callbacks/offload/budgets.py
-    accel_callbacks/offload/casting.py
+    accel_callbacks/compat/casting.py
     accel_callbacks/offload/checkpoint_weights.py
     accel_callbacks/offload/contents.py
     accel_callbacks/offload/device_copies.py
     accel_callbacks/offload/device_map.py
     accel_callbacks/offload/dispatch.py
     accel_callbacks/offload/file_pages.py
-    accel_callbacks/offload/folder.py
-    accel_callbacks/offload/hooks.py
+    accel_callbacks/compat/folder.py
+    accel_callbacks/compat/hooks.py
     accel_callbacks/offload/origins.py
     accel_callbacks/offload/placeholder.py
     accel_callbacks/offload/placement.py
     accel_callbacks/offload/planner.py
-    accel_callbacks/offload/quantize.py
+    accel_callbacks/compat/quantize.py
     accel_callbacks/offload/residence.py
     accel_callbacks/offload/sizes.py
     accel_callbacks/offload/slots.py
     accel_callbacks/offload/source.py
     accel_callbacks/offload/spill.py
-    accel_callbacks/offload/tensors.py
+    accel_callbacks/compat/tensors.py
     accel_callbacks/offload/traffic_report.py
     accel_callbacks/offload/units.py
-    accel_callbacks/offload/views.py
+    accel_callbacks/compat/big_modeling.py
+    accel_callbacks/compat/views.py
     accel_callbacks/offload/weights.py
     accel_callbacks/offload/window.py
     tests/accel_callbacks/offload/test_budgets.py
-    tests/accel_callbacks/offload/test_casting.py
+    tests/compat/test_casting.py
     tests/accel_callbacks/offload/test_device_copies.py
     tests/accel_callbacks/offload/test_device_map.py
     tests/accel_callbacks/offload/test_dispatch.py
     tests/accel_callbacks/offload/test_dispatch_devices.py
-    tests/accel_callbacks/offload/test_dispatch_views.py
+    tests/compat/test_dispatch_views.py
     tests/accel_callbacks/offload/test_fetching.py
-    tests/accel_callbacks/offload/test_folder.py
-    tests/accel_callbacks/offload/test_hooks.py
+    tests/compat/test_folder.py
+    tests/compat/test_hooks.py
     tests/accel_callbacks/offload/test_memory_limit.py
     tests/accel_callbacks/offload/test_placeholder.py
     tests/accel_callbacks/offload/test_plan.py
-    tests/accel_callbacks/offload/test_quantize.py
+    tests/compat/test_quantize.py
     tests/accel_callbacks/offload/test_reads.py
     tests/accel_callbacks/offload/test_residence.py
     tests/accel_callbacks/offload/test_sizes.py
     tests/accel_callbacks/offload/test_source.py
-    tests/accel_callbacks/offload/test_tensors.py
+    tests/compat/test_tensors.py
     tests/accel_callbacks/offload/test_traffic_report.py
     tests/accel_callbacks/offload/test_training.py
     tests/accel_callbacks/offload/test_units.py
     tests/accel_callbacks/offload/test_uses.py
     tests/accel_callbacks/offload/test_weights.py
-    tests/accel_callbacks/offload/test_whole_model.py
+    tests/compat/test_whole_model.py
     tests/accel_callbacks/offload/test_window.py
 plugins
     accel_callbacks/plugins/base.py

@@ -56,6 +56,7 @@ ALLOWED_CIRCLES: list[set[str]] = [
 #: Files and folders that are named after something that the field calls so.
 FIELD_TERMS = {
     "activation_checkpointing",
+    "big_modeling",
     "casting",
     "early_stopping",
     "learning_rate",

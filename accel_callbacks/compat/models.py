@@ -16,10 +16,10 @@ import torch
 from accel_callbacks import collectives
 from accel_callbacks.accelerator import Accelerator
 from accel_callbacks.checkpoint.tensor_file import save_tensors
+from accel_callbacks.compat.tensors import id_tensor_storage
 from accel_callbacks.distributed.topology import own_accelerator
 from accel_callbacks.modeling.activation_checkpointing import apply_activation_checkpointing
 from accel_callbacks.modeling.compile import compile_model, regions
-from accel_callbacks.offload.tensors import id_tensor_storage
 from accel_callbacks.plugins.compile import TorchDynamoPlugin
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig

@@ -11,12 +11,13 @@ import torch
 from accel_callbacks.collectives.nested import find_device
 from accel_callbacks.data.device import is_on, send_to_device
 from accel_callbacks.offload.assignment import Assignment
-from accel_callbacks.offload.hooks import MOVERS
 from accel_callbacks.offload.placeholder import AbsentWeight
 from accel_callbacks.warning import warn
 
-__all__ = ["AlignHook", "align", "guard_moves", "unalign"]
+__all__ = ["MOVERS", "AlignHook", "align", "guard_moves", "unalign"]
 
+#: What Accelerate's `dispatch_model` and ours put in front of methods of the module, as warnings.
+MOVERS = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
 _ATTRIBUTE = "_align_hook"
 
 

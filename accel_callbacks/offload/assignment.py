@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from accel_callbacks.offload import tensors
+from accel_callbacks.distributed.topology import own_accelerator
 from accel_callbacks.offload.device_map import check_device_map
 from accel_callbacks.offload.slots import Slot
 from accel_callbacks.offload.units import place_of
@@ -21,6 +21,7 @@ __all__ = [
     "as_device",
     "assign",
     "assign_all",
+    "device_of",
     "weights_of",
 ]
 
@@ -221,6 +222,16 @@ def _main_device(places: Mapping[str, Place], main_device: Place | None) -> torc
     return torch.device("cpu")
 
 
+def device_of(place: Place) -> torch.device:
+    """Return a device; a number is that of an accelerator."""
+    if not isinstance(place, int):
+        return torch.device(place)
+    kind = own_accelerator()
+    if kind is None:
+        raise ValueError(f'there is no accelerator {place} on this machine; "cpu" is the CPU')
+    return torch.device(kind.type, place)
+
+
 def as_device(place: Any) -> torch.device:
     """Return the device of an entry of a device map; numbers are accelerators.
 
@@ -230,7 +241,7 @@ def as_device(place: Any) -> torch.device:
     if isinstance(place, bool):
         place = str(place)
     try:
-        device = tensors.as_device(place)
+        device = device_of(place)
     except (RuntimeError, TypeError) as error:
         raise ValueError(
             f'device_map: {place!r} is no device: use 0, "cuda:1", "cpu" or "disk"'

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
 
 from accel_callbacks.offload.assignment import Assigned, Weight
-from accel_callbacks.offload.folder import stored_in_index
 from accel_callbacks.offload.placeholder import AbsentWeight
 from accel_callbacks.offload.residence import offload_hooks
 from accel_callbacks.offload.source import Stored, StoredWeights, WeightReadError
@@ -29,8 +27,8 @@ class Origins:
     Args:
         model: the model.
         weights: where its weights go.
-        given: an index of the caller's, which counts more than values in memory.
-        folder: of which the index counts for weights without values.
+        index: of the caller's, which counts more than values in memory.
+        read_index: returns the index that counts for weights without values, None without one.
     """
 
     def __init__(
@@ -38,7 +36,7 @@ class Origins:
         model: torch.nn.Module,
         weights: Sequence[Assigned],
         index: StoredWeights | None,
-        folder: str | os.PathLike[str] | None,
+        read_index: Callable[[], StoredWeights | None],
     ) -> None:
         self._origins = _known(model)
         self._given = index
@@ -49,7 +47,7 @@ class Origins:
             if self.is_absent(assigned) and id(assigned.weight.tensor) not in self._origins
         ]
         if index is None and lost:
-            self._indexed = stored_in_index(None, folder)
+            self._indexed = read_index()
         #: Then it is this model's, and has its buffers, which are built with other values.
         self._serves = self._indexed is not None and any(
             self._in(self._indexed, weight) is not None for weight in lost

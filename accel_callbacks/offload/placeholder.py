@@ -13,6 +13,7 @@ __all__ = [
     "AbsentWeight",
     "AbsentWeightError",
     "LostGradient",
+    "is_absent",
     "on_meta",
     "placeholder",
     "unwritable",
@@ -179,6 +180,11 @@ class AbsentWeight(torch.Tensor):
             self.weight_device,
             self.weight_fetch,
         )
+
+
+def is_absent(tensor: Any) -> bool:
+    """Return whether a tensor has no values: a placeholder, or one on the meta device."""
+    return isinstance(tensor, AbsentWeight) or (isinstance(tensor, torch.Tensor) and tensor.is_meta)
 
 
 def placeholder(

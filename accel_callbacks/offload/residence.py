@@ -25,7 +25,6 @@ from accel_callbacks.offload.placeholder import (
 )
 from accel_callbacks.offload.slots import Lent, Loan, Slot
 from accel_callbacks.offload.source import StoredWeights
-from accel_callbacks.offload.tensors import align_module_device, has_offloaded_params
 from accel_callbacks.offload.units import FetchUnit
 from accel_callbacks.offload.window import Traffic, Window, forks
 from accel_callbacks.warning import warn
@@ -36,6 +35,7 @@ __all__ = [
     "UnitHook",
     "attach",
     "held_weights",
+    "offload_hook",
     "offload_hooks",
     "onloaded",
 ]
@@ -874,6 +874,17 @@ def offload_hooks(model: torch.nn.Module) -> Iterator[UnitHook]:
             yield hook
 
 
+def offload_hook(module: torch.nn.Module) -> Any:
+    """Return the hook around a module's forward that offloads its weights; None without one."""
+    pending = [getattr(module, "_hf_hook", None)]
+    while pending:
+        hook = pending.pop()
+        if getattr(hook, "offload", False) is True:
+            return hook
+        pending.extend(getattr(hook, "hooks", ()))
+    return None
+
+
 def held_weights(model: torch.nn.Module) -> list[torch.Tensor]:
     """Return the offloaded weights of a model that are held in host memory, each once."""
     offloads = {id(hook.offload): hook.offload for hook in offload_hooks(model)}
@@ -905,6 +916,7 @@ def onloaded(module: torch.nn.Module) -> Iterator[None]:
             use = _Use(hook.offload, hook.units, summed=True)
             stack.push(lambda kind, *details, use=use: use.end(failed=kind is not None))
         for owner in module.modules():
-            if has_offloaded_params(owner):  # by a hook around its forward
-                stack.enter_context(align_module_device(owner))
+            if (hook_around := offload_hook(owner)) is not None:
+                hook_around.pre_forward(owner)
+                stack.callback(hook_around.post_forward, owner, None)
         yield

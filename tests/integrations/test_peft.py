@@ -11,9 +11,8 @@ import torch
 from packaging.version import Version
 from safetensors.torch import load_file
 
-from accel_callbacks import Accelerator, init_empty_weights
+from accel_callbacks import Accelerator, init_empty_weights, load_checkpoint_and_dispatch
 from accel_callbacks.callbacks import Checkpoint
-from accel_callbacks.offload.dispatch import load_checkpoint_and_dispatch
 from checkpoint_io import save_model
 
 peft = pytest.importorskip("peft", reason="peft is not installed: scripts/test_adapters")

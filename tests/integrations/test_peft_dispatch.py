@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accel_callbacks import dispatch_model, load_checkpoint_and_dispatch
-from accel_callbacks.offload import hooks
+from accel_callbacks.compat import hooks
 from accel_callbacks.offload.placeholder import AbsentWeight
 from checkpoint_io import save_model
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from accel_callbacks import Accelerator, init_empty_weights
-from accel_callbacks.offload.dispatch import load_checkpoint_and_dispatch
+from accel_callbacks import Accelerator, init_empty_weights, load_checkpoint_and_dispatch
 from checkpoint_io import save_model
 
 WORDS = 50

@@ -25,7 +25,7 @@ from accel_callbacks import (
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
 )
-from accel_callbacks.offload.folder import stored_in_index
+from accel_callbacks.compat.folder import stored_in_index
 from accel_callbacks.offload.placeholder import AbsentWeight, AbsentWeightError
 from accel_callbacks.offload.residence import OffloadOptions
 from accel_callbacks.offload.source import WeightReadError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from safetensors.torch import save_file
 
-from accel_callbacks.offload.dispatch import load_checkpoint_and_dispatch
+from accel_callbacks import load_checkpoint_and_dispatch
 from accel_callbacks.offload.residence import OffloadOptions, offload_hooks
 from tests.accel_callbacks.offload.adapted import dispatched, loss_of, pretrained, saved, words
 

@@ -15,11 +15,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from accel_callbacks import TorchDynamoPlugin
+from accel_callbacks.compat.views import put_views
 from accel_callbacks.modeling.compile import compile_model, is_compiled, release, uncompile
 from accel_callbacks.offload.placeholder import AbsentWeight, AbsentWeightError
 from accel_callbacks.offload.residence import held_weights, offload_hooks, onloaded
 from accel_callbacks.offload.source import StoredWeights
-from accel_callbacks.offload.views import put_views
 from accel_callbacks.utils import remove_hook_from_submodules
 from checkpoint_io import load_model, save_model
 from tests.accel_callbacks.offload.adapted import Block, pretrained, saved, words

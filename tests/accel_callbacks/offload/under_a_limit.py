@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 
 import checkpoint_io
-from accel_callbacks import init_empty_weights
-from accel_callbacks.offload.dispatch import load_checkpoint_and_dispatch
+from accel_callbacks import init_empty_weights, load_checkpoint_and_dispatch
 
 
 class Block(torch.nn.Module):

@@ -16,19 +16,18 @@ from typing import Any
 import torch
 
 from accel_callbacks._siblings import require_neighbour
+from accel_callbacks.compat.tensors import (
+    set_module_tensor_to_device,
+)
 from accel_callbacks.local_files import make_folders, replace
+from accel_callbacks.offload.assignment import Place, device_of
+from accel_callbacks.offload.placeholder import is_absent
 from accel_callbacks.offload.source import (
     FileIdentity,
     StoredTensor,
     StoredWeights,
     WeightReadError,
     unreadable,
-)
-from accel_callbacks.offload.tensors import (
-    Device,
-    as_device,
-    is_absent,
-    set_module_tensor_to_device,
 )
 
 __all__ = [
@@ -563,7 +562,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         state_dict: MutableMapping[str, torch.Tensor] | None = None,
         save_folder: Folder | None = None,
         index: Index | None = None,
-        device: Device | None = None,
+        device: Place | None = None,
     ) -> None:
         if state_dict is None and save_folder is None and index is None:
             raise ValueError(
@@ -668,7 +667,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             return tensor
         if "dtype" in entry:
             tensor = tensor.to(getattr(torch, str(entry["dtype"]).removeprefix("torch.")))
-        return tensor if self.device is None else tensor.to(as_device(self.device))
+        return tensor if self.device is None else tensor.to(device_of(self.device))
 
     def mapped(self, name: str) -> torch.Tensor:
         """Return a tensor; one in a file is mapped, and read at its first use.

@@ -12,10 +12,10 @@ import torch
 
 from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.distributed.topology import own_accelerator
-from accel_callbacks.offload.assignment import weights_of
+from accel_callbacks.offload.assignment import Place, device_of, weights_of
+from accel_callbacks.offload.placeholder import is_absent
 from accel_callbacks.offload.sizes import CustomDtype, find_tied_parameters
 from accel_callbacks.offload.slots import Slot
-from accel_callbacks.offload.tensors import Device, as_device, is_absent
 from accel_callbacks.offload.units import place_of
 from accel_callbacks.terminal_text import listed
 from accel_callbacks.warning import warn
@@ -110,7 +110,7 @@ def load_and_quantize_model(
     model: _Model,
     bnb_quantization_config: BnbQuantizationConfig,
     weights_location: str | os.PathLike[str] | None = None,
-    device_map: str | Mapping[str, Device] | None = None,
+    device_map: str | Mapping[str, Place] | None = None,
     no_split_module_classes: Sequence[str] | None = None,
     max_memory: Mapping[Any, int | str] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
@@ -161,7 +161,7 @@ def load_and_quantize_model(
             f"{type(model).__name__} was built without weights: give weights_location, the path of "
             "its weights."
         )
-    devices: dict[str, Device]
+    devices: dict[str, Place]
     if absent:
         if isinstance(device_map, Mapping):
             rule.keep_offloaded(device_map)
@@ -180,7 +180,7 @@ def load_and_quantize_model(
     marks.is_loaded_in_4bit = bnb_quantization_config.load_in_4bit
     marks.is_loaded_in_8bit = bnb_quantization_config.load_in_8bit
     if len(set(map(str, devices.values()))) > 1 or "disk" in devices.values():
-        from accel_callbacks.offload.dispatch import dispatch_model
+        from accel_callbacks.compat.big_modeling import dispatch_model
 
         return dispatch_model(model, device_map=devices, offload_dir=offload_folder)
     marks.hf_device_map = dict(devices)
@@ -207,7 +207,7 @@ def get_keys_to_not_convert(model: torch.nn.Module) -> list[str]:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.offload.quantize import get_keys_to_not_convert
+        >>> from accel_callbacks.compat.quantize import get_keys_to_not_convert
         >>> get_keys_to_not_convert(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()))
         ['1']
     """
@@ -255,13 +255,13 @@ class _Rule:
             return dtype
         return torch.float32 if _is_in(name, self.in_fp32) else self.config.torch_dtype
 
-    def keep_offloaded(self, device_map: Mapping[str, Device]) -> None:
+    def keep_offloaded(self, device_map: Mapping[str, Place]) -> None:
         """Leave modules in full precision that are given a place off the accelerator, of 4 bits."""
         away = [name for name, place in device_map.items() if place in ("cpu", "disk")]
         if self.config.load_in_4bit and len(device_map) > 1:
             self.skipped += away
 
-    def refuse_offloaded(self, device_map: Mapping[str, Device]) -> None:
+    def refuse_offloaded(self, device_map: Mapping[str, Place]) -> None:
         """Raise ValueError if 4-bit layers would be on the CPU or the disk, but run elsewhere."""
         places = {str(place) for place in device_map.values()}
         away = [
@@ -354,10 +354,10 @@ def _convert(model: torch.nn.Module, rule: _Rule, device: torch.device) -> None:
 def _planned(
     model: torch.nn.Module,
     rule: _Rule,
-    device_map: str | Mapping[str, Device] | None,
+    device_map: str | Mapping[str, Place] | None,
     classes: Sequence[str] | None,
     max_memory: Mapping[Any, int | str] | None,
-) -> dict[str, Device] | None:
+) -> dict[str, Place] | None:
     """Return devices by the names of modules; None for the default device."""
     if device_map is None or isinstance(device_map, Mapping):
         return None if device_map is None else dict(device_map)
@@ -375,9 +375,7 @@ def _planned(
     )
 
 
-def _load(
-    model: torch.nn.Module, rule: _Rule, location: str, devices: Mapping[str, Device]
-) -> None:
+def _load(model: torch.nn.Module, rule: _Rule, location: str, devices: Mapping[str, Place]) -> None:
     """Read the weights of a model module by module, and quantize each as it comes."""
     require_neighbour("checkpoint_io")
     from checkpoint_io import CheckpointError, TransferProgress
@@ -416,10 +414,10 @@ def _load(
         )
 
 
-def _device_for(name: str, devices: Mapping[str, Device]) -> torch.device:
+def _device_for(name: str, devices: Mapping[str, Place]) -> torch.device:
     """Return the device of the longest entry that a name is in; the CPU for what is on disk."""
     place = place_of(name, devices)
-    return torch.device("cpu") if place is None or place == "disk" else as_device(place)
+    return torch.device("cpu") if place is None or place == "disk" else device_of(place)
 
 
 def _made(
@@ -429,7 +427,7 @@ def _made(
     read: Callable[[str], torch.Tensor],
     stored: Mapping[str, str],
     rule: _Rule,
-    devices: Mapping[str, Device],
+    devices: Mapping[str, Place],
 ) -> torch.Tensor:
     """Return a parameter or buffer with its stored values."""
     value, device = read(name), _device_for(name, devices)

@@ -7,13 +7,14 @@ import pickle
 import pytest
 import torch
 
-from accel_callbacks.offload import hooks, tensors
-from accel_callbacks.offload.hooks import (
+from accel_callbacks.compat import hooks
+from accel_callbacks.compat.hooks import (
     CpuOffload,
     ModelHook,
     add_hook_to_module,
     cpu_offload_with_hook,
 )
+from accel_callbacks.offload import assignment
 
 
 class Moved(torch.nn.Module):
@@ -87,7 +88,7 @@ def test_the_default_device_is_the_accelerator_or_the_cpu(accelerator, monkeypat
 
 
 def test_numbers_and_names_are_devices(monkeypatch):
-    monkeypatch.setattr(tensors, "own_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(assignment, "own_accelerator", lambda: torch.device("cuda"))
     assert CpuOffload(1).execution_device == torch.device("cuda:1")
     assert CpuOffload("cuda").execution_device == torch.device("cuda")
 

@@ -8,50 +8,38 @@ from typing import Any
 
 import torch
 
-from accel_callbacks.distributed.topology import own_accelerator
 from accel_callbacks.memory import clear_device_cache
+from accel_callbacks.offload.assignment import Place, device_of
 from accel_callbacks.offload.placeholder import (
     AbsentWeight,
     AbsentWeightError,
+    is_absent,
     on_meta,
     placeholder,
 )
+from accel_callbacks.offload.residence import offload_hook
 from accel_callbacks.offload.sizes import as_dtype
 from accel_callbacks.offload.slots import Lent, Slot
 
 __all__ = [
     "align_module_device",
-    "as_device",
     "get_state_dict_from_offload",
     "get_state_dict_offloaded_model",
     "has_offloaded_params",
     "id_tensor_storage",
-    "is_absent",
     "is_quantizer",
     "move",
     "new_like",
-    "offload_hook",
     "recursive_getattr",
     "retie_parameters",
     "set_module_tensor_to_device",
     "stand_in",
 ]
 
-Device = int | str | torch.device
 #: Data pointer of a tied weight to its copies by device, filled in as they are made.
 TiedParams = MutableMapping[int, MutableMapping[Any, torch.Tensor]]
 
 _KIND = "_stands_for"
-
-
-def as_device(place: Device) -> torch.device:
-    """Return a device; a number is that of an accelerator."""
-    if not isinstance(place, int):
-        return torch.device(place)
-    kind = own_accelerator()
-    if kind is None:
-        raise ValueError(f'there is no accelerator {place} on this machine; "cpu" is the CPU')
-    return torch.device(kind.type, place)
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
@@ -66,11 +54,6 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
     for part in attr.split("."):
         obj = getattr(obj, part)
     return obj
-
-
-def is_absent(tensor: Any) -> bool:
-    """Return whether a tensor has no values: a placeholder, or one on the meta device."""
-    return isinstance(tensor, AbsentWeight) or (isinstance(tensor, torch.Tensor) and tensor.is_meta)
 
 
 def stand_in(
@@ -157,7 +140,7 @@ def move(value: torch.Tensor, device: torch.device) -> torch.Tensor:
 def set_module_tensor_to_device(
     module: torch.nn.Module,
     tensor_name: str,
-    device: Device,
+    device: Place,
     value: torch.Tensor | None = None,
     dtype: str | torch.dtype | None = None,
     fp16_statistics: torch.Tensor | None = None,
@@ -196,7 +179,7 @@ def set_module_tensor_to_device(
     slot = Slot.of(module, tensor_name)
     old = slot.get()
     assert old is not None
-    target = as_device(device)
+    target = device_of(device)
     known = _tied(tied_params_map, value if value is not None else old)
     if known is not None and device in known:
         slot.put(known[device])
@@ -306,17 +289,6 @@ def retie_parameters(model: torch.nn.Module, tied_params: Sequence[Sequence[str]
         slot.put(tensor)
 
 
-def offload_hook(module: torch.nn.Module) -> Any:
-    """Return the hook that offloads a module, also one in a chain of hooks; None without one."""
-    pending = [getattr(module, "_hf_hook", None)]
-    while pending:
-        hook = pending.pop()
-        if getattr(hook, "offload", False) is True:
-            return hook
-        pending.extend(getattr(hook, "hooks", ()))
-    return None
-
-
 def has_offloaded_params(module: torch.nn.Module) -> bool:
     """Return whether a hook of this module itself, not of its children, offloads its tensors.
 
@@ -331,7 +303,7 @@ def has_offloaded_params(module: torch.nn.Module) -> bool:
 
 @contextmanager
 def align_module_device(
-    module: torch.nn.Module, execution_device: Device | None = None
+    module: torch.nn.Module, execution_device: Place | None = None
 ) -> Iterator[None]:
     """Context manager: move a module's own parameters to a device.
 
@@ -365,7 +337,7 @@ def align_module_device(
         finally:
             hook.execution_device = device
     elif execution_device is not None:
-        with _moved(module, as_device(execution_device)):
+        with _moved(module, device_of(execution_device)):
             yield
     else:
         yield
@@ -410,7 +382,7 @@ def get_state_dict_offloaded_model(model: torch.nn.Module) -> dict[str, torch.Te
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.offload.tensors import get_state_dict_offloaded_model
+        >>> from accel_callbacks.utils import get_state_dict_offloaded_model
         >>> list(get_state_dict_offloaded_model(torch.nn.Linear(2, 1)))
         ['weight', 'bias']
     """
@@ -449,7 +421,7 @@ def get_state_dict_from_offload(
     module: torch.nn.Module,
     module_name: str,
     state_dict: dict[str, Any],
-    device_to_put_offload: Device | None = "cpu",
+    device_to_put_offload: Place | None = "cpu",
 ) -> dict[str, Any]:
     """Fill the entries of a state dict that one module holds, in place.
 
@@ -464,7 +436,7 @@ def get_state_dict_from_offload(
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.offload.tensors import get_state_dict_from_offload
+        >>> from accel_callbacks.utils import get_state_dict_from_offload
         >>> layer = torch.nn.Linear(2, 1)
         >>> filled = get_state_dict_from_offload(layer, "head.weight", {"head.bias": ""})
         >>> torch.equal(filled["head.bias"], layer.bias)

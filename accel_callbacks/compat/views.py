@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from accel_callbacks.compat.folder import PrefixedDataset, names_in
+from accel_callbacks.compat.hooks import AlignDevicesHook
 from accel_callbacks.offload.align import AlignHook
-from accel_callbacks.offload.folder import PrefixedDataset, names_in
-from accel_callbacks.offload.hooks import AlignDevicesHook
 from accel_callbacks.offload.origins import note_origin, same_bits
 from accel_callbacks.offload.placeholder import AbsentWeight
 from accel_callbacks.offload.residence import Offload, offload_hooks
@@ -241,13 +241,14 @@ def _slot(module: torch.nn.Module, key: str) -> Slot:
 
 
 def put_views(model: torch.nn.Module, device: torch.device, offload_buffers: bool = False) -> None:
-    """Set ``_hf_hook`` on a dispatched model and its parts, for other libraries to read.
+    """Set ``_hf_hook`` on a dispatched model and its parts, in place of an earlier dispatch's.
 
     Args:
         model: the model.
         device: where modules with offloaded weights run.
         offload_buffers: buffers are offloaded too.
     """
+    remove_views(model)
     served: dict[int, dict[str, _Served]] = {}
     dispatched = _Dispatched(model)
     for hook in offload_hooks(model):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from accel_callbacks import init_empty_weights
-from accel_callbacks.offload.folder import OffloadedWeightsLoader, offload_state_dict
-from accel_callbacks.offload.hooks import (
+from accel_callbacks.compat.folder import OffloadedWeightsLoader, offload_state_dict
+from accel_callbacks.compat.hooks import (
     AlignDevicesHook,
     ModelHook,
     SequentialHook,
@@ -23,14 +23,13 @@ from accel_callbacks.offload.hooks import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from accel_callbacks.offload.placeholder import AbsentWeight, AbsentWeightError
-from accel_callbacks.offload.residence import onloaded
-from accel_callbacks.offload.tensors import (
+from accel_callbacks.compat.tensors import (
     align_module_device,
     get_state_dict_offloaded_model,
     has_offloaded_params,
-    is_absent,
 )
+from accel_callbacks.offload.placeholder import AbsentWeight, AbsentWeightError, is_absent
+from accel_callbacks.offload.residence import onloaded
 
 X = torch.linspace(-1.0, 1.0, 12).reshape(3, 4)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from accel_callbacks.offload.folder import (
+from accel_callbacks.compat.folder import (
     OffloadedWeightsLoader,
     PrefixedDataset,
     extract_submodules_state_dict,

@@ -7,18 +7,16 @@ import copy
 import pytest
 import torch
 
-from accel_callbacks.offload import tensors
-from accel_callbacks.offload.hooks import (
+from accel_callbacks.compat import tensors
+from accel_callbacks.compat.hooks import (
     AlignDevicesHook,
     ModelHook,
     SequentialHook,
     add_hook_to_module,
     attach_align_device_hook,
 )
-from accel_callbacks.offload.placeholder import AbsentWeight, AbsentWeightError
-from accel_callbacks.offload.tensors import (
+from accel_callbacks.compat.tensors import (
     align_module_device,
-    as_device,
     get_state_dict_from_offload,
     get_state_dict_offloaded_model,
     has_offloaded_params,
@@ -27,6 +25,9 @@ from accel_callbacks.offload.tensors import (
     retie_parameters,
     set_module_tensor_to_device,
 )
+from accel_callbacks.offload import assignment
+from accel_callbacks.offload.assignment import device_of
+from accel_callbacks.offload.placeholder import AbsentWeight, AbsentWeightError
 
 
 @pytest.fixture
@@ -131,7 +132,7 @@ def test_a_tied_copy_is_used_and_noted(model):
 def test_the_cache_is_emptied_only_if_asked_for(model, monkeypatch):
     emptied = []
     monkeypatch.setattr(tensors, "clear_device_cache", lambda: emptied.append(1))
-    monkeypatch.setattr(tensors, "as_device", lambda place: torch.device("cuda"))
+    monkeypatch.setattr(tensors, "device_of", lambda place: torch.device("cuda"))
     monkeypatch.setattr(tensors, "new_like", lambda old, value, device: old)
     set_module_tensor_to_device(model, "0.weight", 0)
     assert emptied == []
@@ -140,11 +141,11 @@ def test_the_cache_is_emptied_only_if_asked_for(model, monkeypatch):
 
 
 def test_a_number_is_an_accelerator(monkeypatch):
-    monkeypatch.setattr(tensors, "own_accelerator", lambda: torch.device("cuda"))
-    assert as_device(1) == torch.device("cuda:1")
-    monkeypatch.setattr(tensors, "own_accelerator", lambda: None)
+    monkeypatch.setattr(assignment, "own_accelerator", lambda: torch.device("cuda"))
+    assert device_of(1) == torch.device("cuda:1")
+    monkeypatch.setattr(assignment, "own_accelerator", lambda: None)
     with pytest.raises(ValueError, match="there is no accelerator 1"):
-        as_device(1)
+        device_of(1)
 
 
 def test_parameters_are_tied_again(model):

@@ -8,8 +8,8 @@ import pickle
 import pytest
 import torch
 
-from accel_callbacks.offload.casting import LayerwiseCastingHook, attach_layerwise_casting_hooks
-from accel_callbacks.offload.hooks import add_hook_to_module, remove_hook_from_submodules
+from accel_callbacks.compat.casting import LayerwiseCastingHook, attach_layerwise_casting_hooks
+from accel_callbacks.compat.hooks import add_hook_to_module, remove_hook_from_submodules
 
 FP8 = torch.float8_e4m3fn
 X = torch.linspace(-1.0, 1.0, 8).reshape(2, 4)

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from accel_callbacks import init_empty_weights
-from accel_callbacks.offload import quantize
-from accel_callbacks.offload.hooks import attach_align_device_hook, remove_hook_from_submodules
-from accel_callbacks.offload.quantize import (
+from accel_callbacks.compat import quantize
+from accel_callbacks.compat.hooks import attach_align_device_hook, remove_hook_from_submodules
+from accel_callbacks.compat.quantize import (
     BnbQuantizationConfig,
     get_keys_to_not_convert,
     has_4bit_bnb_layers,
     load_and_quantize_model,
 )
-from accel_callbacks.offload.tensors import is_absent
+from accel_callbacks.offload.placeholder import is_absent
 from checkpoint_io import CheckpointError, save_model
 
 needs_bitsandbytes = pytest.mark.skipif(

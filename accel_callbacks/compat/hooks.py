@@ -14,24 +14,29 @@ from typing import Any, TypeVar
 import torch
 
 from accel_callbacks.collectives.nested import find_device
-from accel_callbacks.data.device import is_on, send_to_device
-from accel_callbacks.distributed.topology import own_accelerator
-from accel_callbacks.memory import clear_device_cache
-from accel_callbacks.offload.folder import PrefixedDataset
-from accel_callbacks.offload.placeholder import ON_DISK, AbsentWeight, LostGradient, on_meta
-from accel_callbacks.offload.sizes import get_non_persistent_buffers, named_module_tensors
-from accel_callbacks.offload.slots import Lent, Slot
-from accel_callbacks.offload.tensors import (
-    Device,
+from accel_callbacks.compat.folder import PrefixedDataset
+from accel_callbacks.compat.tensors import (
     TiedParams,
-    as_device,
-    is_absent,
     is_quantizer,
     move,
     new_like,
     set_module_tensor_to_device,
     stand_in,
 )
+from accel_callbacks.data.device import is_on, send_to_device
+from accel_callbacks.distributed.topology import own_accelerator
+from accel_callbacks.memory import clear_device_cache
+from accel_callbacks.offload.align import MOVERS
+from accel_callbacks.offload.assignment import Place, device_of
+from accel_callbacks.offload.placeholder import (
+    ON_DISK,
+    AbsentWeight,
+    LostGradient,
+    is_absent,
+    on_meta,
+)
+from accel_callbacks.offload.sizes import get_non_persistent_buffers, named_module_tensors
+from accel_callbacks.offload.slots import Lent, Slot
 
 __all__ = [
     "AlignDevicesHook",
@@ -51,8 +56,6 @@ __all__ = [
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-#: What Accelerate's `dispatch_model` and ours put in front of methods of the module, as warnings.
-MOVERS = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
 
 
 def outside_graphs(function: _Function) -> _Function:
@@ -326,7 +329,7 @@ class AlignDevicesHook(ModelHook):
 
     def __init__(
         self,
-        execution_device: Device | None = None,
+        execution_device: Place | None = None,
         offload: bool = False,
         io_same_device: bool = False,
         weights_map: Mapping[str, Any] | None = None,
@@ -428,7 +431,7 @@ class AlignDevicesHook(ModelHook):
         for name, tensor in away.items():
             if not is_absent(tensor):
                 weights.check(name, tensor)
-        device = None if self.execution_device is None else as_device(self.execution_device)
+        device = None if self.execution_device is None else device_of(self.execution_device)
         for name, tensor in away.items():
             if not is_absent(tensor) and tensor.data_ptr() in (self.tied_params_map or ()):
                 self.tied_params_names.add(name)
@@ -493,7 +496,7 @@ class AlignDevicesHook(ModelHook):
         """Fill the slots that hold our placeholders; leave tensors that others have put there."""
         slots = {name: Slot.of(module, name) for name in self._away}
         wanted = [name for name, absent in self._away.items() if slots[name].get() is absent]
-        device = as_device("cpu" if self.execution_device is None else self.execution_device)
+        device = device_of("cpu" if self.execution_device is None else self.execution_device)
         for name, value in zip(wanted, self._weights().fetch(wanted), strict=True):
             absent = self._away[name]
             self._lent.put(name, [slots[name]], self._made(name, absent, value, device), absent)
@@ -632,7 +635,7 @@ def _nested_device(args: Any, kwargs: Any) -> torch.device | None:
     return find_device([args, kwargs])
 
 
-def _sent(data: Any, device: Device, skip_keys: Any = None) -> Any:
+def _sent(data: Any, device: Place, skip_keys: Any = None) -> Any:
     """Return a structure on a device; break the graph only if a tensor has to move."""
     if is_on(data, device):
         return data
@@ -640,13 +643,13 @@ def _sent(data: Any, device: Device, skip_keys: Any = None) -> Any:
 
 
 @outside_graphs
-def _send(data: Any, device: Device, skip_keys: Any) -> Any:
-    return send_to_device(data, as_device(device), skip_keys=skip_keys)
+def _send(data: Any, device: Place, skip_keys: Any) -> Any:
+    return send_to_device(data, device_of(device), skip_keys=skip_keys)
 
 
 def attach_execution_device_hook(
     module: torch.nn.Module,
-    execution_device: Device,
+    execution_device: Place,
     skip_keys: str | Sequence[str] | None = None,
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: TiedParams | None = None,
@@ -662,7 +665,7 @@ def attach_execution_device_hook(
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.offload.hooks import attach_execution_device_hook
+        >>> from accel_callbacks.utils import attach_execution_device_hook
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.ReLU())
         >>> attach_execution_device_hook(model, "cpu")
         >>> [hasattr(child, "_hf_hook") for child in model]
@@ -685,7 +688,7 @@ def attach_execution_device_hook(
 
 def attach_align_device_hook(
     module: torch.nn.Module,
-    execution_device: Device | None = None,
+    execution_device: Place | None = None,
     offload: bool = False,
     weights_map: Mapping[str, Any] | None = None,
     offload_buffers: bool = False,
@@ -711,7 +714,7 @@ def attach_align_device_hook(
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.offload.hooks import attach_align_device_hook
+        >>> from accel_callbacks.utils import attach_align_device_hook
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1))
         >>> attach_align_device_hook(model, "cpu", offload=True)
         >>> type(model[0].weight).__name__, model(torch.ones(1, 2)).shape
@@ -751,7 +754,7 @@ def attach_align_device_hook(
 
 def attach_align_device_hook_on_blocks(
     module: torch.nn.Module,
-    execution_device: Device | Mapping[str, Device] | None = None,
+    execution_device: Place | Mapping[str, Place] | None = None,
     offload: bool | Mapping[str, bool] = False,
     weights_map: Mapping[str, Any] | None = None,
     offload_buffers: bool = False,
@@ -775,7 +778,7 @@ def attach_align_device_hook_on_blocks(
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.offload.hooks import attach_align_device_hook_on_blocks
+        >>> from accel_callbacks.utils import attach_align_device_hook_on_blocks
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
         >>> attach_align_device_hook_on_blocks(
         ...     model, {"0": "cpu", "1": "cpu"}, {"0": False, "1": True}
@@ -853,12 +856,12 @@ class CpuOffload(ModelHook):
 
     def __init__(
         self,
-        execution_device: Device | None = None,
+        execution_device: Place | None = None,
         prev_module_hook: UserCpuOffloadHook | None = None,
     ) -> None:
         self.prev_module_hook = prev_module_hook
         default = own_accelerator() or torch.device("cpu")
-        self.execution_device = default if execution_device is None else as_device(execution_device)
+        self.execution_device = default if execution_device is None else device_of(execution_device)
 
     def init_hook(self, module: Any) -> Any:
         """Move the model to the CPU."""
@@ -920,7 +923,7 @@ class UserCpuOffloadHook:
 
 def cpu_offload_with_hook(
     model: _Module,
-    execution_device: Device | None = None,
+    execution_device: Place | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[_Module, UserCpuOffloadHook]:
     """Keep a whole model on the CPU until its forward, and on the device until it is offloaded.
