@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from accel_callbacks._lazy import lazy_names
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "AORecipeKwargs": "plugins.precision",
