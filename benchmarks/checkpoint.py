@@ -31,10 +31,12 @@ from pathlib import Path
 
 import checkpoint_background
 import checkpoint_small
+import results
 import torch
 from checkpoint_contenders import LOADERS, MANY, SAVERS, Work
 
 Row = dict[str, float]
+Figures = dict[str, dict[str, list[float]]]  # what is measured: its samples by contender
 PARTS = ("save", "load", "background", "many", "view")
 MB = 1e6
 
@@ -195,6 +197,14 @@ def report_times(rows: dict[str, list[Row]], base: str, fields: list[str], size:
         print(text + f"  extra {median(row['extra'] for row in found) / MB:6.0f} MB", flush=True)
 
 
+def samples(rows: dict[str, list[Row]], fields: dict[str, str]) -> Figures:
+    """Return a field of all rows by contender, for each title."""
+    return {
+        title: {name: [row[field] for row in found] for name, found in rows.items()}
+        for title, field in fields.items()
+    }
+
+
 def fresh_folder(root: str) -> Callable[[str], str]:
     """Give every run the same folder, empty."""
 
@@ -206,16 +216,17 @@ def fresh_folder(root: str) -> Callable[[str], str]:
     return place
 
 
-def part_save(root: str, rounds: int, size: float) -> None:
+def part_save(root: str, rounds: int, size: float) -> Figures:
     rows = collect("save", NAMES["save"], rounds, fresh_folder(root), size)
     print(f"save {size} GB, durable, seconds; x: times ours in the same round")
     report_times(rows, "ours", ["seconds"], size)
     for peer in ("accelerate", "raw direct write"):
         if peer in rows and "ours" in rows:
             print(f"  ours is {ratio(rows, peer, 'ours', 'seconds'):.2f} times as fast as {peer}")
+    return samples(rows, {f"seconds to save {size:g} GB, durable": "seconds"})
 
 
-def part_load(root: str, rounds: int, size: float) -> None:
+def part_load(root: str, rounds: int, size: float) -> Figures:
     folders: dict[str, str] = {}
     savers = dict.fromkeys(LOADERS[name][0] for name in NAMES["load"])
     for number, saver in enumerate(savers):
@@ -227,9 +238,11 @@ def part_load(root: str, rounds: int, size: float) -> None:
     rows = collect("load", names, rounds, lambda name: folders[LOADERS[name][0]], size)
     print(f"load {size} GB into existing parameters, seconds (cold) and warm; x: times ours")
     report_times(rows, "ours: load(into=)", ["seconds", "warm"], size)
+    cold, warm = (f"seconds to load {size:g} GB, {cache}" for cache in ("cold", "warm"))
+    return samples(rows, {cold: "seconds", warm: "warm"})
 
 
-def part_background(root: str, rounds: int, size: float) -> None:
+def part_background(root: str, rounds: int, size: float) -> Figures:
     rows = collect("background", NAMES["background"], rounds, fresh_folder(root), size)
     print(f"background save of {size} GB, from the second on")
     for name, found in rows.items():
@@ -242,9 +255,11 @@ def part_background(root: str, rounds: int, size: float) -> None:
             f"meanwhile {slower:.2f} times as long: {value['lost']:.2f} s lost in all, and a "
             f"save takes {value['cpu']:.2f} s of CPU"
         )
+    title = f"seconds that a save of {size:g} GB"
+    return samples(rows, {f"{title} holds the step": "stall", f"{title} takes in all": "total"})
 
 
-def part_many(root: str, rounds: int, size: float) -> None:
+def part_many(root: str, rounds: int, size: float) -> Figures:
     rows = collect("many", NAMES["many"], rounds, fresh_folder(root), size)
     print("20,000 tensors of 400 bytes, seconds; x: times safetensors in the same round")
     for name, found in rows.items():
@@ -253,9 +268,12 @@ def part_many(root: str, rounds: int, size: float) -> None:
             text += f" {field} {median(row[field] for row in found):.3f}"
             text += f" {ratio(rows, name, 'safetensors', field):.2f}x"
         print(text)
+    return samples(
+        rows, {f"seconds to {field} 20,000 tensors": field for field in ("save", "load")}
+    )
 
 
-def part_view(root: str, rounds: int, size: float) -> None:
+def part_view(root: str, rounds: int, size: float) -> Figures:
     folder = fresh_folder(root)("ours")
     row = ask("save", "ours", folder, size) and ask("view", "ours", folder, size)
     if row:
@@ -264,13 +282,14 @@ def part_view(root: str, rounds: int, size: float) -> None:
             f"{row['read'] / row['tensor']:.4f} times its bytes read, in {row['seconds']:.3f} s; "
             f"opening the checkpoint reads {row['opening'] / 1e3:.0f} kB"
         )
+    return {}
 
 
-def part_small(root: str, rounds: int, size: float) -> None:
-    checkpoint_small.run(root, rounds, NAMES["small"])
+def part_small(root: str, rounds: int, size: float) -> Figures:
+    return checkpoint_small.run(root, rounds, NAMES["small"])
 
 
-SECTIONS: dict[str, Callable[[str, int, float], None]] = {
+SECTIONS: dict[str, Callable[[str, int, float], Figures]] = {
     "save": part_save,
     "load": part_load,
     "background": part_background,
@@ -297,6 +316,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
     parser.add_argument("--contenders", default=None, help="some of them; default: all")
     parser.add_argument("--folder", default=None, help="on the disk to measure; default: here")
+    results.add_option(parser)
     parser.add_argument("--one", nargs=3, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
@@ -314,7 +334,9 @@ def main() -> None:
     for part in chosen:
         root = tempfile.mkdtemp(prefix="checkpoint-bench-", dir=args.folder or os.getcwd())
         try:
-            SECTIONS[part](root, args.rounds, args.gigabytes)
+            figures = SECTIONS[part](root, args.rounds, args.gigabytes)
+            if args.write and figures:
+                results.write(f"checkpoint_{part}", figures)
         finally:
             shutil.rmtree(root, ignore_errors=True)
 

@@ -244,10 +244,21 @@ def report(rows: dict[str, list[Row]]) -> None:
         )
 
 
-def run(root: str, rounds: int, names: list[str]) -> None:
-    """Measure and print."""
+def run(root: str, rounds: int, names: list[str]) -> dict[str, dict[str, list[float]]]:
+    """Measure and print; return milliseconds by contender."""
     print(f"small state ({LAYERS} layers, AdamW), milliseconds: median [middle half]")
-    report(collect(root, rounds, names))
+    rows = collect(root, rounds, names)
+    report(rows)
+    fields = {
+        "milliseconds that a save holds the step": "seconds",
+        "milliseconds of processor time of that": "cpu",
+        "milliseconds until the files are written": "durable",
+        "milliseconds of fsyncs that it left out": "late seconds",
+    }
+    return {
+        title: {name: [row[field] * 1e3 for row in found] for name, found in rows.items()}
+        for title, field in fields.items()
+    }
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import results
+
 CALLBACKS = 10
 HOOK = "on_train_batch_end"
 ARGUMENTS: tuple[Any, ...] = (None, None, 0)  # outputs, batch, batch_idx
@@ -126,8 +128,8 @@ def available() -> Iterator[tuple[str, Contender]]:
             print(f"{make.__name__:12} left out: {error}")
 
 
-def measure(contenders: dict[str, Contender], rounds: int, times: int) -> dict[str, float]:
-    """Microseconds a call in the fastest round, which what else the machine does slows least."""
+def measure(contenders: dict[str, Contender], rounds: int, times: int) -> dict[str, list[float]]:
+    """Microseconds a call, for each contender and round."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for run in contenders.values():
         run(times)
@@ -137,21 +139,26 @@ def measure(contenders: dict[str, Contender], rounds: int, times: int) -> dict[s
             started = time.perf_counter()
             contenders[name](times)
             seconds[name].append((time.perf_counter() - started) / times)
-    return {name: min(values) * 1e6 for name, values in seconds.items()}
+    return {name: [value * 1e6 for value in values] for name, values in seconds.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=101)
     parser.add_argument("--calls", type=int, default=200, help="calls of the hook in a round")
+    results.add_option(parser)
     options = parser.parse_args()
-    found = measure(dict(available()), options.rounds, options.calls)
+    calls = measure(dict(available()), options.rounds, options.calls)
     print(f"{CALLBACKS} callbacks, one has the hook; {options.rounds} rounds, microseconds a call")
+    # What else the machine does slows the fastest round least.
+    found = {name: min(values) for name, values in calls.items()}
     for name, cost in found.items():
         ratio = (
             f"   {cost / found['ours']:8.1f} times ours" if name in ("trainer", "fabric") else ""
         )
         print(f"{name:12} {cost:9.3f}{ratio}")
+    if options.write:
+        results.write("hooks", {"microseconds to call one hook of ten callbacks": calls})
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ import statistics
 import subprocess
 import sys
 
+import results
+
 SNIPPETS = {
     "import accel_callbacks": "import accel_callbacks",
     "from accel_callbacks import Accelerator": "from accel_callbacks import Accelerator",
@@ -49,7 +51,9 @@ def milliseconds(snippet: str) -> float | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
-    rounds = parser.parse_args().rounds
+    results.add_option(parser)
+    options = parser.parse_args()
+    rounds = options.rounds
     times: dict[str, list[float]] = {name: [] for name in SNIPPETS}
     for current in range(rounds + 1):
         for name in random.sample(list(SNIPPETS), len(SNIPPETS)):
@@ -62,6 +66,9 @@ def main() -> None:
             print(f"{name:42} median {statistics.median(values):7.1f}  min {min(values):7.1f}")
         else:
             print(f"{name:42} not installed")
+    if options.write:
+        measured = {name: values for name, values in times.items() if values}
+        results.write("import_time", {"milliseconds after `import torch`": measured})
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import results
 import torch
 
 Log = Callable[[dict[str, Any], int], None]
@@ -125,6 +126,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=2000)
     parser.add_argument("--rows", type=int, default=100_000, help="of the loop that only logs")
     parser.add_argument("--device", default="cpu")
+    results.add_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     medians: dict[str, list[float]] = {}
@@ -141,6 +143,9 @@ def main() -> None:
         median = statistics.median(values)
         late = statistics.median(slowest[name])
         print(f"{name:40}{median * 1e6:8.2f}{late * 1e6:10.1f}{median / base:8.2f}")
+    if options.write:
+        each = {name: [value * 1e6 for value in values] for name, values in medians.items()}
+        results.write("log_overhead", {"microseconds of `accel.log` of three scalars": each})
     print(f"\n{f'{options.rows} rows at full speed':40}{'rows/s':>8}   rows that arrived")
     for log_with in (["jsonl"], ["csv"], ["jsonl", "csv"]):
         measured = [full_speed(log_with, options.rows) for _ in range(options.rounds)]

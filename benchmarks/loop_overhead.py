@@ -37,6 +37,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import results
 import torch
 from counts import STEADY, WARM_UP, OpcodeCounter, counting_callbacks, loop, packages, parts
 
@@ -243,9 +244,11 @@ def told(counts: tuple[int, int, float]) -> str:
     return f"{opcodes:6} opcodes {calls:5} Python calls   mean of {STEADY} steps {mean:.1f} opcodes"
 
 
-def print_times(checkouts: Mapping[str, Checkout], rounds: int) -> None:
+def print_times(
+    checkouts: Mapping[str, Checkout], rounds: int, clock: Callable[[], float]
+) -> dict[str, dict[str, list[float]]]:
     """Measure all contenders; print what each adds, and what ours adds to each peer's."""
-    timers = {name: functools.partial(timed, run) for name, run in available()}
+    timers = {name: functools.partial(timed, run, clock) for name, run in available()}
     for title, checkout in checkouts.items():
         for name in Checkout.NAMES:
             timers[f"{title}: {name}"] = functools.partial(checkout.time, name)
@@ -261,6 +264,10 @@ def print_times(checkouts: Mapping[str, Checkout], rounds: int) -> None:
             print(f"ours adds, of what {peer} adds: {ratio(added['ours'], added[peer])}")
     if checkouts:
         compare(times, checkouts)
+    return {
+        "microseconds a step": {"plain": times["plain"], **{name: times[name] for name in names}},
+        "microseconds added to a step": {name: added[name].each for name in names},
+    }
 
 
 def main() -> None:
@@ -268,6 +275,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--against", type=Path, help="another checkout, to compare with this one")
     parser.add_argument("--counts", action="store_true", help="count, and leave the time out")
+    parser.add_argument(
+        "--cpu_time", action="store_true", help="of the processor, which other work disturbs less"
+    )
+    results.add_option(parser)
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rounds < 2:
@@ -279,8 +290,11 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         roots = {"this": ROOT, "against": options.against.resolve()} if options.against else {}
         checkouts = {title: stack.enter_context(Checkout(root)) for title, root in roots.items()}
+        clock = time.process_time if options.cpu_time else time.perf_counter
         if not options.counts:
-            print_times(checkouts, options.rounds)
+            figures = print_times(checkouts, options.rounds, clock)
+            if options.write:
+                results.write("loop_overhead", figures)
         print_counts(checkouts)
 
 
