@@ -43,7 +43,7 @@ _HOME = {
     "LocalSGD": "local_sgd",
     "LoggerType": "tracking.general_tracker",
     "LostRankError": "errors",
-    "MegatronLMPlugin": "plugins.megatron",
+    "MegatronLMPlugin": "compat.megatron",
     "MultiProcessAdapter": "logging",
     "ParallelismConfig": "plugins.parallelism",
     "PartialState": "state",
@@ -125,6 +125,7 @@ if TYPE_CHECKING:
         load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
     )
     from accel_callbacks.compat.hooks import cpu_offload_with_hook as cpu_offload_with_hook
+    from accel_callbacks.compat.megatron import MegatronLMPlugin as MegatronLMPlugin
     from accel_callbacks.compat.operations import wait_for_everyone as wait_for_everyone
     from accel_callbacks.config import AcceleratorConfig as AcceleratorConfig
     from accel_callbacks.data.config import DataLoaderConfiguration as DataLoaderConfiguration
@@ -197,7 +198,6 @@ if TYPE_CHECKING:
     from accel_callbacks.plugins.gradient_accumulation import (
         GradientAccumulationPlugin as GradientAccumulationPlugin,
     )
-    from accel_callbacks.plugins.megatron import MegatronLMPlugin as MegatronLMPlugin
     from accel_callbacks.plugins.parallelism import ParallelismConfig as ParallelismConfig
     from accel_callbacks.plugins.parallelism_handlers import (
         DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,

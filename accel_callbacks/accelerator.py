@@ -79,10 +79,10 @@ if TYPE_CHECKING:
     from accel_callbacks.checkpoint.selection import Only, Rename
     from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
     from accel_callbacks.loop.contexts import Evaluate
+    from accel_callbacks.plugins import MegatronLMPlugin
     from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin
     from accel_callbacks.plugins.deepspeed_config import FilledConfig
     from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
-    from accel_callbacks.plugins.megatron import MegatronLMPlugin
     from accel_callbacks.profiler import ProfileKwargs
     from accel_callbacks.state import AcceleratorState, GradientState
     from accel_callbacks.strategies.pipeline_parallel import PipelinedModel
@@ -376,7 +376,9 @@ class Accelerator(ProcessControl, MediaLogging):
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """How DeepSpeed trains models; of several plugins the selected one; None without it."""
-        plugins = self.strategy.deepspeed_plugins
+        from accel_callbacks.plugins.deepspeed import DeepSpeedPlugins
+
+        plugins = self.strategy.plugin(DeepSpeedPlugins)
         return None if plugins is None else plugins.active
 
     def deepspeed_config(self, model: torch.nn.Module) -> FilledConfig:
@@ -387,7 +389,14 @@ class Accelerator(ProcessControl, MediaLogging):
         Raises:
             ValueError: DeepSpeed does not train the model.
         """
-        return self.strategy.deepspeed_config(model)
+        filled: FilledConfig | None = self.strategy.engine_config(model)
+        if filled is None:
+            kind = type(self.strategy.unwrap(model)).__name__
+            raise ValueError(
+                f"DeepSpeed does not train {kind}: pass deepspeed_plugin= to the Accelerator, and "
+                "the model with its optimizer to prepare()."
+            )
+        return filled
 
     @property
     def torch_device_mesh(self) -> Any:

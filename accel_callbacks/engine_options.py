@@ -21,9 +21,9 @@ from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.distributed.topology import Topology
+    from accel_callbacks.plugins import MegatronLMPlugin
     from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin, DeepSpeedPlugins
     from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
-    from accel_callbacks.plugins.megatron import MegatronLMPlugin
     from accel_callbacks.strategies.base import Strategy
 
 __all__ = [
@@ -83,8 +83,10 @@ class EngineOptions:
         """Warn of options of Megatron-LM, and of variables of the launch, that have no effect."""
         if self.megatron is not None and (notes := self.megatron.notes()):
             warn(notes)
-        plugin = strategy.fsdp_plugin
         sharding: set[str] = set()
+        plugin = None
+        if strategy.engine_plugins:  # a run without an engine does not import their options
+            plugin = strategy.plugin(plugins.FullyShardedDataParallelPlugin)
         if plugin is not None:
             names = [field.name for field in fields(plugin)]
             chosen = [name for name in names if getattr(plugin, name) is not None]

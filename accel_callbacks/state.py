@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,15 +24,14 @@ from accel_callbacks.distributed.topology import (
     select_device,
 )
 from accel_callbacks.errors import nearest
-from accel_callbacks.plugins.megatron import MegatronLMPlugin
 from accel_callbacks.plugins.process_group import InitProcessGroupKwargs
 
 if TYPE_CHECKING:
     from accel_callbacks.data.loader import DataLoaderShard
     from accel_callbacks.loop.gradient_window import GradientWindow
     from accel_callbacks.loop.loop import Loop
+    from accel_callbacks.plugins import FullyShardedDataParallelPlugin, MegatronLMPlugin
     from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin, DeepSpeedPlugins
-    from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
     from accel_callbacks.plugins.parallelism import ParallelismConfig
     from accel_callbacks.strategies import Strategy
 
@@ -47,6 +46,8 @@ __all__ = [
     "process_rank",
     "resolve_topology",
 ]
+
+_Plugin = TypeVar("_Plugin")
 
 
 class GradientState:
@@ -309,24 +310,28 @@ class AcceleratorState(PartialState):
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
         """How models are sharded, None if they are not."""
-        return None if self._strategy is None else self._strategy.fsdp_plugin
+        from accel_callbacks.plugins import FullyShardedDataParallelPlugin
+
+        return self._plugin(FullyShardedDataParallelPlugin)
 
     @property
     def megatron_lm_plugin(self) -> MegatronLMPlugin | None:
         """The options of Megatron-LM with their defaults, None if there are none."""
-        plugin = None if self._strategy is None else self._strategy.handlers.get(MegatronLMPlugin)
+        from accel_callbacks.plugins import MegatronLMPlugin
+
+        plugin = self._plugin(MegatronLMPlugin)
         return None if plugin is None else plugin.filled()
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """How DeepSpeed trains models; of several plugins the selected one; None without it."""
-        plugins = None if self._strategy is None else self._strategy.deepspeed_plugins
+        plugins = self._deepspeed()
         return None if plugins is None else plugins.active
 
     @property
     def deepspeed_plugins(self) -> DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None:
         """The plugins by name, or the single one; None without DeepSpeed."""
-        plugins = None if self._strategy is None else self._strategy.deepspeed_plugins
+        plugins = self._deepspeed()
         if plugins is None:
             return None
         return plugins.active if plugins.single else plugins.by_name
@@ -347,8 +352,17 @@ class AcceleratorState(PartialState):
         """
         self._plugins_of_deepspeed().select(name)
 
+    def _plugin(self, kind: type[_Plugin]) -> _Plugin | None:
+        """Return the options of this class that the Accelerator's engine trains by."""
+        return None if self._strategy is None else self._strategy.plugin(kind)
+
+    def _deepspeed(self) -> DeepSpeedPlugins | None:
+        from accel_callbacks.plugins.deepspeed import DeepSpeedPlugins
+
+        return self._plugin(DeepSpeedPlugins)
+
     def _plugins_of_deepspeed(self) -> DeepSpeedPlugins:
-        plugins = None if self._strategy is None else self._strategy.deepspeed_plugins
+        plugins = self._deepspeed()
         if plugins is None:
             raise ValueError(
                 "this run does not use DeepSpeed: pass deepspeed_plugins= to the Accelerator, and "

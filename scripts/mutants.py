@@ -352,7 +352,7 @@ plugins
     accel_callbacks/plugins/deepspeed_dummies.py
     accel_callbacks/plugins/fsdp.py
     accel_callbacks/plugins/gradient_accumulation.py
-    accel_callbacks/plugins/megatron.py
+    accel_callbacks/compat/megatron.py
     accel_callbacks/plugins/parallelism.py
     accel_callbacks/plugins/parallelism_handlers.py
     accel_callbacks/plugins/precision.py

@@ -40,6 +40,7 @@ RENAMES_AND_SYNCS = {"os.replace", "os.rename", "os.renames", "os.fsync", "os.fd
 MAY_IMPORT_COMPAT = {
     "accel_callbacks": "the table of public names, each imported late",
     "accel_callbacks.utils": "the table of Accelerate's names, each imported late",
+    "accel_callbacks.plugins": "the table of plugins, each imported late",
     "accel_callbacks.as_accelerate": "runs a script for which the room stands in for Accelerate",
     "accel_callbacks.launch.worker": "runs a launched one: `accel launch --as_accelerate`",
     "accel_callbacks.cli.compat": "`accel compat` is the room's subcommand",
@@ -167,7 +168,7 @@ def names_room(tree: ast.AST, module: str, room: str) -> bool:
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
     return any(f"{name}.".startswith(f"{room}.") for name in names) or any(
-        text.startswith((f"{room}.", f"{short}.")) for text in texts
+        text.startswith((f"{room}.", f"{short}.", f".{short}.")) for text in texts
     )
 
 
@@ -588,7 +589,7 @@ def test_nobody_imports_the_room_of_foreign_names() -> None:
     assert importers == set(MAY_IMPORT_COMPAT), (
         "say the foreign name in terms of this library, in compat/"
     )
-    for table in ("accel_callbacks", "accel_callbacks.utils"):
+    for table in ("accel_callbacks", "accel_callbacks.utils", "accel_callbacks.plugins"):
         body = import_time_nodes(parse(SOURCES[table]).body)
         assert not any(name.startswith(room) for node in body for name in imported(node, table))
 

@@ -230,7 +230,7 @@ class Accelerator(accelerator.Accelerator):
         splits = loaders is not None and loaders.split_batches
         options.setdefault("scheduler_steps_per_process", not splits)
         super().__init__(**options)
-        plugin = self.strategy.fsdp_plugin
+        plugin = self.strategy.plugin(fsdp.FullyShardedDataParallelPlugin)
         if plugin is not None:  # that of `accel launch` may be assigned to as well
             object.__setattr__(plugin, "__class__", FullyShardedDataParallelPlugin)
         global _newest

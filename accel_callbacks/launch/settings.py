@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 from accel_callbacks.config import AcceleratorConfig
 from accel_callbacks.errors import nearest
+from accel_callbacks.plugins import MegatronLMPlugin
 from accel_callbacks.plugins.compile import TorchDynamoPlugin
 from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
-from accel_callbacks.plugins.megatron import MegatronLMPlugin
 from accel_callbacks.plugins.option import Block, Option, SettingsError, option, options_of
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.parallelism_handlers import (

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
+from accel_callbacks.plugins import MegatronLMPlugin
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
-from accel_callbacks.plugins.megatron import MEGATRON, MegatronLMPlugin
 from accel_callbacks.plugins.option import options_of
 
 __all__ = ["IDLE", "OF_FSDP1", "OF_MEGATRON", "UNBUILT", "Unbuilt"]
@@ -18,11 +18,12 @@ OF_FSDP1: Mapping[str, str] = {
     for option in options_of(FullyShardedDataParallelPlugin)
     if option.attribute in ("backward_prefetch", "use_orig_params")
 }
+_RULES = {field.name: field.metadata["rule"] for field in fields(MegatronLMPlugin)}
 #: Keys of ``megatron_lm_config`` that have no meaning here, and why.
 OF_MEGATRON: Mapping[str, str] = {
-    option.name: MEGATRON[option.attribute].text
+    option.name: _RULES[option.attribute].text
     for option in options_of(MegatronLMPlugin)
-    if MEGATRON[option.attribute].kind == "idle"
+    if _RULES[option.attribute].kind == "idle"
 }
 _Test = Callable[[Any], bool]
 
@@ -106,7 +107,7 @@ def _fsdp(key: str, value: Any, reason: str, instead: str) -> Unbuilt:
 def _megatron(name: str) -> Unbuilt:
     """Refuse a degree of Megatron-LM above 1."""
     key = f"megatron_lm_{name}"
-    reason, _, instead = MEGATRON[name].text.partition(": ")
+    reason, _, instead = _RULES[name].text.partition(": ")
     return Unbuilt(
         f"megatron_lm_config.{key}",
         lambda settings: (

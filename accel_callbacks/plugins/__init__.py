@@ -23,7 +23,7 @@ _HOME = {
     "Handlers": "base",
     "InitProcessGroupKwargs": "process_group",
     "KwargsHandler": "base",
-    "MegatronLMPlugin": "megatron",
+    "MegatronLMPlugin": ".compat.megatron",
     "OptionEnum": "base",
     "ParallelismConfig": "parallelism",
     "TorchContextParallelConfig": "parallelism_handlers",
@@ -34,13 +34,13 @@ _HOME = {
 }
 # Type checkers see what the modules of the table have, so that no name is listed twice.
 if TYPE_CHECKING:
+    from accel_callbacks.compat.megatron import *
     from accel_callbacks.plugins.base import *
     from accel_callbacks.plugins.compile import *
     from accel_callbacks.plugins.ddp import *
     from accel_callbacks.plugins.deepspeed import *
     from accel_callbacks.plugins.fsdp import *
     from accel_callbacks.plugins.gradient_accumulation import *
-    from accel_callbacks.plugins.megatron import *
     from accel_callbacks.plugins.parallelism import *
     from accel_callbacks.plugins.parallelism_handlers import *
     from accel_callbacks.plugins.precision import *

@@ -47,6 +47,11 @@ class KwargsHandler:
                 raise TypeError(f"{cls.__name__}() has no option {name!r}.{nearest(name, known)}")
         return object.__new__(cls)
 
+    @property
+    def activation_checkpointing(self) -> Any:
+        """Policy by which blocks are computed again in backward, False for none."""
+        return False
+
     def to_kwargs(self) -> dict[str, Any]:
         """Return the fields whose value is not the default."""
         return {

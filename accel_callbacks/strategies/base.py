@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -31,12 +31,11 @@ from accel_callbacks.strategies.optimizer_state import (
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
-    from accel_callbacks.plugins.deepspeed import DeepSpeedPlugins
-    from accel_callbacks.plugins.deepspeed_config import FilledConfig
-    from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
     from accel_callbacks.strategies.context_parallel import ContextParallel
 
 __all__ = ["SetUp", "Strategy"]
+
+_Plugin = TypeVar("_Plugin")
 
 
 class SetUp(NamedTuple):
@@ -159,30 +158,23 @@ class Strategy(ABC):
         return self.parallelism.build_device_mesh(self.topology.device.type)
 
     @property
-    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
-        """The options by which models are sharded, None if they are not."""
-        return None
+    def engine_plugins(self) -> tuple[Any, ...]:
+        """The options of the engine, besides the handlers."""
+        return ()
 
-    @property
-    def deepspeed_plugins(self) -> DeepSpeedPlugins | None:
-        """The options of DeepSpeed, None if it trains no models."""
-        return None
+    def plugin(self, kind: type[_Plugin]) -> _Plugin | None:
+        """Return the options of this class that the engine trains by, None without any."""
+        options = (*self.engine_plugins, *self.handlers.by_class.values())
+        return next((plugin for plugin in options if isinstance(plugin, kind)), None)
 
     @property
     def trains_together(self) -> bool:
         """True if no rank can take a step with a prepared model without the others."""
         return False
 
-    def deepspeed_config(self, model: torch.nn.Module) -> FilledConfig:
-        """Return what DeepSpeed was given for a prepared model.
-
-        Raises:
-            ValueError: DeepSpeed does not train it.
-        """
-        raise ValueError(
-            f"DeepSpeed does not train {type(self.unwrap(model)).__name__}: pass deepspeed_plugin= "
-            "to the Accelerator, and the model with its optimizer to prepare()."
-        )
+    def engine_config(self, model: torch.nn.Module) -> Any:
+        """Return the configuration that a prepared model's engine was given, None without one."""
+        return None
 
     @property
     def keeps_gradients_apart(self) -> bool:
@@ -240,24 +232,20 @@ class Strategy(ABC):
 
     def checkpoint_activations(self, model: torch.nn.Module) -> None:
         """Compute blocks again in backward if the options say so; before the model is compiled."""
-        if not self.handlers.by_class:
-            return
-        # Imported here, because few runs have options of Megatron-LM.
-        from accel_callbacks.plugins.megatron import MegatronLMPlugin
-
-        megatron = self.handlers.get(MegatronLMPlugin)
-        if megatron is None or not megatron.activation_checkpointing:
+        handlers = self.handlers.by_class.values()
+        handler = next((each for each in handlers if each.activation_checkpointing), None)
+        if handler is None:
             return
         if not any(True for _ in regions(model)):
             # On by default in the files of Accelerate, whatever models there are besides.
             warn(
                 f"{type(model).__name__} repeats no blocks, and so none are computed again: the "
-                "options of Megatron-LM to recompute have no effect on it."
+                f"options of {type(handler).__name__} to recompute have no effect on it."
             )
             return
         from accel_callbacks.modeling.activation_checkpointing import checkpoint_with
 
-        checkpoint_with(megatron.activation_checkpointing, model)
+        checkpoint_with(handler.activation_checkpointing, model)
 
     def watch_calls(self, model: torch.nn.Module) -> None:
         """Check how a new model is called from now on, also one that is only evaluated."""

@@ -281,9 +281,9 @@ class DeepSpeed(Strategy):
         return DistributedType.DEEPSPEED
 
     @property
-    def deepspeed_plugins(self) -> DeepSpeedPlugins:
-        """The options."""
-        return self.plugins
+    def engine_plugins(self) -> tuple[Any, ...]:
+        """The options of DeepSpeed."""
+        return (self.plugins,)
 
     def casts_to(self, precision: str) -> bool:
         """Return True: the engine casts models.
@@ -301,10 +301,9 @@ class DeepSpeed(Strategy):
             self._sharded_builds.announce()
         return True
 
-    def deepspeed_config(self, model: torch.nn.Module) -> FilledConfig:
-        """Return what DeepSpeed was given for a prepared model."""
-        filled = self.filled.get(self.unwrap(model))
-        return super().deepspeed_config(model) if filled is None else filled
+    def engine_config(self, model: torch.nn.Module) -> FilledConfig | None:
+        """Return what DeepSpeed was given for a prepared model, None if it does not train it."""
+        return self.filled.get(self.unwrap(model))
 
     # --- setting up ---------------------------------------------------------------------------
 

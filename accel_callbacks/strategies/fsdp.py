@@ -134,9 +134,9 @@ class FSDP(Sharding):
         return DistributedType.FSDP
 
     @property
-    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin:
-        """The options."""
-        return self.options
+    def engine_plugins(self) -> tuple[Any, ...]:
+        """The options of FSDP."""
+        return (self.options,)
 
     @property
     def _models(self) -> list[torch.nn.Module]:

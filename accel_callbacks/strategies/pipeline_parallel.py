@@ -176,9 +176,9 @@ class PipelineParallel(Sharding):
         return self.loss_world
 
     @property
-    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
-        """The options by which stages are sharded, None if they are not."""
-        return self._fsdp
+    def engine_plugins(self) -> tuple[Any, ...]:
+        """The options by which stages are sharded; none if they are not."""
+        return () if self._fsdp is None else (self._fsdp,)
 
     # --- cutting --------------------------------------------------------------------------------
 

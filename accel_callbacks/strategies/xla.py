@@ -104,9 +104,9 @@ class XLA(Strategy):
                 )
 
     @property
-    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
-        """The options by which parameters are cut, None if they are whole."""
-        return self._fsdp
+    def engine_plugins(self) -> tuple[Any, ...]:
+        """The options by which parameters are cut; none if they are whole."""
+        return () if self._fsdp is None else (self._fsdp,)
 
     def casts_to(self, precision: str) -> bool:
         """Return False, as autocast does it.

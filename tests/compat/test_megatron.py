@@ -18,9 +18,9 @@ from accel_callbacks import (
     ParallelismConfig,
     apply_activation_checkpointing,
 )
+from accel_callbacks.compat.megatron import MEGATRON
 from accel_callbacks.config import resolve_config
 from accel_callbacks.engine_options import launched_megatron
-from accel_callbacks.plugins.megatron import MEGATRON
 from accel_callbacks.plugins.option import options_of
 
 # The fields of MegatronLMPlugin in Accelerate 1.15, and the flags `--megatron_lm_*` of its launch.
@@ -92,7 +92,7 @@ def test_the_plugin_of_accelerate_itself_has_these_fields() -> None:
 
 
 def test_the_page_has_a_row_for_every_option() -> None:
-    page = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "move-from-megatron-config.md"
+    page = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "move-from-megatron-config.md"
     found: dict[str, str] = {}
     for row in page.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in row.strip("|").split("|")]
