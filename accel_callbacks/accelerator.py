@@ -56,11 +56,11 @@ from accel_callbacks.loop.first_steps import FirstSteps
 from accel_callbacks.loop.gradient_window import GradientWindow
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.loop.passes import Passes
+from accel_callbacks.loop.prepare import ModelRequest, Preparer, is_scheduler
 from accel_callbacks.loop.run import TrainingRun
 from accel_callbacks.loop.run_identity import RunIdentity, config_fields
 from accel_callbacks.loop.step import StepEngine
 from accel_callbacks.modeling.compile import uncompile
-from accel_callbacks.modeling.prepare import ModelRequest, Preparer, is_scheduler
 from accel_callbacks.optimizer import AcceleratedOptimizer
 from accel_callbacks.plugins.base import KwargsHandler, sort_handlers
 from accel_callbacks.plugins.compile import DynamoBackend, TorchDynamoPlugin
