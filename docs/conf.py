@@ -12,7 +12,7 @@ from sphinx.application import Sphinx
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(DOCS / "_ext")]
 
 metadata = configparser.ConfigParser()
 metadata.read(ROOT / "setup.cfg", encoding="utf-8")
@@ -26,7 +26,21 @@ version = release = re.findall(
 )[0]
 language = "en"
 
-extensions = ["myst_parser", "sphinx_copybutton", "sphinx_design"]
+extensions = [
+    *("sphinx.ext.autodoc", "sphinx.ext.napoleon"),
+    *("myst_parser", "sphinx_copybutton", "sphinx_design"),
+    "api_pages",
+]
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_preserve_defaults = True
+maximum_signature_line_length = 80
+python_use_unqualified_type_names = True
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
 myst_enable_extensions = ["attrs_inline", "colon_fence"]
 myst_heading_anchors = 4
 exclude_patterns = ["_build", "**/_*"]
@@ -42,6 +56,7 @@ html_theme_options = {
     "icon_links": [{"name": "Source", "url": REPOSITORY, "icon": "fa-brands fa-github"}],
     "navbar_align": "left",
     "show_toc_level": 2,
+    "collapse_navigation": True,
     "secondary_sidebar_items": ["page-toc"],
     "navigation_with_keys": False,
     "pygments_light_style": "a11y-high-contrast-light",

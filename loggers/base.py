@@ -37,8 +37,9 @@ class RunInfo:
         rank: rank of this process, 0 on the main one.
         secondary: names that a tracker without room for all leaves out first; it may grow.
 
-    >>> RunInfo(name="digits", logging_dir="runs", run_id="a1").resumed_step is None
-    True
+    Example:
+        >>> RunInfo(name="digits", logging_dir="runs", run_id="a1").resumed_step is None
+        True
     """
 
     name: str
@@ -72,22 +73,23 @@ class Tracker(ABC):
         requires: modules that `start` imports; ``log_with="all"`` skips the tracker if one is not
             installed. None by default.
 
-    >>> class Print(Tracker):
-    ...     name = "print"
-    ...
-    ...     def start(self, run):
-    ...         print("run", run.name)
-    ...
-    ...     def log(self, scalars, step):
-    ...         print(step, dict(scalars))
-    ...
-    ...     def finish(self, status="success"):
-    ...         print(status)
-    >>> tracker = Print()
-    >>> tracker.start(RunInfo("digits", "runs", "a1"))
-    run digits
-    >>> tracker.log({"loss": 0.5}, step=3)
-    3 {'loss': 0.5}
+    Example:
+        >>> class Print(Tracker):
+        ...     name = "print"
+        ...
+        ...     def start(self, run):
+        ...         print("run", run.name)
+        ...
+        ...     def log(self, scalars, step):
+        ...         print(step, dict(scalars))
+        ...
+        ...     def finish(self, status="success"):
+        ...         print(status)
+        >>> tracker = Print()
+        >>> tracker.start(RunInfo("digits", "runs", "a1"))
+        run digits
+        >>> tracker.log({"loss": 0.5}, step=3)
+        3 {'loss': 0.5}
     """
 
     name: str
@@ -212,13 +214,14 @@ class Tracker(ABC):
 def media(tracker: Tracker) -> frozenset[str]:
     """Return the kinds of media that a tracker records: those whose method it overrides.
 
-    >>> class Texts(Tracker):
-    ...     def log_text(self, texts, step):
-    ...         print(texts)
-    ...
-    ...     start = log = finish = None
-    >>> sorted(media(Texts()))
-    ['text']
+    Example:
+        >>> class Texts(Tracker):
+        ...     def log_text(self, texts, step):
+        ...         print(texts)
+        ...
+        ...     start = log = finish = None
+        >>> sorted(media(Texts()))
+        ['text']
     """
     return frozenset(
         kind
@@ -302,10 +305,11 @@ class NullTracker(Tracker):
     Args:
         name: its name, default "null".
 
-    >>> tracker = NullTracker()
-    >>> tracker.log({"loss": 0.5}, step=1)
-    >>> tracker.raw.add_histogram("weights", [1.0, 2.0])
-    <nothing: this process does not track>
+    Example:
+        >>> tracker = NullTracker()
+        >>> tracker.log({"loss": 0.5}, step=1)
+        >>> tracker.raw.add_histogram("weights", [1.0, 2.0])
+        <nothing: this process does not track>
     """
 
     name = "null"

@@ -32,8 +32,9 @@ class TrackerConfig:
     Raises:
         ValueError: an option has an invalid value.
 
-    >>> TrackerConfig(nan_policy="warn").flush_every_s
-    0.5
+    Example:
+        >>> TrackerConfig(nan_policy="warn").flush_every_s
+        0.5
     """
 
     strict: bool = False

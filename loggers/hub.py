@@ -74,14 +74,15 @@ class TrackerHub:
         ValueError: two trackers have the same name, a name is unknown, or an option is invalid.
         TypeError: a tracker is none of the above, or has no name.
 
-    >>> import tempfile
-    >>> from loggers import read_jsonl
-    >>> folder = tempfile.mkdtemp()
-    >>> with TrackerHub(["jsonl"], run=RunInfo("digits", folder, "a1")) as hub:
-    ...     hub.log_config({"lr": 0.1})
-    ...     hub.log({"train": {"loss": 0.5}, "lr": 0.1}, step=1)
-    >>> [row["values"] for row in read_jsonl(f"{folder}/metrics.jsonl")]
-    [{'train/loss': 0.5, 'lr': 0.1}]
+    Example:
+        >>> import tempfile
+        >>> from loggers import read_jsonl
+        >>> folder = tempfile.mkdtemp()
+        >>> with TrackerHub(["jsonl"], run=RunInfo("digits", folder, "a1")) as hub:
+        ...     hub.log_config({"lr": 0.1})
+        ...     hub.log({"train": {"loss": 0.5}, "lr": 0.1}, step=1)
+        >>> [row["values"] for row in read_jsonl(f"{folder}/metrics.jsonl")]
+        [{'train/loss': 0.5, 'lr': 0.1}]
     """
 
     def __init__(

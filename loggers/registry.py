@@ -71,10 +71,11 @@ def register_tracker(name: str, cls: type[Tracker]) -> None:
         TypeError: ``cls`` is not a subclass of `Tracker`.
         ValueError: another class already has this name.
 
-    >>> from loggers import NullTracker
-    >>> register_tracker("nothing", NullTracker)
-    >>> create("nothing").name
-    'nothing'
+    Example:
+        >>> from loggers import NullTracker
+        >>> register_tracker("nothing", NullTracker)
+        >>> create("nothing").name
+        'nothing'
     """
     _check_class(cls, f"register_tracker({name!r}, ...)")
     known = _classes.setdefault(name, cls)
@@ -88,8 +89,9 @@ def register_tracker(name: str, cls: type[Tracker]) -> None:
 def available_trackers() -> list[str]:
     """Return every name that `create` accepts, sorted, including other packages' entry points.
 
-    >>> {"jsonl", "tensorboard", "wandb"} <= set(available_trackers())
-    True
+    Example:
+        >>> {"jsonl", "tensorboard", "wandb"} <= set(available_trackers())
+        True
     """
     declared = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
     return sorted({*_classes, *(entry.name for entry in declared)})
@@ -102,7 +104,8 @@ def check_name(name: str) -> None:
         ValueError: the name is unknown; the message lists the nearest name and all names.
         ImportError: the package that declares the name cannot be imported.
 
-    >>> check_name("jsonl")
+    Example:
+        >>> check_name("jsonl")
     """
     _lookup(name)
 
@@ -119,8 +122,9 @@ def create(spec: TrackerSpec, **kwargs: Any) -> Tracker:
         TypeError: ``spec`` is something else, or there are options for an instance.
         ImportError: the package that declares the name cannot be imported.
 
-    >>> create("jsonl", filename="history.jsonl").name
-    'jsonl'
+    Example:
+        >>> create("jsonl", filename="history.jsonl").name
+        'jsonl'
     """
     if isinstance(spec, Tracker):
         if kwargs:
@@ -179,8 +183,9 @@ class ConfiguredTracker:
         label: its name in ``get`` and checkpoints; the tracker's own name if None.
         options: keyword arguments of its constructor.
 
-    >>> ConfiguredTracker("jsonl", include=("val/*",)).takes("train/loss")
-    False
+    Example:
+        >>> ConfiguredTracker("jsonl", include=("val/*",)).takes("train/loss")
+        False
     """
 
     tracker: Any
@@ -230,9 +235,12 @@ def configured_tracker(
     Raises:
         TypeError: ``include`` or ``exclude`` is a single str.
 
-    >>> chosen = configured_tracker("jsonl", include=["val/*"], filename="val.jsonl", label="val")
-    >>> chosen.takes("val/loss"), chosen.takes("train/loss"), chosen.create().name
-    (True, False, 'val')
+    Example:
+        >>> chosen = configured_tracker(
+        ...     "jsonl", include=["val/*"], filename="val.jsonl", label="val"
+        ... )
+        >>> chosen.takes("val/loss"), chosen.takes("train/loss"), chosen.create().name
+        (True, False, 'val')
     """
     for argument, patterns in (("include", include), ("exclude", exclude)):
         if isinstance(patterns, str):
@@ -243,8 +251,9 @@ def configured_tracker(
 def installed_trackers() -> list[str]:
     """Return the names of all trackers whose tool is installed, sorted, without importing it.
 
-    >>> "jsonl" in installed_trackers()
-    True
+    Example:
+        >>> "jsonl" in installed_trackers()
+        True
     """
     return [name for name in available_trackers() if _is_installed(name)]
 

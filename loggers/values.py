@@ -45,8 +45,9 @@ def flatten(values: Mapping[str, Any], on_none: Callable[[str], None] = _ignore)
         TypeError: a key is not a str, or a value is not a number, 0-d tensor, str, dict or None.
         ValueError: two spellings of one key, such as ``{"a/b": 1, "a": {"b": 2}}``.
 
-    >>> flatten({"val": {"loss": 0.5, "note": None}, "lr": 1})
-    {'val/loss': 0.5, 'lr': 1}
+    Example:
+        >>> flatten({"val": {"loss": 0.5, "note": None}, "lr": 1})
+        {'val/loss': 0.5, 'lr': 1}
     """
     if not isinstance(values, Mapping):
         raise TypeError(f"log expects a dict of values, got {_kind(values)}")
@@ -257,9 +258,10 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError: ``config`` is not one of these.
 
-    >>> from pathlib import Path
-    >>> plain_config({"lr": 1e-3, "betas": (0.9, 0.99), "data": Path("in"), "act": print})
-    {'lr': 0.001, 'betas': [0.9, 0.99], 'data': 'in', 'act': 'builtins.print'}
+    Example:
+        >>> from pathlib import Path
+        >>> plain_config({"lr": 1e-3, "betas": (0.9, 0.99), "data": Path("in"), "act": print})
+        {'lr': 0.001, 'betas': [0.9, 0.99], 'data': 'in', 'act': 'builtins.print'}
     """
     plain = _plain(config, 0)
     if not isinstance(plain, dict):
@@ -273,8 +275,9 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def flat_config(config: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
     """Return ``config`` as ``{"optimizer/lr": 0.1}``; lists and None become strings.
 
-    >>> flat_config({"optimizer": {"lr": 0.1, "betas": [0.9, 0.99]}, "seed": None})
-    {'optimizer/lr': 0.1, 'optimizer/betas': '[0.9, 0.99]', 'seed': 'None'}
+    Example:
+        >>> flat_config({"optimizer": {"lr": 0.1, "betas": [0.9, 0.99]}, "seed": None})
+        {'optimizer/lr': 0.1, 'optimizer/betas': '[0.9, 0.99]', 'seed': 'None'}
     """
     flat: dict[str, str | int | float | bool] = {}
     _flatten_config_into(flat, plain_config(config), "")

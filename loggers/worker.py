@@ -60,8 +60,9 @@ class TrackerReport:
         lost_rows: calls of ``log`` among ``dropped``. If there are any, the last row of the
             tracker has their number under ``tracker/lost_rows``, if it could be written.
 
-    >>> TrackerReport(rows=3).failures
-    0
+    Example:
+        >>> TrackerReport(rows=3).failures
+        0
     """
 
     rows: int = 0

@@ -5,12 +5,15 @@ The pages about trackers are checked in tests/loggers/test_docs.py.
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,6 +27,9 @@ from accel_callbacks.callbacks.base import HOOKS
 from accel_callbacks.distributed.topology import destroy_topology
 
 ROOT = Path(__file__).resolve().parent.parent
+OURS = ("accel_callbacks", "checkpoint_io", "loggers")
+# What pages about how the library works import beside public names.
+INTERNAL = {"CHECKS", "HOOKS", "Lab", "SamplePlan", "resolve_settings", "run_checks"}
 ELSEWHERE = {"docs/reference/trackers.md", "docs/how-to/write-a-tracker.md"}
 PAGES = sorted(
     str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
@@ -130,6 +136,47 @@ def test_the_landing_page_leads_to_each_section() -> None:
 )
 def test_public_names_are_in_the_reference(name: str) -> None:
     assert any(re.search(rf"`{name}\b", read(page)) for page in REFERENCE)
+
+
+def extension(name: str) -> ModuleType:
+    """A module of the site's own, which is in no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "_ext" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+API = extension("api_pages")
+
+
+@pytest.mark.parametrize("package", API.PACKAGES)
+def test_every_object_of_the_api_has_an_example(package: str) -> None:
+    objects = API.public_objects()[package]
+    documented = [
+        name
+        for name, value in objects.items()
+        if inspect.isclass(value) or inspect.isroutine(value)
+    ]
+    assert documented
+    assert [
+        name for name in documented if "Example:\n" not in (inspect.getdoc(objects[name]) or "")
+    ] == []
+
+
+def test_what_the_pages_import_has_a_page_in_the_api() -> None:
+    pages = {id(value) for named in API.public_objects().values() for value in named.values()}
+    imported: dict[str, Any] = {}
+    for page in PAGES:
+        for _, block in runnable(page):
+            for node in ast.walk(ast.parse(block)):
+                if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in OURS:
+                    exec(ast.unparse(node), imported)
+    lacking = {
+        name
+        for name, value in imported.items()
+        if id(value) not in pages and not name.startswith("__") and not inspect.ismodule(value)
+    }
+    assert lacking == INTERNAL
 
 
 @pytest.mark.parametrize(

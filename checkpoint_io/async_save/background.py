@@ -265,8 +265,8 @@ class BackgroundSaver:
         """Copy the current state and write it in the background. Collective.
 
         Args:
-            url, state, local_state, metadata, generation, max_shard_size, replicated,
-                storage_options: as for `checkpoint_io.save`.
+            url, state, local_state, metadata, generation: as for `checkpoint_io.save`.
+            max_shard_size, replicated, storage_options: likewise.
 
         Returns:
             The handle of the save; None if it was skipped.

@@ -75,7 +75,7 @@ def load(
             part is read. Plain values in it are not changed: the saved ones are in the returned
             state, which holds the given tensors. Saved tensors outside of its top-level keys are
             loaded as new ones.
-        only: the saved names to load: a glob pattern over keys such as "models/0/*" (`*` also
+        only: the saved names to load: a glob pattern over keys such as `models/0/*` (`*` also
             matches `/`), several, or a function. Default None: all. Tensors that are not selected
             are returned as `TensorView`s, which can be read later.
         rename: with `into`: prefixes of saved keys mapped to their names there, or a function.

@@ -56,9 +56,10 @@ class ClearMLTracker(ItemTracker):
         ImportError: from `start`, if clearml is not installed.
         ValueError: from `start`, if it would be offline and ``logging_dir`` is a remote URL.
 
-    >>> tracker = ClearMLTracker(offline=True, tags=["baseline"])
-    >>> tracker.raw is None  # the clearml Task, once started
-    True
+    Example:
+        >>> tracker = ClearMLTracker(offline=True, tags=["baseline"])
+        >>> tracker.raw is None  # the clearml Task, once started
+        True
     """
 
     name = "clearml"

@@ -47,9 +47,10 @@ class CometTracker(ItemTracker):
         ImportError: from `start`, if comet_ml is not installed.
         ValueError: from `start`, if it would be offline and ``logging_dir`` is a remote URL.
 
-    >>> tracker = CometTracker(online=False, experiment_config={"log_code": False})
-    >>> tracker.raw is None  # the comet_ml experiment, once started
-    True
+    Example:
+        >>> tracker = CometTracker(online=False, experiment_config={"log_code": False})
+        >>> tracker.raw is None  # the comet_ml experiment, once started
+        True
     """
 
     name = "comet"

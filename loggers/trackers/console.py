@@ -42,13 +42,14 @@ class ConsoleTracker(Tracker):
         ValueError: ``every_s`` is negative.
         TypeError: ``columns`` is one string.
 
-    >>> import sys
-    >>> tracker = ConsoleTracker(0, file=sys.stdout)
-    >>> tracker.start(RunInfo("digits", "runs", "a1"))
-    >>> tracker.log({"train/loss": 0.51237, "lr": 1e-3}, step=20)
-          step  train/loss          lr
-            20      0.5124       0.001
-    >>> tracker.finish()
+    Example:
+        >>> import sys
+        >>> tracker = ConsoleTracker(0, file=sys.stdout)
+        >>> tracker.start(RunInfo("digits", "runs", "a1"))
+        >>> tracker.log({"train/loss": 0.51237, "lr": 1e-3}, step=20)
+              step  train/loss          lr
+                20      0.5124       0.001
+        >>> tracker.finish()
     """
 
     name = "console"

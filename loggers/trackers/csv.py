@@ -47,15 +47,16 @@ class CSVTracker(LineTracker):
     Raises:
         ValueError: from `start`, if the file exists and was written by another program.
 
-    >>> import tempfile
-    >>> folder = tempfile.mkdtemp()
-    >>> tracker = CSVTracker()
-    >>> tracker.start(RunInfo("digits", folder, "a1"))
-    >>> tracker.log({"loss": 0.5}, step=1)
-    >>> tracker.log({"loss": 0.25, "note": "warm"}, step=2)
-    >>> tracker.finish("success")
-    >>> [row["values"] for row in read_csv(f"{folder}/metrics.csv")]
-    [{'loss': 0.5}, {'loss': 0.25, 'note': 'warm'}]
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> tracker = CSVTracker()
+        >>> tracker.start(RunInfo("digits", folder, "a1"))
+        >>> tracker.log({"loss": 0.5}, step=1)
+        >>> tracker.log({"loss": 0.25, "note": "warm"}, step=2)
+        >>> tracker.finish("success")
+        >>> [row["values"] for row in read_csv(f"{folder}/metrics.csv")]
+        [{'loss': 0.5}, {'loss': 0.25, 'note': 'warm'}]
     """
 
     name = "csv"
@@ -227,12 +228,13 @@ def read_csv(path: str | os.PathLike[str], *, run: str | None = None) -> list[di
         FileNotFoundError: there is no such file.
         ValueError: the file was not written by `CSVTracker`.
 
-    >>> import os, tempfile
-    >>> path = os.path.join(tempfile.mkdtemp(), "metrics.csv")
-    >>> with open(path, "w") as file:
-    ...     _ = file.write('step,time,run,loss,note\\n1,0.5,"a1",nan,"warm"\\n2,1.5,"a1",,')
-    >>> read_csv(path)
-    [{'step': 1, 'time': 0.5, 'run': 'a1', 'values': {'loss': nan, 'note': 'warm'}}]
+    Example:
+        >>> import os, tempfile
+        >>> path = os.path.join(tempfile.mkdtemp(), "metrics.csv")
+        >>> with open(path, "w") as file:
+        ...     _ = file.write('step,time,run,loss,note\\n1,0.5,"a1",nan,"warm"\\n2,1.5,"a1",,')
+        >>> read_csv(path)
+        [{'step': 1, 'time': 0.5, 'run': 'a1', 'values': {'loss': nan, 'note': 'warm'}}]
     """
     lines = (line for line in read_lines(path) if line.endswith(b"\n"))
     header = next(lines, b"")

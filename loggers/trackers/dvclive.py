@@ -35,9 +35,10 @@ class DVCLiveTracker(ItemTracker):
         ImportError: from `start`, if dvclive is not installed.
         ValueError: from `start`, if ``logging_dir`` is a remote URL and there is no ``dir``.
 
-    >>> tracker = DVCLiveTracker(report="html")
-    >>> tracker.raw is None  # the dvclive Live, once started
-    True
+    Example:
+        >>> tracker = DVCLiveTracker(report="html")
+        >>> tracker.raw is None  # the dvclive Live, once started
+        True
     """
 
     name = "dvclive"

@@ -50,14 +50,15 @@ class JSONLTracker(LineTracker):
         filename: name of the file, default "metrics.jsonl". Ranks above 0 add ``-rank<r>``.
         all_ranks: log on every rank, not only on the main one.
 
-    >>> import tempfile
-    >>> folder = tempfile.mkdtemp()
-    >>> tracker = JSONLTracker()
-    >>> tracker.start(RunInfo("digits", folder, "a1"))
-    >>> tracker.log({"loss": float("nan")}, step=1)
-    >>> tracker.finish("success")
-    >>> [(row["step"], row["values"]) for row in read_jsonl(f"{folder}/metrics.jsonl")]
-    [(1, {'loss': nan})]
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> tracker = JSONLTracker()
+        >>> tracker.start(RunInfo("digits", folder, "a1"))
+        >>> tracker.log({"loss": float("nan")}, step=1)
+        >>> tracker.finish("success")
+        >>> [(row["step"], row["values"]) for row in read_jsonl(f"{folder}/metrics.jsonl")]
+        [(1, {'loss': nan})]
     """
 
     name = "jsonl"
@@ -257,14 +258,17 @@ def read_jsonl(path: str | os.PathLike[str], *, kind: str = "metrics") -> list[d
     Raises:
         FileNotFoundError: there is no such file.
 
-    >>> import os, tempfile
-    >>> path = os.path.join(tempfile.mkdtemp(), "metrics.jsonl")
-    >>> with open(path, "w") as file:
-    ...     _ = file.write('{"type":"run","resumed_step":null}\\n')
-    ...     _ = file.write('{"type":"metrics","step":7,"time":0.0,"values":{"a":"Infinity"}}\\n')
-    ...     _ = file.write('{"type":"met')
-    >>> read_jsonl(path)
-    [{'type': 'metrics', 'step': 7, 'time': 0.0, 'values': {'a': inf}}]
+    Example:
+        >>> import os, tempfile
+        >>> path = os.path.join(tempfile.mkdtemp(), "metrics.jsonl")
+        >>> with open(path, "w") as file:
+        ...     _ = file.write('{"type":"run","resumed_step":null}\\n')
+        ...     _ = file.write(
+        ...         '{"type":"metrics","step":7,"time":0.0,"values":{"a":"Infinity"}}\\n'
+        ...     )
+        ...     _ = file.write('{"type":"met')
+        >>> read_jsonl(path)
+        [{'type': 'metrics', 'step': 7, 'time': 0.0, 'values': {'a': inf}}]
     """
     runs: dict[Any, list[dict[str, Any]]] = {}
     newest = None

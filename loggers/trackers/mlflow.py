@@ -50,9 +50,10 @@ class MLflowTracker(ItemTracker):
         ImportError: from `start`, if mlflow or a package that a database needs is not installed.
         ValueError: from `start`, if nothing is configured and ``logging_dir`` is a remote URL.
 
-    >>> tracker = MLflowTracker(experiment_name="digits", tags={"team": "vision"})
-    >>> tracker.raw is None  # the MlflowClient, once started
-    True
+    Example:
+        >>> tracker = MLflowTracker(experiment_name="digits", tags={"team": "vision"})
+        >>> tracker.raw is None  # the MlflowClient, once started
+        True
     """
 
     name = "mlflow"

@@ -40,9 +40,10 @@ class SwanLabTracker(ToolTracker):
     Raises:
         ImportError: from `start`, if swanlab is not installed.
 
-    >>> tracker = SwanLabTracker(mode="offline", settings={"probe": {"monitor": False}})
-    >>> tracker.raw is None  # the swanlab Run, once started
-    True
+    Example:
+        >>> tracker = SwanLabTracker(mode="offline", settings={"probe": {"monitor": False}})
+        >>> tracker.raw is None  # the swanlab Run, once started
+        True
     """
 
     name = "swanlab"

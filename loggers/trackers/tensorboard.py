@@ -46,9 +46,10 @@ class TensorBoardTracker(ContinuingTracker):
     Raises:
         ImportError: from `start`, if torch or tensorboard is not installed.
 
-    >>> tracker = TensorBoardTracker(flush_secs=5)
-    >>> tracker.raw is None  # the SummaryWriter, once started
-    True
+    Example:
+        >>> tracker = TensorBoardTracker(flush_secs=5)
+        >>> tracker.raw is None  # the SummaryWriter, once started
+        True
     """
 
     name = "tensorboard"

@@ -33,9 +33,10 @@ class TrackioTracker(ToolTracker):
     Raises:
         ImportError: from `start`, if trackio is not installed.
 
-    >>> tracker = TrackioTracker(auto_log_cpu=False)
-    >>> tracker.raw is None  # the trackio Run, once started
-    True
+    Example:
+        >>> tracker = TrackioTracker(auto_log_cpu=False)
+        >>> tracker.raw is None  # the trackio Run, once started
+        True
     """
 
     name = "trackio"

@@ -70,9 +70,10 @@ class WandBTracker(ToolTracker):
     Raises:
         ImportError: from `start`, if wandb is not installed.
 
-    >>> tracker = WandBTracker(mode="offline", tags=["baseline"])
-    >>> tracker.raw is None  # the wandb run, once started
-    True
+    Example:
+        >>> tracker = WandBTracker(mode="offline", tags=["baseline"])
+        >>> tracker.raw is None  # the wandb run, once started
+        True
     """
 
     name = "wandb"

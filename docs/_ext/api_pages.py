@@ -1,0 +1,184 @@
+"""Write the pages of the API, one a public object, for autodoc to fill from its docstring."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from docutils import nodes
+    from sphinx.addnodes import pending_xref
+    from sphinx.application import Sphinx
+    from sphinx.environment import BuildEnvironment
+
+# An object that several packages have is documented in the first of them.
+PACKAGES = {
+    "accel_callbacks": "The Accelerator, its run, options, data and processes",
+    "accel_callbacks.callbacks": "The base class of callbacks, and the built-in ones",
+    "accel_callbacks.callbacks.adapters": "Callbacks of other trainers",
+    "accel_callbacks.testing": "The test kit for callbacks",
+    "accel_callbacks.tuning": "Search of a batch size and a learning rate",
+    "accel_callbacks.offload": "Models larger than memory",
+    "accel_callbacks.strategies": "How ranks share a model",
+    "accel_callbacks.precision": "In which types a model computes",
+    "accel_callbacks.tracking": "Trackers of an Accelerator",
+    "accel_callbacks.utils": "Names of `accelerate.utils`",
+    "loggers": "Trackers, with an Accelerator or without",
+    "checkpoint_io": "Checkpoints, in any loop",
+}
+_CODE = re.compile(r"(?<![`:\w])(`{1,2})([^`]+)\1(?!`)(?=(\w?))")
+_OURS = ("accel_callbacks", "checkpoint_io", "loggers")
+
+
+def public_objects() -> dict[str, dict[str, Any]]:
+    """Return the public objects of each package by name, each object once."""
+    objects: dict[str, dict[str, Any]] = {}
+    documented: set[int] = set()
+    for package in PACKAGES:
+        module = importlib.import_module(package)
+        names = [name for name in sorted(module.__all__) if not name.startswith("_")]
+        named = {name: getattr(module, name) for name in names}
+        objects[package] = {
+            name: value for name, value in named.items() if id(value) not in documented
+        }
+        documented.update(map(id, named.values()))
+    return objects
+
+
+def members_of(owner: type, pages: set[type]) -> list[str]:
+    """Return the members that a class's page documents: those of no other page."""
+    classes = [
+        base
+        for base in owner.__mro__
+        if base is owner or (base.__module__.split(".")[0] in _OURS and base not in pages)
+    ]
+    names = {name: None for base in classes for name in vars(base) if not name.startswith("_")}
+    return [name for name in names if _is_documented(inspect.getattr_static(owner, name))]
+
+
+def _is_documented(member: Any) -> bool:
+    """Tell whether a member is no option: those are in the arguments of the class."""
+    if isinstance(member, (staticmethod, classmethod)) or inspect.isroutine(member):
+        return bool(inspect.getdoc(member))
+    return isinstance(member, Enum) or (
+        hasattr(type(member), "__get__") and bool(inspect.getdoc(member))
+    )
+
+
+def object_page(package: str, name: str, value: Any, pages: set[type]) -> str:
+    """Return the source of one object's page."""
+    lines = [name, "=" * len(name), "", f".. currentmodule:: {package}", ""]
+    if inspect.isclass(value):
+        lines += [f".. autoclass:: {name}", "   :show-inheritance:"]
+        members = members_of(value, pages)
+        if members:
+            lines.append(f"   :members: {', '.join(members)}")
+    elif inspect.isroutine(value):
+        lines += [f".. autofunction:: {name}"]
+    elif inspect.ismodule(value):
+        lines += [f".. automodule:: {package}.{name}", "   :members:"]
+    else:
+        lines += [f".. autodata:: {name}", "   :no-value:"]
+    return "\n".join([*lines, ""])
+
+
+def package_page(package: str, objects: dict[str, Any]) -> str:
+    """Return the source of a package's page: a list of its objects, with their first sentences."""
+    lines = [package, "=" * len(package), "", mark_code(f"{PACKAGES[package]}."), ""]
+    lines += [f".. currentmodule:: {package}", ""]
+    lines += [f"- :doc:`{name} <{package}.{name}>`{_summary(objects[name])}" for name in objects]
+    lines += ["", ".. toctree::", "   :hidden:", ""]
+    lines += [f"   {name} <{package}.{name}>" for name in objects]
+    return "\n".join([*lines, ""])
+
+
+def _summary(value: Any) -> str:
+    """Return the first paragraph of a docstring, on one line."""
+    if not (inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value)):
+        return ""
+    paragraph = (inspect.getdoc(value) or "").partition("\n\n")[0]
+    return ": " + mark_code(paragraph.replace("\n", " "))
+
+
+def mark_code(line: str) -> str:
+    """Turn code in single backticks, as Markdown has it, into that of reStructuredText."""
+    return _CODE.sub(lambda code: f"``{code[2]}``" + ("\\ " if code[3] else ""), line)
+
+
+def write_pages(app: Sphinx) -> None:
+    """Write the pages that have changed, and remove those of names that are gone."""
+    folder = Path(app.srcdir, "reference", "api")
+    folder.mkdir(exist_ok=True)
+    objects = public_objects()
+    pages = {
+        value for named in objects.values() for value in named.values() if inspect.isclass(value)
+    }
+    sources = {f"{package}.rst": package_page(package, objects[package]) for package in PACKAGES}
+    for package, named in objects.items():
+        for name, value in named.items():
+            sources[f"{package}.{name}.rst"] = object_page(package, name, value, pages)
+    for path in folder.iterdir():
+        if path.name not in sources:
+            path.unlink()
+    for name, source in sources.items():
+        path = folder / name
+        if not path.is_file() or path.read_text("utf-8") != source:
+            path.write_text(source, encoding="utf-8")
+
+
+def add_packages(app: Sphinx, page: str, source: list[str]) -> None:
+    """Append the packages to the page of the API, as they exist on the site only."""
+    if page == "reference/api":
+        rows = [f"- [`{package}`](api/{package}.rst): {text}" for package, text in PACKAGES.items()]
+        entries = [f"api/{package}" for package in PACKAGES]
+        source[0] += "\n".join(["", *rows, "", "```{toctree}", ":hidden:", "", *entries, "```", ""])
+
+
+def mark_docstring(
+    app: Sphinx, kind: str, name: str, value: Any, options: Any, lines: list[str]
+) -> None:
+    """Mark the code of a docstring's prose."""
+    prompts = (">>>", "...")
+    lines[:] = [line if line.lstrip().startswith(prompts) else mark_code(line) for line in lines]
+
+
+def resolve_home(
+    app: Sphinx, env: BuildEnvironment, node: pending_xref, text: nodes.Element
+) -> nodes.Element | None:
+    """Resolve a reference to the module that defines an object, such as that of an annotation."""
+    if node.get("refdomain") != "py":
+        return None
+    home = _homes().get(node["reftarget"])
+    if home is None:
+        return None
+    domain = env.domains.python_domain
+    return domain.resolve_xref(
+        env, node.get("refdoc", ""), app.builder, node["reftype"], home, node, text
+    )
+
+
+_HOMES: dict[str, str] = {}
+
+
+def _homes() -> dict[str, str]:
+    """Return the public name of each object by its place, and by its name alone."""
+    if not _HOMES:
+        for package, named in public_objects().items():
+            for name, value in named.items():
+                module = getattr(value, "__module__", None) or package
+                _HOMES.setdefault(f"{module}.{name}", f"{package}.{name}")
+                _HOMES.setdefault(name, f"{package}.{name}")
+    return _HOMES
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Register the pages with Sphinx."""
+    app.connect("builder-inited", write_pages)
+    app.connect("source-read", add_packages)
+    app.connect("autodoc-process-docstring", mark_docstring, priority=100)  # before napoleon
+    app.connect("missing-reference", resolve_home)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
