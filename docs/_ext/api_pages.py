@@ -31,6 +31,7 @@ PACKAGES = {
     "checkpoint_io": "Checkpoints, in any loop",
 }
 _CODE = re.compile(r"(?<![`:\w])(`{1,2})([^`]+)\1(?!`)(?=(\w?))")
+_NAME = re.compile(r"[A-Za-z_][\w.]*")
 _OURS = ("accel_callbacks", "checkpoint_io", "loggers")
 
 
@@ -105,8 +106,15 @@ def _summary(value: Any) -> str:
 
 
 def mark_code(line: str) -> str:
-    """Turn code in single backticks, as Markdown has it, into that of reStructuredText."""
-    return _CODE.sub(lambda code: f"``{code[2]}``" + ("\\ " if code[3] else ""), line)
+    """Turn code in single backticks, as Markdown has it, into references, or code where none is."""
+
+    def marked(code: re.Match[str]) -> str:
+        end = "\\ " if code[3] else ""
+        if code[1] == "`" and _NAME.fullmatch(code[2]):
+            return f":py:obj:`{code[2]}`{end}"
+        return f"``{code[2]}``{end}"
+
+    return _CODE.sub(marked, line)
 
 
 def write_pages(app: Sphinx) -> None:
