@@ -1,0 +1,61 @@
+"""docs/reference/errors.md has each error that a user can meet, with its address and bases."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "errors.md"
+SECTION = re.compile(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", re.M | re.S)
+DEFINITION = re.compile(r"^class ([A-Za-z]\w*)\([^)]*(?:Error|Exception|Warning)\w*[^)]*\):", re.M)
+#: Raised and caught inside of the packages, or by checks that are not for users.
+INTERNAL = {
+    "AlreadySent",
+    "CommandError",
+    "Failed",
+    "Injected",
+    "LoadFailed",
+    "Skipped",
+    "WrongAnswer",
+}
+
+
+def sections() -> dict[str, str]:
+    return dict(SECTION.findall(PAGE.read_text("utf-8")))
+
+
+@cache
+def classes() -> dict[str, type[BaseException]]:
+    """Return the exceptions that are defined in the packages, by name."""
+    defined = {}
+    for package in ("accel_callbacks", "checkpoint_io", "loggers"):
+        for path in (PAGE.parents[2] / package).rglob("*.py"):
+            for name in DEFINITION.findall(path.read_text("utf-8")):
+                words = path.relative_to(PAGE.parents[2]).with_suffix("").parts
+                value = getattr(importlib.import_module(".".join(words)), name)
+                if issubclass(value, BaseException):
+                    defined[name] = value
+    return defined
+
+
+def test_every_error_has_a_section() -> None:
+    assert sorted(sections()) == sorted(set(classes()) - INTERNAL)
+
+
+@pytest.mark.parametrize("name", sections())
+def test_a_section_says_where_the_class_is_and_what_to_do(name: str) -> None:
+    section = sections()[name]
+    address = re.match(r"\n`([\w.]+)`, (an?) `(\w+)`(?: and an? `(\w+)`)?[.;]", section)
+    assert address, "begins with the address of the class and its bases"
+    module, _, attribute = address[1].rpartition(".")
+    error = getattr(importlib.import_module(module), attribute)
+    assert error is classes()[name]
+    assert [base for base in address.groups()[2:] if base] == [
+        base.__name__ for base in error.__bases__
+    ]
+    assert "**What it means.**" in section
+    assert "**What to do.**" in section
