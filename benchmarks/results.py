@@ -70,7 +70,7 @@ def machine() -> dict[str, str | int | float]:
     found: dict[str, str | int | float] = {
         "processor": processor(),
         "cores": os.cpu_count() or 1,
-        "system": f"{platform.system()} {platform.release()}",
+        "system": f"{platform.system()} {platform.release().partition('-')[0]}",
     }
     if hasattr(os, "sysconf"):
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -16,8 +16,10 @@ from accel_callbacks.callbacks.base import HOOKS
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts" / "pictures"))
+import bars  # noqa: E402
 import diagrams  # noqa: E402
 import draw  # noqa: E402
+import tables  # noqa: E402
 from screen import Screen  # noqa: E402
 
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
@@ -28,6 +30,13 @@ IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)")
 def test_a_picture_is_what_the_repository_draws(name: str) -> None:
     """After a new recording or benchmark: python scripts/pictures/draw.py."""
     assert (draw.FOLDER / f"{name}.svg").read_text("utf-8") == draw.PICTURES[name]().svg()
+
+
+def test_the_tables_of_benchmarks_are_those_of_the_results() -> None:
+    """After a new result: python scripts/pictures/draw.py."""
+    text = tables.PAGE.read_text("utf-8")
+    assert tables.page(text) == text
+    assert text.count("<!-- end of results -->") == len(list(bars.RESULTS.glob("*.json")))
 
 
 @pytest.mark.parametrize("path", sorted(draw.FOLDER.glob("*.svg")), ids=lambda path: path.stem)

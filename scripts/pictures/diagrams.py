@@ -133,7 +133,7 @@ def order() -> Picture:
     picture.text(20, 32, "The order is drawn once; the position counts samples", "text title")
     row(74, dict(enumerate(samples)), "faint", "the order of the epoch, recorded in the checkpoint")
     line = left + position * cell - 2.5
-    picture.line([(line, 66), (line, 312)], "cut")
+    picture.line([(line, 72), (line, 312)], "cut")
     first = pieces(2, 2, 0, samples)
     for rank, y in enumerate((148, 206)):
         read = [index for index in first[rank] if samples.index(index) < position]
@@ -187,3 +187,42 @@ def _listing() -> list[str]:
     """Return the lines of the recorded folder: a size and a name each."""
     lines = ["".join(words for words, _ in line) for line in read("files")["lines"]]
     return [line for line in lines if line.endswith((".json", ".safetensors"))]
+
+
+def layouts() -> Picture:
+    """Draw the bytes that a process keeps for each weight, by layout."""
+    parts = (("weights", 4, "ours"), ("gradients", 4, "peer"), ("AdamW", 8, "second"))
+    rows = (
+        ("DDP, any number", 1),
+        ("FSDP2 on 2", 2),
+        ("FSDP2 on 4, HSDP of 4", 4),
+        ("FSDP2 on 8, HSDP of 8", 8),
+    )
+    picture = Picture(
+        WIDTH,
+        268,
+        "Bytes a process keeps for each weight: 16 with DDP, 8 with FSDP2 on two processes, 4 on "
+        "four, 2 on eight",
+    )
+    picture.text(20, 32, "What a process keeps, in bytes for each weight", "text title")
+    left, scale = 205, 22
+    for number, (name, shards) in enumerate(rows):
+        y = 84 + number * 36
+        picture.text(left - 12, y + 15, name, "text", "end")
+        x = float(left)
+        for _, size, color in parts:
+            picture.rect(x, y, size * scale / shards, 20, color, radius=2)
+            x += size * scale / shards
+        picture.text(x + 10, y + 15, f"{16 / shards:g}", "text bold")
+    x = left
+    for name, _, color in parts:
+        picture.rect(x, 52, 12, 12, color)
+        picture.text(x + 18, 63, name, "text small")
+        x += 110
+    picture.text(
+        20,
+        248,
+        "Weights in fp32; activations and units that are gathered come on top.",
+        "muted small",
+    )
+    return picture

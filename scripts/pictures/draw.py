@@ -1,6 +1,6 @@
-"""Draw the pictures of the documentation, in light and in dark.
+"""Draw the pictures of the documentation, in light and in dark, and the tables of benchmarks.
 
-    python scripts/pictures/draw.py            # write docs/images/*.svg
+    python scripts/pictures/draw.py            # write docs/images/*.svg and docs/benchmarks.md
     python scripts/pictures/draw.py --check    # say which differ from what would be written
 
 Bars come from `benchmarks/results`, terminals from `record.py`, diagrams from `diagrams.py`. The
@@ -14,12 +14,16 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import bars
 import diagrams
+import tables
 from svg import Picture
 from terminal import terminal
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "images"
 PICTURES: dict[str, Callable[[], Picture]] = {
+    "step-cost": bars.step_cost,
+    "layouts": diagrams.layouts,
     "window": diagrams.window,
     "hooks": diagrams.hooks,
     "order": diagrams.order,
@@ -32,8 +36,9 @@ PICTURES: dict[str, Callable[[], Picture]] = {
 
 def main() -> None:
     differing = []
-    for name, draw in PICTURES.items():
-        path, text = FOLDER / f"{name}.svg", draw().svg()
+    files = {FOLDER / f"{name}.svg": draw().svg() for name, draw in PICTURES.items()}
+    files[tables.PAGE] = tables.page(tables.PAGE.read_text("utf-8"))
+    for path, text in files.items():
         if "--check" not in sys.argv[1:]:
             path.write_text(text, "utf-8")
         elif not path.exists() or path.read_text("utf-8") != text:

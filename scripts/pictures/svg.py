@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from xml.sax.saxutils import escape, quoteattr
 
@@ -17,6 +18,7 @@ _THEME = {
     "spread": ("stroke:#1f2328", "stroke:#e6edf3"),
     "ours": ("fill:#1f6feb", "fill:#58a6ff"),
     "peer": ("fill:#a9b4bf", "fill:#57626d"),
+    "second": ("fill:#d9822b", "fill:#e3a857"),
     "box": ("fill:#eef3f8;stroke:#8fa5bd", "fill:#1d2733;stroke:#4d6178"),
     "warm": ("fill:#fdebdc;stroke:#d08a4f", "fill:#3a2614;stroke:#b0713a"),
     "good": ("fill:#e3f4e6;stroke:#5fa46c", "fill:#15301c;stroke:#4a8f58"),
@@ -90,8 +92,19 @@ class Picture:
 
     def svg(self) -> str:
         """Return the file."""
-        light = "".join(f".{name}{{{themes[0]}}}" for name, themes in _THEME.items())
-        dark = "".join(f".{name}{{{themes[1]}}}" for name, themes in _THEME.items())
+        classes = {
+            name
+            for shape in self._shapes
+            for names in re.findall(r'class="([^"]+)"', shape)
+            for name in names.split()
+        }
+        if "arrow" in classes:
+            classes.add("head")
+        themes = {name: pair for name, pair in _THEME.items() if name in classes}
+        light, dark = (
+            "".join(f".{name}{{{pair[theme]}}}" for name, pair in themes.items())
+            for theme in (0, 1)
+        )
         return "\n".join(
             [
                 f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
