@@ -29,7 +29,7 @@ language = "en"
 extensions = [
     *("sphinx.ext.autodoc", "sphinx.ext.napoleon"),
     *("myst_parser", "sphinx_copybutton", "sphinx_design"),
-    "api_pages",
+    *("api_pages", "cli_options"),
 ]
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"

@@ -6,14 +6,12 @@ The pages about trackers are checked in tests/loggers/test_docs.py.
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,6 +23,7 @@ import accel_callbacks.utils
 import checkpoint_io
 from accel_callbacks.callbacks.base import HOOKS
 from accel_callbacks.distributed.topology import destroy_topology
+from tests.support.site_extension import site_extension
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = ("accel_callbacks", "checkpoint_io", "loggers")
@@ -138,15 +137,7 @@ def test_public_names_are_in_the_reference(name: str) -> None:
     assert any(re.search(rf"`{name}\b", read(page)) for page in REFERENCE)
 
 
-def extension(name: str) -> ModuleType:
-    """A module of the site's own, which is in no package."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "_ext" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-API = extension("api_pages")
+API = site_extension("api_pages")
 
 
 @pytest.mark.parametrize("package", API.PACKAGES)

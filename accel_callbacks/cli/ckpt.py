@@ -81,7 +81,11 @@ def _prune_options(parser: CommandParser) -> None:
     parser.option("--keep_last", type=positive_int, metavar="N", help="keep the newest N")
     parser.option("--keep_every", type=positive_int, metavar="N", help="keep every N-th step")
     parser.option("--keep_best", type=positive_int, metavar="N", help="keep the N best")
-    parser.option("--metric", metavar="NAME", help="what --keep_best compares; default: the score")
+    parser.option(
+        "--metric",
+        metavar="NAME",
+        help="what --keep_best compares: a key of the metadata; default: the score",
+    )
     parser.option("--mode", choices=("min", "max"), default="min", help="which metric is better")
     parser.option("--dry_run", action="store_true", help="only print what would be removed")
     _force_option(parser)
@@ -92,7 +96,7 @@ def _rm_options(parser: CommandParser) -> None:
     parser.add_argument(
         "places", metavar="CHECKPOINT", nargs="+", help="a local path or any fsspec URL"
     )
-    parser.option("--yes", action="store_true", help="do not ask")
+    parser.option("--yes", action="store_true", help="do not ask, as where nobody can answer")
     parser.option(
         "--unfinished",
         action="store_true",
@@ -118,7 +122,11 @@ def _cp_options(parser: CommandParser) -> None:
     parser.option(
         "--read_back", action="store_true", help="then read every byte of the copy once more"
     )
-    parser.option("--progress", action="store_true", help="show a bar at once, also in a log")
+    parser.option(
+        "--progress",
+        action="store_true",
+        help="show a bar at once, also in a log; by default a long copy on a terminal has one",
+    )
     _force_option(parser)
 
 

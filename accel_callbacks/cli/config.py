@@ -57,7 +57,12 @@ def configure(parser: CommandParser) -> None:
     for name, text in ACTIONS.items():
         action: CommandParser = actions.add_parser(name, help=text, description=f"{text}.")
         # SUPPRESS keeps the value of the same option before the action.
-        action.option("--config_file", metavar="FILE", default=argparse.SUPPRESS)
+        action.option(
+            "--config_file",
+            metavar="FILE",
+            default=argparse.SUPPRESS,
+            help="the file to write, update or show",
+        )
         if name == "default":
             _add_writing(action, {"default": argparse.SUPPRESS})
         if name == "show":
@@ -70,7 +75,12 @@ def configure(parser: CommandParser) -> None:
 
 def _add_writing(parser: CommandParser, more: Mapping[str, Any]) -> None:
     """Add the options of writing a new file."""
-    parser.option("--force", action="store_true", help="replace an existing file", **more)
+    parser.option(
+        "--force",
+        action="store_true",
+        help="replace an existing file, which --default refuses and the questions ask about",
+        **more,
+    )
     parser.option("--mixed_precision", metavar="TYPE", help="type to compute in", **more)
 
 

@@ -13,6 +13,7 @@ import pytest
 from accel_callbacks.cli.completions import places, spelled
 from accel_callbacks.cli.main import main
 from accel_callbacks.cli.registry import COMMANDS
+from tests.support.site_extension import site_extension
 
 LAUNCH = "accel launch --num_processes 2"
 # what is typed, and some of what is offered; "" for nothing at all
@@ -69,16 +70,22 @@ def test_every_option_is_in_it() -> None:
     assert not [text for text in helps if "%(" in text or "\n" in text]
 
 
-# Those of a launch, which `accel test` takes too, are settings: they have a test of their own.
-@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"launch", "test"}))
+@pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_every_option_is_in_the_reference(command: str) -> None:
+    """The site has a table made from the parser where the page has a mark for it."""
     page = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
     section = page.read_text(encoding="utf-8").split(f"\n## accel {command}\n")[1].split("\n## ")[0]
     ours = [place for place in places() if place.path.split(" ")[0] == command]
-    flags = {f for place in ours for o in place.options for f in spelled(o.flags) if len(f) > 2}
-    assert [flag for flag in flags - {"--help"} if f"`{flag}" not in section] == []
+    flags = {flag for place in ours for option in place.options for flag in spelled(option.flags)}
+    flags -= {"-h", "--help"}
+    assert (f"<!-- options of accel {command} -->\n" in section) == bool(flags)
+    table = site_extension("cli_options").options_of(command)
+    if command == "test":  # it takes those of a launch too, which are in the table of that
+        table += site_extension("cli_options").options_of("launch")
+    switched_off = {f"--no_{flag[2:]}" for flag in flags}
+    assert [flag for flag in flags - switched_off if f"`{flag}" not in table] == []
     words = {word for place in ours for word in place.words}
-    assert [word for word in words if not re.search(rf"`[^`\n]*\b{word}\b", section)] == []
+    assert [word for word in words if not re.search(rf"`[^`\n]*\b{word}\b", section + table)] == []
 
 
 def test_bash(scripts: Path) -> None:

@@ -342,7 +342,8 @@ def test_nothing_given_has_no_idle_key_and_is_not_refused(tmp_path: Path) -> Non
     refuse_unbuilt(found)
 
 
-def test_every_key_is_in_the_reference() -> None:
+def test_every_key_of_a_block_is_in_the_reference() -> None:
     page = Path(__file__).resolve().parents[2] / "docs" / "reference" / "cli.md"
     text = page.read_text(encoding="utf-8")
-    assert [one.name for one in all_options() if f"`{one.name}`" not in text] == []
+    keys = [option.name for option in all_options() if option.block or option.kind == "block"]
+    assert [key for key in keys if f"`{key}`" not in text] == []

@@ -335,21 +335,6 @@ def test_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dict(os.environ) == before
 
 
-def test_the_reference_has_what_only_a_launch_has() -> None:
-    page = Path(__file__).resolve().parents[2] / "docs" / "reference" / "cli.md"
-    text = page.read_text(encoding="utf-8")
-    section = text[text.index("## accel launch\n") : text.index("## accel ckpt\n")]
-    parser = CommandParser("accel launch", "")
-    configure(parser)
-    # Keys of the file are in their own table, which has its own test; so has what turns one off.
-    known = {one.flag for one in all_options()}
-    own = [action for action in parser._actions if not known & set(action.option_strings)]
-    names = {a.option_strings[0] for a in own if a.option_strings} - {"-h"}
-    names -= {name for name in names if name.startswith("--no_") and name != "--no_python"}
-    assert len(names) > 15
-    assert [name for name in sorted(names) if f"`{name}" not in section] == []
-
-
 def test_launch_does_not_import_the_command_line() -> None:
     wrong = re.compile(r"^\s*(from|import) accel_callbacks\.cli\b", re.MULTILINE)
     files = list(Path(launch_package.__path__[0]).glob("*.py"))
