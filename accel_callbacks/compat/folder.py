@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
@@ -140,23 +140,29 @@ def load_offloaded_weight(weight_file: Folder, weight_info: Entry) -> torch.Tens
         >>> load_offloaded_weight(os.path.join(folder, "scale.dat"), index["scale"])
         tensor([1., 1.])
     """
-    with _as_corrupt():
+    with _as_corrupt:
         stored, identity = _raw(os.path.abspath(weight_file), weight_info)
         (tensor,) = StoredWeights({"": stored}, {stored.path: identity}).read([""])
         _check_content(tensor, weight_info, stored.path)
     return tensor
 
 
-@contextmanager
-def _as_corrupt() -> Iterator[None]:
+class _AsCorrupt:
     """Context manager: raise the error of a damaged checkpoint for weights that cannot be read."""
-    try:
-        yield
-    except WeightReadError as error:
-        require_neighbour("checkpoint_io")
-        from checkpoint_io import CorruptCheckpointError
 
-        raise CorruptCheckpointError(str(error)) from None
+    def __enter__(self) -> None:
+        """Enter; it has no state."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Replace the error."""
+        if isinstance(error, WeightReadError):
+            require_neighbour("checkpoint_io")
+            from checkpoint_io import CorruptCheckpointError
+
+            raise CorruptCheckpointError(str(error)) from None
+
+
+_as_corrupt = _AsCorrupt()  # one for each fetch: a generator would cost five times as much
 
 
 def _digest(tensor: torch.Tensor) -> str:
@@ -315,7 +321,7 @@ def save_offload_index(index: Mapping[str, Any] | None, offload_folder: Folder) 
     if not index:
         return
     path = os.path.join(offload_folder, _INDEX)
-    with _as_corrupt():
+    with _as_corrupt:
         entries = {**(_read_index(offload_folder) or {}), **index}
     with open(f"{path}.part", "w", encoding="utf-8") as file:
         json.dump(entries, file, indent=2)
@@ -357,7 +363,7 @@ def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, torch.Tensor])
         tensor([1., 1.])
     """
     make_folders(os.path.abspath(save_dir))
-    with _as_corrupt():
+    with _as_corrupt:
         present = _read_index(save_dir) or {}
     for name, tensor in state_dict.items():
         _file_of(save_dir, name)
@@ -572,7 +578,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             {} if state_dict is None else state_dict
         )
         self.save_folder = save_folder
-        with _as_corrupt():
+        with _as_corrupt:
             if index is None and save_folder is not None:
                 index = _read_index(save_folder)
                 if index is None:
@@ -645,7 +651,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         """Return several tensors; each file is opened once, and read in its order."""
         tensors = {name: held for name in names if (held := self.held(name)) is not None}
         stored = [name for name in names if name not in tensors]
-        with _as_corrupt():
+        with _as_corrupt:
             weights = self._located(stored)
             for name, tensor in zip(stored, weights.read(stored), strict=True):
                 if name not in self._verified:
@@ -677,7 +683,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         held = self.held(name)
         if held is not None:
             return held
-        with _as_corrupt():
+        with _as_corrupt:
             return self._finished(name, self._located([name]).mapped(name))
 
     def check(self, name: str, tensor: torch.Tensor) -> None:

@@ -351,8 +351,8 @@ class AlignDevicesHook(ModelHook):
         self.param_original_devices: dict[str, torch.device] = {}
         self.buffer_original_devices: dict[str, torch.device] = {}
         self.tied_params_names: set[str] = set()
-        self._away: dict[str, torch.Tensor] = {}  # placeholders by name
-        self._names: dict[str, str] = {}  # in the model, for messages
+        self._away: dict[str, AbsentWeight] = {}  # placeholders by name
+        self._refusals: dict[str, LostGradient] = {}
         self._lent = Lent()
         self._tied_keys: dict[str, int] = {}
         self._noted: list[tuple[int, Any]] = []  # entries of `tied_params_map` made for a forward
@@ -436,9 +436,10 @@ class AlignDevicesHook(ModelHook):
             if not is_absent(tensor) and tensor.data_ptr() in (self.tied_params_map or ()):
                 self.tied_params_names.add(name)
                 self._tied_keys[name] = tensor.data_ptr()
-            self._names[name] = f"{weights.prefix or type(module).__name__ + '.'}{name}"
+            full_name = f"{weights.prefix or type(module).__name__ + '.'}{name}"
+            self._refusals[name] = LostGradient(full_name)
             place = ON_DISK if weights.is_stored(name) else "in the CPU's memory"
-            self._away[name] = stand_in(tensor, self._names[name], place, device)
+            self._away[name] = stand_in(tensor, full_name, place, device)
             Slot.of(module, name).put(self._away[name])
         if self.execution_device is not None:
             self._place(module, {k: tensor for k, tensor in everything.items() if k not in away})
@@ -502,7 +503,7 @@ class AlignDevicesHook(ModelHook):
             self._lent.put(name, [slots[name]], self._made(name, absent, value, device), absent)
 
     def _made(
-        self, name: str, absent: torch.Tensor, value: torch.Tensor, device: torch.device
+        self, name: str, absent: AbsentWeight, value: torch.Tensor, device: torch.device
     ) -> torch.Tensor:
         """Return the tensor for a slot: the stored one where device and dtype fit, else a copy."""
         copies: MutableMapping[Any, torch.Tensor] | None = None
@@ -519,33 +520,35 @@ class AlignDevicesHook(ModelHook):
         return tensor
 
     def _serving(
-        self, name: str, absent: torch.Tensor, value: torch.Tensor, device: torch.device
+        self, name: str, absent: AbsentWeight, value: torch.Tensor, device: torch.device
     ) -> torch.Tensor:
         if device.type == "meta":
             return on_meta(absent)
-        if not is_quantizer(value) and value.dtype != absent.dtype and value.shape == absent.shape:
-            value = value.to(absent.dtype)
-        same_kind = isinstance(value, torch.nn.Parameter) == isinstance(absent, torch.nn.Parameter)
-        if is_quantizer(value) and value.device == device:
+        is_quantized = is_quantizer(value)
+        if is_quantized and value.device == device:
             return value
-        is_alike = same_kind and value.requires_grad == absent.requires_grad
-        if value.shape != absent.shape and not is_quantizer(value):
-            raise ValueError(
-                f"{self._names[name]} has shape {tuple(absent.shape)}, and what is stored has "
-                f"{tuple(value.shape)}: these are weights of another model."
-            )
-        if is_alike and move(value, device) is value:
-            return value
+        if not is_quantized:
+            with torch._C.DisableTorchFunctionSubclass():  # the placeholder answers slowly
+                shape, dtype = absent.shape, absent.dtype
+            if value.shape != shape:
+                raise ValueError(
+                    f"{self._refusals[name].name} has shape {tuple(shape)}, and what is stored has "
+                    f"{tuple(value.shape)}: these are weights of another model."
+                )
+            if value.dtype != dtype:
+                value = value.to(dtype)
+            same_kind = isinstance(value, torch.nn.Parameter) == absent.is_parameter
+            is_alike = same_kind and value.requires_grad == absent.is_trained
+            if is_alike and move(value, device) is value:
+                return value
         tensor = new_like(absent, value, device)
         if tensor.requires_grad and torch.is_grad_enabled() and tensor.is_leaf:
-            tensor.register_hook(LostGradient(self._names[name]))  # type: ignore[no-untyped-call]
-        if value.dtype == torch.int8 and not is_quantizer(value) and "weight" in name:
+            tensor.register_hook(self._refusals[name])  # type: ignore[no-untyped-call]
+        if value.dtype == torch.int8 and not is_quantized and "weight" in name:
             # The scales that are stored beside an int8 weight of bitsandbytes.
             statistics = self._weights().get(name.replace("weight", "SCB"))
-        else:
-            statistics = None
-        if statistics is not None:
-            tensor.SCB = statistics.to(device)  # type: ignore[attr-defined]
+            if statistics is not None:
+                tensor.SCB = statistics.to(device)  # type: ignore[attr-defined]
         return tensor
 
     @outside_graphs

@@ -58,7 +58,7 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
 
 def stand_in(
     tensor: torch.Tensor, name: str, place: str, device: torch.device | None = None
-) -> torch.Tensor:
+) -> AbsentWeight:
     """Return the placeholder of a tensor, which records the class of its parameter.
 
     Tensors that are one object get one placeholder, so that tied parameters stay tied.
@@ -80,7 +80,7 @@ def stand_in(
             (type(tensor), {k: v for k, v in attributes.items() if k != "_stand_in"}),
         )
         attributes["_stand_in"] = substitute
-    absent: torch.Tensor = attributes["_stand_in"]
+    absent: AbsentWeight = attributes["_stand_in"]
     return absent
 
 
@@ -95,21 +95,24 @@ def new_like(old: torch.Tensor, value: torch.Tensor, device: torch.device) -> to
         value: the values, of the dtype that they are to have.
         device: the target device.
     """
+    if isinstance(old, AbsentWeight):  # whose own attributes save a detour over torch's functions
+        is_parameter, requires_grad = old.is_parameter, old.is_trained
+    else:
+        is_parameter, requires_grad = isinstance(old, torch.nn.Parameter), old.requires_grad
+    if not is_parameter or is_quantizer(value):
+        return move(value, device)
     kind, attributes = _kind_of(old)
-    if not isinstance(old, torch.nn.Parameter):
-        return move(value, device)
-    if is_quantizer(value):
-        return move(value, device)
     if kind is torch.nn.Parameter or not issubclass(kind, torch.nn.Parameter):
         # A traceable subclass, such as torchao's, is a parameter by a mark: its data has the class.
-        parameter = torch.nn.Parameter(move(value.detach(), device), old.requires_grad)
-        vars(parameter).update(
-            {k: v for k, v in attributes.items() if k not in ("_stand_in", _KIND)}
-        )
+        parameter = torch.nn.Parameter(move(value.detach(), device), requires_grad)
+        if attributes:
+            vars(parameter).update(
+                {k: v for k, v in attributes.items() if k not in ("_stand_in", _KIND)}
+            )
         return parameter
     options = {k: v for k, v in attributes.items() if k not in ("_stand_in", "_is_hf_initialized")}
     # bitsandbytes quantizes in `to`, its constructors take what their parameters have noted.
-    return move(kind(value.detach(), requires_grad=old.requires_grad, **options), device)
+    return move(kind(value.detach(), requires_grad=requires_grad, **options), device)
 
 
 def _kind_of(tensor: torch.Tensor) -> tuple[type, dict[str, Any]]:
@@ -122,10 +125,10 @@ def _kind_of(tensor: torch.Tensor) -> tuple[type, dict[str, Any]]:
 
 def is_quantizer(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a parameter of a class of its own, whose ``to`` does more."""
-    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) or isinstance(
-        tensor, AbsentWeight
-    )
-    return not is_plain and issubclass(type(tensor), torch.nn.Parameter)
+    kind = type(tensor)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return False
+    return issubclass(kind, torch.nn.Parameter)
 
 
 def move(value: torch.Tensor, device: torch.device) -> torch.Tensor:

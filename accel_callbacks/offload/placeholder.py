@@ -102,7 +102,9 @@ class AbsentWeight(torch.Tensor):
     weight_place: str
     weight_device: torch.device
     weight_fetch: Callable[[], torch.Tensor] | None
-    is_trained: bool  # requires_grad, without the detour over __torch_function__
+    # Without the detours over __torch_function__, and over the metaclass of parameters.
+    is_trained: bool  # requires_grad
+    is_parameter: bool
 
     @classmethod
     def __torch_function__(
@@ -141,9 +143,7 @@ class AbsentWeight(torch.Tensor):
 
     def filled(self, value: torch.Tensor) -> torch.Tensor:
         """Return a value as the parameter or buffer that this stands for."""
-        if not vars(self).get("_is_param", False):  # isinstance takes longer
-            return value
-        return torch.nn.Parameter(value, self.is_trained)
+        return torch.nn.Parameter(value, self.is_trained) if self.is_parameter else value
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Return name, place, shape and dtype."""
@@ -174,7 +174,7 @@ class AbsentWeight(torch.Tensor):
             tuple(self.shape),
             self.dtype,
             self.requires_grad,
-            getattr(self, "_is_param", False),
+            self.is_parameter,
             self.weight_name,
             self.weight_place,
             self.weight_device,
@@ -265,6 +265,7 @@ def _rebuild(
     weight = torch.empty(shape, dtype=dtype, device="meta").as_subclass(AbsentWeight)
     weight.weight_name, weight.weight_place, weight.weight_device = name, place, device
     weight.weight_fetch = fetch
+    weight.is_parameter = parameter
     if parameter:
         weight._is_param = True  # isinstance(..., torch.nn.Parameter) asks for it
     with torch._C.DisableTorchFunctionSubclass():

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
@@ -624,7 +624,8 @@ class Reader:
     def _map(self, pages: _Pages, view: memoryview[int], base: int) -> int:
         """Map pages into the buffer, or read them where that fails."""
         place, length = base + pages.place, pages.end - pages.place
-        with self._use(pages.path, False) as file:
+        file = self._pin(pages.path, False)
+        try:
             self.reading = pages.path
             try:
                 file_pages.map_pages(place, length, file.fileno(), pages.begin)
@@ -638,14 +639,19 @@ class Reader:
             file.check()
             status = os.fstat(file.fileno())
             self.mapped[pages.path] = status.st_dev, status.st_ino
+        finally:
+            self._unpin(file)
         with self._lock:
             self._on_progress(pages.stored_bytes)
         return pages.stored_bytes
 
     def _read(self, piece: _Piece, targets: list[memoryview[int]], direct: bool) -> int:
-        with self._use(piece.path, direct) as file:
+        file = self._pin(piece.path, direct)
+        try:
             self.reading = piece.path
             return self._read_from(file, piece, targets, direct)
+        finally:
+            self._unpin(file)
 
     def _read_from(
         self, file: OpenFile, piece: _Piece, targets: list[memoryview[int]], direct: bool
@@ -667,6 +673,8 @@ class Reader:
             done += count
             with self._lock:
                 self._on_progress(count)
+            if done >= wanted:
+                break
             targets = list(_after(targets, count))
             if not count or (direct and count % _PAGE):  # the end of the file
                 break
@@ -680,20 +688,19 @@ class Reader:
         file.check()
         return done
 
-    @contextmanager
-    def _use(self, path: str, direct: bool) -> Iterator[OpenFile]:
-        """Pin an open file, which another thread may close for lack of descriptors."""
+    def _pin(self, path: str, direct: bool) -> OpenFile:
+        """Return an open file, which another thread does not close for lack of descriptors."""
         with self._lock:
             file = self._open(path, direct)
             self._in_use.append(file)
-        try:
-            yield file
-        finally:
-            with self._lock:
-                self._in_use.remove(file)
+        return file
+
+    def _unpin(self, file: OpenFile) -> None:
+        with self._lock:
+            self._in_use.remove(file)
 
     def _open(self, path: str, direct: bool) -> OpenFile:
-        file = self._files.pop((path, direct), None)
+        known = file = self._files.pop((path, direct), None)
         if file is None:
             while len(self._files) >= self._MOST_FILES:
                 self._close_one()
@@ -712,7 +719,8 @@ class Reader:
                 # Reads twice as far ahead as for others.
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         self._files[path, direct] = file
-        file.check()
+        if known is not None:  # one that is opened is checked then
+            file.check()
         return file
 
     def _check_head(self, path: str) -> None:
