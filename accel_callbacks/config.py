@@ -12,6 +12,7 @@ from accel_callbacks.errors import nearest
 from accel_callbacks.plugins.compile import TorchDynamoPlugin
 from accel_callbacks.plugins.option import Option, option, options_of
 from accel_callbacks.plugins.precision import AORecipeKwargs
+from accel_callbacks.terminal_text import listed
 
 __all__ = ["AcceleratorConfig", "launched_options", "resolve_config", "unread_variables"]
 
@@ -239,11 +240,10 @@ def unread_variables(
     ]
     if not unread:
         return ""
-    listed = ", ".join(f"{variable}={environment[variable]}" for variable in unread[:_SHOWN])
-    more = f" and {len(unread) - _SHOWN} more" if len(unread) > _SHOWN else ""
+    variables = listed((f"{name}={environment[name]}" for name in unread), _SHOWN)
     whole = ", and models are not sharded" if "ACCELERATE_USE_FSDP" in unread else ""
     return (
-        f"{listed}{more} {'is' if len(unread) == 1 else 'are'} Accelerate's and not read here"
+        f"{variables} {'is' if len(unread) == 1 else 'are'} Accelerate's and not read here"
         f"{whole}: start the script with `accel launch`, which reads the files of `accelerate "
         "config`, or pass the options to the Accelerator."
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,7 +26,7 @@ from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
-    from checkpoint_io import CheckpointFolder, CheckpointInfo, SaveJob
+    from checkpoint_io import CheckpointFolder, CheckpointInfo
 
 __all__ = [
     "Checkpoint",
@@ -766,12 +766,14 @@ def save_on_exception(
     if _interrupted_a_step(error):
         notice("no checkpoint of the error: it was raised in the middle of an optimizer step")
         return
-    target = _ExceptionFolder(folder, storage_options)
     try:
         _wait_for_pending_save(run)
         with _inside_epoch(run):
             path = run.accelerator.checkpointer.write(
-                cast("CheckpointFolder", target),
+                folder,
+                name=f"{_PREFIX}{run.global_step:08d}",
+                # Not the newest of the folder: `resume=True` prefers any other.
+                generation=0,
                 metadata={"exception": f"{type(error).__name__}: {error}"[:1000]},
                 storage_options=storage_options,
                 max_shard_size=max_shard_size,
@@ -782,35 +784,6 @@ def save_on_exception(
         warn(f"the state at the error could not be saved: {text}")
     else:
         notice(f"saved the state at the error; resume={path!r} continues from there")
-
-
-class _ExceptionFolder:
-    """Save with the lowest generation, so that the checkpoint is not the newest of the folder.
-
-    ``resume=True`` then prefers any other checkpoint.
-    """
-
-    def __init__(self, folder: CheckpointFolder, storage_options: Mapping[str, Any] | None) -> None:
-        self.url = folder.url
-        self._folder = folder
-        self._options = storage_options
-
-    def path(self, step: int) -> str:
-        """Return the URL of the checkpoint."""
-        head, name = self._folder.path(step).rsplit("step-", 1)
-        return f"{head}{_PREFIX}{name}"
-
-    def prepare_save(self, step: int, state: Mapping[str, Any], **options: Any) -> SaveJob:
-        """Call ``checkpoint_io.prepare_save`` with the lowest generation."""
-        from checkpoint_io import prepare_save
-
-        return prepare_save(
-            self.path(step),
-            state,
-            next_generation=lambda previous: 0,
-            storage_options=self._options,
-            **options,
-        )
 
 
 def _wait_for_pending_save(run: TrainingRun) -> None:

@@ -14,7 +14,7 @@ from accel_callbacks import collectives
 from accel_callbacks.callbacks.base import ResumableState, require_at_least
 from accel_callbacks.callbacks.freeze import Freeze
 from accel_callbacks.callbacks.weight_averaging import Averaging
-from accel_callbacks.checkpoint.open import LoadFailed, open_folder, open_one, together
+from accel_callbacks.checkpoint.open import open_folder, open_one, together, unwrapped_failure
 from accel_callbacks.checkpoint.restore import LoadOptions, restore_newest
 from accel_callbacks.checkpoint.selection import Selection
 from accel_callbacks.checkpoint.training_state import TrainingState
@@ -23,6 +23,7 @@ from accel_callbacks.errors import nearest
 from accel_callbacks.gradients import local_part
 from accel_callbacks.host_copy import HostCopy
 from accel_callbacks.logging import notice
+from accel_callbacks.terminal_text import listed
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
@@ -465,9 +466,7 @@ class FiniteCheck:
 def _gradients_text(names: list[str]) -> str:
     if not names:
         return "gradients of another rank are not finite"
-    shown = ", ".join(repr(name) for name in names[:_MAX_NAMES])
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return f"the gradients of {shown}{more} are not finite"
+    return f"the gradients of {listed(map(repr, names), _MAX_NAMES)} are not finite"
 
 
 def _device_of(loss: torch.Tensor | None, gradients: GradientNorms | None) -> torch.device:
@@ -595,10 +594,8 @@ def _restore(
     # Loading has replaced the group dicts; give the new ones the learning rates of before.
     for group, before in zip(_param_groups(training), options_before, strict=True):
         group.update({name: value for name, value in before.items() if name != "params"})
-    try:
+    with unwrapped_failure():
         _restore_callbacks(training, open_one(path, storage_options))
-    except LoadFailed as failed:
-        raise failed.error from failed.error.__cause__
     return path
 
 

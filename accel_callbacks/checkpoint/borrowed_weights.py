@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_callbacks.checkpoint.compatibility import compare_frozen, fitting_weights
-from accel_callbacks.checkpoint.open import LoadFailed, open_one, together
+from accel_callbacks.checkpoint.open import open_one, together, unwrapped_failure
 from accel_callbacks.checkpoint.restore import InPlaceReads, place_weights, training_state_in
 from accel_callbacks.checkpoint.selection import Selection
 from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
@@ -67,14 +67,12 @@ class BorrowedWeights(AbstractContextManager[str]):
 
     def __enter__(self) -> str:
         self._training.loop.saves.wait()
-        try:
+        with unwrapped_failure():
             reader = open_one(self._url, self._storage_options)
             state = together(_WHERE, partial(training_state_in, reader, _SECTIONS, _ADVICE))
             with ExitStack() as stack:
                 self._borrow(reader, state, stack)
                 self._stack = stack.pop_all()
-        except LoadFailed as failed:
-            raise failed.error from failed.error.__cause__
         return reader.path
 
     def __exit__(self, *error: Any) -> None:

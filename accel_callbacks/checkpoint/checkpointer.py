@@ -113,6 +113,7 @@ class Checkpointer:
         target: str | CheckpointFolder,
         *,
         name: str | None = None,
+        generation: int | None = None,
         metadata: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         max_shard_size: int | str = "5GB",
@@ -128,6 +129,7 @@ class Checkpointer:
             target: the checkpoint's own path, or a folder, for ``step-<global step>`` as the newest
                 in it.
             name: of the checkpoint in a folder, instead of ``step-<global step>``.
+            generation: orders it among the checkpoints of a folder; the newest if ``None``.
             metadata: JSON values for the manifest.
             storage_options: for the filesystem behind a path; a folder has its own for all but
                 the files of an adapter.
@@ -181,13 +183,12 @@ class Checkpointer:
                 job = checkpoint_io.prepare_save(
                     url,
                     shared,
-                    next_generation=fixed_or_next(None),
+                    next_generation=fixed_or_next(generation),
                     storage_options=storage_options,
                     **options,
                 )
             else:
-                names: dict[str, Any] = {} if name is None else {"name": name}
-                job = target.prepare_save(step, shared, **names, **options)
+                job = target.prepare_save(step, shared, name=name, generation=generation, **options)
             callbacks = _checked(callbacks or SaveCallbacks(), loop.leases.check)
             (saves.start if async_save else saves.run_now)(job, callbacks)
         finally:

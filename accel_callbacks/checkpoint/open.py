@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from accel_callbacks import collectives
@@ -25,6 +26,7 @@ __all__ = [
     "open_one",
     "process_group",
     "together",
+    "unwrapped_failure",
 ]
 
 T = TypeVar("T")
@@ -85,6 +87,15 @@ class LoadFailed(Exception):
     def __init__(self, error: Exception, damaged: bool, changed: bool, text: str) -> None:
         super().__init__(text)
         self.error, self.damaged, self.changed, self.text = error, damaged, changed, text
+
+
+@contextmanager
+def unwrapped_failure() -> Iterator[None]:
+    """Context manager: raise the error that a :class:`LoadFailed` carries, with its own cause."""
+    try:
+        yield
+    except LoadFailed as failed:
+        raise failed.error from failed.error.__cause__
 
 
 def together(label: str, action: Callable[[], T], *, changes: bool = False) -> T:

@@ -27,6 +27,7 @@ from accel_callbacks.checkpoint.open import (
     open_one,
     process_group,
     together,
+    unwrapped_failure,
 )
 from accel_callbacks.checkpoint.open_window import OpenWindow, read_window, restore_window
 from accel_callbacks.checkpoint.project import number_of
@@ -596,12 +597,10 @@ def find(
         RemoteError: another rank failed.
     """
     training.loop.saves.wait()
-    try:
+    with unwrapped_failure():
         if newest:
             return open_newest(open_folder(place, options.storage_options))
         return open_one(place, options.storage_options)
-    except LoadFailed as failed:
-        raise failed.error from failed.error.__cause__
 
 
 def restore_from(
@@ -618,12 +617,10 @@ def restore_from(
         RemoteError: another rank failed.
     """
     training.loop.saves.wait()
-    try:
+    with unwrapped_failure():
         if reader is None:
             reader = open_one(url, options.storage_options)
         return _load_or_reload(training, reader, url, options)
-    except LoadFailed as failed:
-        raise failed.error from failed.error.__cause__
 
 
 def restore_newest(
@@ -646,7 +643,7 @@ def restore_newest(
     training.loop.saves.wait()
     tried = list(skip)
     folder = open_folder(root, options.storage_options)
-    try:
+    with unwrapped_failure():
         reader = open_newest(folder, tried) if first is None else first
         while reader is not None:
             try:
@@ -657,8 +654,6 @@ def restore_newest(
                 tried.append(reader.path)
                 notice(f"passed over {reader.path}: {failed}")
             reader = open_newest(folder, tried)
-    except LoadFailed as failed:
-        raise failed.error from failed.error.__cause__
     return None
 
 

@@ -10,6 +10,7 @@ import torch
 
 from accel_callbacks.checkpoint.training_state import TrainingState
 from accel_callbacks.gradients import local_part
+from accel_callbacks.terminal_text import listed
 from accel_callbacks.warning import warn
 
 __all__ = ["require_prepared_steps", "require_saved"]
@@ -134,9 +135,8 @@ def _is_saved_as(leaf: Any, parameter: torch.Tensor) -> bool:
 
 
 def _describe(optimizer: str, orphans: Sequence[torch.Tensor]) -> str:
-    owner, more = _owner(orphans[0]), len(orphans) - _SHOWN
-    shapes = ", ".join(str(tuple(parameter.shape)) for parameter in orphans[:_SHOWN])
-    shapes += f" and {more} more" if more > 0 else ""
+    owner = _owner(orphans[0])
+    shapes = listed((str(tuple(parameter.shape)) for parameter in orphans), _SHOWN)
     if owner is None:
         return (
             f"{optimizer} trains parameters that belong to no prepared model ({shapes}), and no "

@@ -15,7 +15,7 @@ from typing import Any
 from accel_callbacks.cli.main import pipe_may_close
 from accel_callbacks.cli.migrate import source_files
 from accel_callbacks.cli.parser import CommandError, CommandParser
-from accel_callbacks.terminal_text import printable
+from accel_callbacks.terminal_text import listed, printable
 
 _TITLES = {
     "unknown": "not here: the import fails",
@@ -77,9 +77,7 @@ def _lines(rows: Sequence[_Row]) -> Iterator[str]:
         if group:
             yield f"{title}:"
         for row in group:
-            places = row["places"]
-            more = f" and {len(places) - _PLACES} more" if len(places) > _PLACES else ""
-            yield printable(f"  {row['name']}  ({', '.join(places[:_PLACES])}{more})")
+            yield printable(f"  {row['name']}  ({listed(row['places'], _PLACES)})")
             if row["reason"]:
                 yield f"    {row['reason']}"
 

@@ -10,6 +10,7 @@ import torch
 from accel_callbacks.gradients import first_elements, local_part, parameters_of
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.strategies import Strategy
+from accel_callbacks.terminal_text import listed
 
 __all__ = ["AddedParameters"]
 
@@ -74,15 +75,16 @@ class AddedParameters:
             if idle:
                 self._warn(
                     "added",
-                    f"{_shown(idle)} of {inner} came after prepare() and is in no optimizer, so "
-                    "that it is not trained: change the model before the optimizer is made and "
-                    "both are prepared.",
+                    f"{listed(idle, _SHOWN)} of {inner} came after prepare() and is in no "
+                    "optimizer, so that it is not trained: change the model before the optimizer "
+                    "is made and both are prepared.",
                 )
             elif apart:
                 self._warn(
                     "added",
-                    f"{_shown(apart)} of {inner} came after prepare(), so that the processes do "
-                    "not average its gradients: change the model before it is prepared.",
+                    f"{listed(apart, _SHOWN)} of {inner} came after prepare(), so that the "
+                    "processes do not average its gradients: change the model before it is "
+                    "prepared.",
                 )
         self._step = self._loop.run._global_step
 
@@ -91,8 +93,3 @@ class AddedParameters:
         for name, parameter in self._strategy.unwrap(model).named_parameters():
             if id(parameter) not in known and parameter.requires_grad and not parameter.is_meta:
                 yield name, parameter
-
-
-def _shown(names: list[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

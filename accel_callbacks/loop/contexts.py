@@ -13,7 +13,7 @@ import torch
 from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.checkpoint.checkpointer import Checkpointer
-from accel_callbacks.checkpoint.open import LoadFailed, together
+from accel_callbacks.checkpoint.open import together, unwrapped_failure
 from accel_callbacks.checkpoint.restore import LoadOptions
 from accel_callbacks.checkpoint.trained_parameters import require_saved
 from accel_callbacks.checkpoint.training_state import TrainingState
@@ -258,10 +258,8 @@ class RunContext(AbstractContextManager[TrainingRun]):
                     break
         if self._reader is None or "run" not in self._reader.state:
             return  # what is no training state, the restore reports
-        try:
+        with unwrapped_failure():
             self._accept(self._reader)
-        except LoadFailed as failed:
-            raise failed.error from failed.error.__cause__
         position = self._reader.state["run"]
         self._run.run_id = position["run_id"]
         self._tracking.await_resume(self._reader.state.get("trackers", {}), position["global_step"])

@@ -140,6 +140,7 @@ class CheckpointFolder:
         state: Mapping[str, Any],
         *,
         name: str | None = None,
+        generation: int | None = None,
         local_state: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
         group: ProcessGroupLike | None = None,
@@ -149,10 +150,14 @@ class CheckpointFolder:
     ) -> SaveJob:
         """Return a job that does the rest of a `save`, now or in the background; collective."""
         path = self.path(step) if name is None else self._path_of(name)
+
+        def next_generation(previous: Any) -> int:
+            return self.next_generation() if generation is None else generation
+
         return prepare_save(
             path,
             state,
-            next_generation=lambda previous: self.next_generation(),
+            next_generation=next_generation,
             local_state=local_state,
             metadata={"step": step, **(metadata or {})},
             group=group,
