@@ -64,7 +64,7 @@ html_theme_options = {
     "footer_start": ["copyright"],
     "footer_end": [],
 }
-html_sidebars = {"index": []}
+html_sidebars = {"index": [], "why": [], "benchmarks": []}  # pages of no section
 html_context = {"default_mode": "auto"}  # as the reader's system: light or dark
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
