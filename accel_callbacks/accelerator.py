@@ -827,7 +827,7 @@ class Accelerator(ProcessControl, MediaLogging):
 
     @property
     def sync_gradients(self) -> bool:
-        """True where gradients are synchronised and the optimizer really steps."""
+        """True where gradients are synchronized and the optimizer really steps."""
         return self.window.sync
 
     @sync_gradients.setter
@@ -854,7 +854,7 @@ class Accelerator(ProcessControl, MediaLogging):
 
         Inside, the prepared optimizer, scheduler and clipping act only at the end of a gradient
         window, the loss is divided by the real number of micro-batches (in the tail of an epoch
-        too), and gradients are not synchronised until then.
+        too), and gradients are not synchronized until then.
 
         Args:
             *models: the prepared models that are trained in the block; all of them if omitted.
@@ -968,7 +968,7 @@ class Accelerator(ProcessControl, MediaLogging):
         self._step.backward(loss, normalizer, kwargs)
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which backward does not synchronise the gradients of ``model``.
+        """Return a context in which backward does not synchronize the gradients of ``model``.
 
         Example:
             >>> import torch
@@ -1028,7 +1028,7 @@ class Accelerator(ProcessControl, MediaLogging):
         return propose_plan(self.strategy.unwrap(model), sequence_parallel=sequence_parallel)
 
     def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Return a context whose backward synchronises although its forwards ran in ``no_sync``.
+        """Return a context whose backward synchronizes although its forwards ran in ``no_sync``.
 
         For several forward passes of one model and a single backward through all of them.
 

@@ -4,7 +4,7 @@
     python benchmarks/plan.py
 
 `plan` has sizes alone; `infer_auto_device_map` has a model on the meta device, which it measures as
-well. Processor time of the best of some rounds, so that neighbours on the machine matter little.
+well. Processor time of the best of some rounds, so that neighbors on the machine matter little.
 """
 
 from __future__ import annotations

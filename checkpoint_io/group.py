@@ -80,7 +80,7 @@ class TorchGroup:
             the error; False if the caller finds out by itself.
 
     Raises:
-        RuntimeError: if `torch.distributed` is not initialised.
+        RuntimeError: if `torch.distributed` is not initialized.
         ValueError: if this process is not a member of the group.
 
     Example:
@@ -96,7 +96,7 @@ class TorchGroup:
 
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
-                "torch.distributed is not initialised: call init_process_group() first, "
+                "torch.distributed is not initialized: call init_process_group() first, "
                 "or pass group=None to save from one process"
             )
         self._dist = dist
@@ -123,7 +123,7 @@ class TorchGroup:
             timeout: how long a rank waits for the others; default 2 hours.
 
         Raises:
-            RuntimeError: if `torch.distributed` is not initialised.
+            RuntimeError: if `torch.distributed` is not initialized.
         """
         return cls().beside(timeout)
 

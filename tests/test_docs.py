@@ -35,6 +35,14 @@ PAGES = sorted(
 )
 BLOCK = re.compile(r"^(<!-- not run: [^\n]+ -->\n)?```python\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+BRITISH = re.compile(
+    r"\b\w*(?:behaviour|colour|favour|flavour|neighbour|honour|catalogue|labell[ei]|travell[ei])\w*"
+    r"|\b(?:centres?|greys?|learnt|spelt|towards|whilst|amongst|signall(?:ed|ing))\b"
+    r"|\b\w*(?:initial|normal|optim|organ|recogn|serial|synchron|util|minim|maxim|summar|parallel"
+    r"|token|custom|general|special|quant|material|final|visual|regular|random)is(?:e[ds]?|ing|ations?)\b"
+    r"|\banalyse[ds]?\b",
+    re.IGNORECASE,
+)
 REFERENCE = [
     f"docs/reference/{name}.md"
     for name in (
@@ -105,6 +113,25 @@ def test_links(page: str) -> None:
         if not target.exists() or (anchor and anchor not in anchors(target)):
             broken.append(link)
     assert not broken
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_have_american_spelling(page: str) -> None:
+    prose = re.sub(r"^```.*?^```$|`[^`]*`|\]\([^)]*\)", "", read(page), flags=re.M | re.S)
+    assert BRITISH.findall(prose) == []
+
+
+@pytest.mark.parametrize("package", OURS)
+def test_docstrings_have_american_spelling(package: str) -> None:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    british = []
+    for path in sorted((ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, documented):
+                docstring = ast.get_docstring(node, clean=False) or ""
+                prose = re.sub(r"^ *(>>>|\.\.\.) .*$|`[^`]*`", "", docstring, flags=re.M)
+                british += [f"{path.name}: {word}" for word in BRITISH.findall(prose)]
+    assert british == []
 
 
 @pytest.mark.parametrize("section", ["tutorials", "how-to", "reference", "concepts"])

@@ -45,7 +45,7 @@ class ModelSummary(Callback):
     """Print the layers, modes, parameters and dtypes of each prepared model when a run starts.
 
     It prints once a run, on the main process, and not again when the run is resumed with the same
-    model. On a terminal it is in colour if rich is installed, with frozen layers dim, and long
+    model. On a terminal it is in color if rich is installed, with frozen layers dim, and long
     lines wrap at words.
 
     Args:
@@ -169,7 +169,7 @@ def summarize(model: torch.nn.Module, max_depth: int = 2, example: Any = None) -
 
 @dataclass(frozen=True)
 class Summary:
-    """The result of :func:`summarize`; ``str()`` is the table, which rich prints in colour.
+    """The result of :func:`summarize`; ``str()`` is the table, which rich prints in color.
 
     Attributes:
         total: the model; a parameter shared by several modules counts once.

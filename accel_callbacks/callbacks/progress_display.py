@@ -61,7 +61,7 @@ def display_on(file: TextIO, refresh_every: float, between_lines: float, rich: b
 
 
 def can_redraw(file: TextIO) -> bool:
-    """Return whether a file is a terminal that can move its cursor, and show colours."""
+    """Return whether a file is a terminal that can move its cursor, and show colors."""
     return file.isatty() and os.environ.get("TERM") not in _NO_CURSOR
 
 
@@ -138,7 +138,7 @@ class TqdmDisplay:
 
 
 class RichDisplay:
-    """Draw lines with rich, in colour; what is printed meanwhile appears above them.
+    """Draw lines with rich, in color; what is printed meanwhile appears above them.
 
     Args:
         file: a terminal.
@@ -156,7 +156,7 @@ class RichDisplay:
         self._console: Console = Console(file=file, force_terminal=True, width=self.width())
         utf8 = _encodes(file, "━")
         coloured = self._console.color_system and not self._console.no_color
-        open_part = "━" if coloured else " "  # told apart by its colour
+        open_part = "━" if coloured else " "  # told apart by its color
         self.bar: tuple[str, str] | None = ("━", open_part) if utf8 else ("#", " ")
         # Without a thread: it is drawn as batches are counted.
         self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="visible")

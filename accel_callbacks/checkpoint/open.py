@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-# Files by which a folder of another library is recognised.
+# Files by which a folder of another library is recognized.
 _KINDS = (
     (("optimizer.bin", "scheduler.bin", "random_states_0.pkl"), "accelerate"),
     ((".metadata",), "torch"),

@@ -88,7 +88,7 @@ def read_window(
     gradients |= _read(reader, shared, parameters, selection)
     before, now = state.get("averaged_over", saved), training.strategy.averaged_over
     if state["normalizer"]["pending"] and before != now:
-        # Losses of a normaliser are sums: it multiplies their mean by the number of ranks.
+        # Losses of a normalizer are sums: it multiplies their mean by the number of ranks.
         for gradient in gradients.values():
             gradient.mul_(before / now)
     return OpenWindow(state, gradients)

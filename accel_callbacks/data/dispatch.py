@@ -131,7 +131,7 @@ class Sender:
     """The sending end, on rank 0; its calls and those of :class:`Receiver` pair up in order.
 
     Args:
-        copies: number of neighbouring ranks that get the same piece.
+        copies: number of neighboring ranks that get the same piece.
     """
 
     def __init__(self, copies: int = 1) -> None:
@@ -204,7 +204,7 @@ class Receiver:
 
     Args:
         pinned: receive into pinned memory, so that copies to the device are asynchronous.
-        copies: number of neighbouring ranks that get the same piece.
+        copies: number of neighboring ranks that get the same piece.
     """
 
     def __init__(self, pinned: bool = False, copies: int = 1) -> None:

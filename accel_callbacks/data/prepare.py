@@ -34,12 +34,12 @@ class Loaders:
 
     Args:
         config: how loaders share their data among the ranks.
-        rng_types: random generators that each pass synchronises.
+        rng_types: random generators that each pass synchronizes.
         feed: called with ``non_blocking`` for each loader; returns what moves its batches to the
             device.
         data_rank: rank among those that read different data.
         data_world: number of ranks that read different data.
-        copies: number of neighbouring ranks that read the same data.
+        copies: number of neighboring ranks that read the same data.
         events: adds the hooks around batches.
         prepared: the prepared loaders, a list that grows.
 

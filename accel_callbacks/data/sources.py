@@ -27,7 +27,7 @@ class Setting:
         world_size: number of processes that read different data.
         config: the options of all loaders.
         slice_fn: the user's ``slice_fn_for_dispatch``, if any.
-        copies: number of neighbouring processes that read the same data.
+        copies: number of neighboring processes that read the same data.
 
     Example:
         >>> from accel_callbacks.data.sources import Setting

@@ -148,7 +148,7 @@ def share_rng(copies: int, device: torch.device) -> None:
     """Collective: set the generators of ranks that read the same data to those of the first one.
 
     Args:
-        copies: number of neighbouring ranks that read the same data.
+        copies: number of neighboring ranks that read the same data.
         device: the device of this process.
     """
     states = all_objects(capture_rng(device))

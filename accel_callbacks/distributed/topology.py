@@ -405,7 +405,7 @@ def process_rank() -> Ranks:
 
 
 def note_copies(copies: int) -> None:
-    """Note how many neighbouring ranks read the same data, for seeds; the latest value counts."""
+    """Note how many neighboring ranks read the same data, for seeds; the latest value counts."""
     global _copies
     _copies = copies
 

@@ -1,4 +1,4 @@
-"""The gradient window: the micro-batches of one optimizer step, and their normaliser."""
+"""The gradient window: the micro-batches of one optimizer step, and their normalizer."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class GradientWindow:
 
     Attributes:
         sync: True in the last micro-batch of a window, and outside of ``accumulate``: gradients
-            synchronise and the optimizer really steps.
+            synchronize and the optimizer really steps.
         divisor: the number that a loss is divided by in this window.
         index: number of windows closed so far.
         touched: True once the current micro-batch has added gradients.

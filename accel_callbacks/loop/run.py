@@ -372,7 +372,7 @@ class TrainingRun(TrainerAttributes):
         callback_metrics: the last value logged under each name (tensors stay on their device).
         metric_origins: whether the ``"loop"`` or a ``"callback"`` was the first to log each name.
         config: what the run was started with.
-        identity: name and config as ``Accelerator.run`` got them, saved to recognise the run's
+        identity: name and config as ``Accelerator.run`` got them, saved to recognize the run's
             checkpoints; ``None`` in a loop without it.
         data_wait_s: seconds that the training loop has waited for its loader, on this process.
         preempted: the ranks have agreed to be preempted, and the run stops.

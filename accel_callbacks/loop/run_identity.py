@@ -1,4 +1,4 @@
-"""RunIdentity: the name and config by which a run recognises its own checkpoints."""
+"""RunIdentity: the name and config by which a run recognizes its own checkpoints."""
 
 from __future__ import annotations
 

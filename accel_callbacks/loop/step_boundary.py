@@ -57,7 +57,7 @@ class StepBoundary:
             return False
         if alone or last or loop.dispatch.votes_at_once:
             return "end_epoch" in self.vote()
-        # The vote that was begun a step ago: its all-reduce has travelled during this step, so that
+        # The vote that was begun a step ago: its all-reduce has traveled during this step, so that
         # no rank waits for the slowest one here. What it grants is a step late on all ranks alike.
         agreed = self._carry_out(loop.run.votes.read())
         if not loop.run.should_stop and "end_epoch" not in agreed:

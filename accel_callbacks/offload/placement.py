@@ -55,7 +55,7 @@ def place(items: Items, capacities: Sequence[int], factor: int) -> list[int] | N
     bound = total + sum(items.fixed) - sum(capacities) + factor * min(items.windows, default=0)
     if least == 0 or bound > least - total // _GAIN:
         return best
-    # The largest first waste least, and tear neighbours apart: only for a gain.
+    # The largest first waste least, and tear neighbors apart: only for a gain.
     order = sorted(range(len(items.moved)), key=items.sizes.__getitem__, reverse=True)
     sorted_items = Items(
         *(

@@ -182,7 +182,7 @@ class Plan:
         """Return the plan as text: a line for each device, then one for each run of units.
 
         Args:
-            every_unit: a line for each unit, also where neighbours are alike.
+            every_unit: a line for each unit, also where neighbors are alike.
 
         Example:
             >>> from accel_callbacks.offload import plan
@@ -221,7 +221,7 @@ class Plan:
         return f"{table(head, rows)}\n\n{units}"
 
     def runs(self, every_unit: bool = False) -> Iterator[tuple[str, int, int, Device, str]]:
-        """Yield names, count, bytes, device and reason of neighbours that are on one device.
+        """Yield names, count, bytes, device and reason of neighbors that are on one device.
 
         Args:
             every_unit: yield each alone.

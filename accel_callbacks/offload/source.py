@@ -460,7 +460,7 @@ def plan_reads(tensors: Mapping[str, StoredTensor], direct: bool, *, mapped: boo
 def _plan_buffered(
     ordered: Sequence[StoredTensor],
 ) -> tuple[int, dict[StoredTensor, int], list[_Piece]]:
-    """Plan reads of each tensor to its place; neighbours in a file share one call."""
+    """Plan reads of each tensor to its place; neighbors in a file share one call."""
     places: dict[StoredTensor, int] = {}
     pieces: list[_Piece] = []
     position = 0
@@ -534,7 +534,7 @@ def _plan_direct(
         low, high = run[0].begin, max(stored.begin + stored.nbytes for stored in run)
         begin = low - low % _PAGE
         aligned = all(stored.begin % _ALIGNMENT == 0 for stored in run)
-        # Tensors only move towards the front, each by less than the room that is left for it.
+        # Tensors only move toward the front, each by less than the room that is left for it.
         start = aligned_up(position + (0 if aligned else _ALIGNMENT * len(run)), _PAGE)
         for offset in range(0, high - begin, _PIECE):
             needed = min(_PIECE, high - begin - offset)
@@ -803,7 +803,7 @@ def _in_order(read: Callable[[_Piece], int], pieces: Sequence[_Piece]) -> Iterat
 
 
 def _move(moves: deque[_Move], base: int, end: int) -> None:
-    """Move the bytes read so far towards the front of memory."""
+    """Move the bytes read so far toward the front of memory."""
     while moves and moves[0].source < end:
         move = moves.popleft()
         nbytes = min(move.nbytes, end - move.source)

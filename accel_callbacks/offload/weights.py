@@ -185,7 +185,7 @@ class Weights:
         """Return the units of stored tensors, as their names tell them.
 
         Blocks are numbered modules of which two have the same names and sizes, the outermost such.
-        Numbers are in their order, embeddings come before their neighbours, norms and heads after.
+        Numbers are in their order, embeddings come before their neighbors, norms and heads after.
 
         Args:
             sizes: bytes of each tensor by its full name, in any order.
@@ -352,7 +352,7 @@ def _flat(tree: _Tree, prefix: str = "") -> Iterator[tuple[str, int]]:
 
 
 def _order(key: str) -> tuple[int, list[int | str]]:
-    """Return the sort key of a module: its likely position in forward, among its neighbours."""
+    """Return the sort key of a module: its likely position in forward, among its neighbors."""
     if _LAST.search(key):
         rank = 3
     elif _FIRST.search(key):

@@ -80,7 +80,7 @@ class _Entry:
 class Window:
     """Buffers that hold the units in use and the next one, which a thread reads ahead.
 
-    The order of units is learnt: after a pair of units comes what came after it the last time, so
+    The order of units is learned: after a pair of units comes what came after it the last time, so
     that forward and backward passes, and loops over tokens, are all read ahead. A buffer is written
     to again only when nobody has a view of it; if somebody kept one, the buffer is his.
 

@@ -68,7 +68,7 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         optim_state_dict_config: has no effect.
         limit_all_gathers: has no effect.
         use_orig_params: has no effect.
-        param_init_fn: initialises a module that was built on the meta device.
+        param_init_fn: initializes a module that was built on the meta device.
         sync_module_states: take the weights of rank 0 on all ranks; on by default.
         forward_prefetch: gather the next unit before the forward of this one has begun; off by
             default.

@@ -118,7 +118,7 @@ class Strategy(ABC):
     @property
     def data_rank(self) -> int:
         """Rank among those that read different data; ranks that share a model read the same."""
-        # Ranks that share a replica are neighbours: the axes of data are the outermost.
+        # Ranks that share a replica are neighbors: the axes of data are the outermost.
         return self.topology.rank // self.copies
 
     @property

@@ -82,7 +82,7 @@ def refuse_empty(model: torch.nn.Module) -> None:
         raise ValueError(
             f"{empty[0]!r} and {len(empty) - 1} more parameters of {type(model).__name__} are on "
             "the meta device and have no values: load the weights before prepare(), or use "
-            "model.to_empty(device=...) and initialise them."
+            "model.to_empty(device=...) and initialize them."
         )
 
 
@@ -134,6 +134,6 @@ def refuse_distributed(model: torch.nn.Module) -> None:
         if hasattr(parameter, "device_mesh"):  # a DTensor, without importing torch's module of it
             raise ValueError(
                 f"{name!r} is a DTensor, split over processes already, and data parallelism needs "
-                "a whole replica on each: pass the model before it is parallelised, or call its "
+                "a whole replica on each: pass the model before it is parallelized, or call its "
                 "full_tensor() first. It can be used without prepare()."
             )

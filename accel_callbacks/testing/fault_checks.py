@@ -42,7 +42,7 @@ def neighbour_raises(subject: Subject, *, before: bool) -> None:
     faulty = _FaultyTraining(subject, before=before)
     with memory_folder() as root:
         for hook in HOOKS:
-            cause = f"a neighbour {'before' if before else 'after'} it raised in {hook}"
+            cause = f"a neighbor {'before' if before else 'after'} it raised in {hook}"
             faulty.check(cause, partial(_play_to_hook, faulty, hook, root))
             assert faulty.raiser.raised or faulty.training.run.should_stop, f"{hook} never came"
     faulty.check_afterwards()
@@ -63,7 +63,7 @@ class _FaultyTraining:
 
     Args:
         subject: makes the checked callback.
-        before: whether the neighbour that raises is called before the callback, or after it.
+        before: whether the neighbor that raises is called before the callback, or after it.
     """
 
     def __init__(self, subject: Subject, *, before: bool) -> None:
@@ -134,7 +134,7 @@ class _FaultyTraining:
 
 
 def _play_to_hook(faulty: _FaultyTraining, hook: str, root: str) -> None:
-    """Play a training that fires this hook, in which the neighbour raises."""
+    """Play a training that fires this hook, in which the neighbor raises."""
     training = faulty.training
     faulty.raiser.arm("")
     training.each_batch = partial(_provoke, hook=hook, path=f"{root}/{hook}")

@@ -185,7 +185,7 @@ class _Sweep:
         self._average = weight * self._average + (1 - weight) * loss
         result.lrs.append(lr)
         result.losses.append(loss)
-        # Correct the bias of the first averages towards their start at zero, as Adam does.
+        # Correct the bias of the first averages toward their start at zero, as Adam does.
         result.smoothed.append(self._average / (1 - weight ** len(result.lrs)))
 
     def has_diverged(self, early_stop: float | None) -> bool:

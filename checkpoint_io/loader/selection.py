@@ -178,5 +178,5 @@ def _hint(name: str, names: Sequence[str]) -> str:
 
 
 def _listing(label: str, names: Sequence[str]) -> str:
-    """Return a labelled list for a message."""
+    """Return a labeled list for a message."""
     return f"{label} {', '.join(names)}"

@@ -131,7 +131,7 @@ class Transfer:
         self._contents.append(contents)
 
     def ranges(self) -> list[tuple[int, int, int]]:
-        """Return the wanted parts as file, first and last byte (exclusive); neighbours joined."""
+        """Return the wanted parts as file, first and last byte (exclusive); neighbors joined."""
         numbers = {entry.name: number for number, entry in enumerate(self._manifest.files)}
         ranges: list[tuple[int, int, int]] = []
         for span, contents in zip(self._spans, self._contents, strict=True):

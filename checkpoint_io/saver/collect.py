@@ -117,7 +117,7 @@ class TensorCollector:
 
     def _wanted(self, path: Path) -> str:
         """Return the key of the tensor at a path, as if no other had it."""
-        # Most tensors have neighbours in their container, whose path is escaped once.
+        # Most tensors have neighbors in their container, whose path is escaped once.
         container, last = path[:-1], path[-1]
         text = last if type(last) is str and "/" not in last and "~" not in last else escape(last)
         if (begin := self._containers.get(container)) is not None:

@@ -191,7 +191,7 @@ class RankWriter:
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Group small neighbours that can be copied in one batch."""
+    """Group small neighbors that can be copied in one batch."""
     batch: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:

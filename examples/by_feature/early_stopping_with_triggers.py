@@ -21,7 +21,7 @@ from accel_callbacks import Accelerator, set_seed
 
 
 def load_data() -> list[TensorDataset]:
-    """Few images to train on, so that they are soon learnt by heart."""
+    """Few images to train on, so that they are soon learned by heart."""
     images, targets = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(targets))
     return random_split(data, [300, 1497], torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Token-normalised accumulation: every token counts the same, wherever it is.
+"""Token-normalized accumulation: every token counts the same, wherever it is.
 
 A small language model reads sentences of many lengths. The mean over a batch's tokens, averaged
 over batches and processes, lets a token of a short batch count more. A loss that is a sum, with

@@ -42,7 +42,7 @@ def accepted(callback: Any, adapters: Iterable[Adapter] = ()) -> Any:
 
     Args:
         callback: an object with hooks.
-        adapters: recognise callbacks of other libraries.
+        adapters: recognize callbacks of other libraries.
 
     Raises:
         TypeError: a class, or a method that looks like a hook and is none.

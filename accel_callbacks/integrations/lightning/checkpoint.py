@@ -218,7 +218,7 @@ def _modules(run: TrainingRun) -> list[tuple[str, Any]]:
 
 
 def _tracks_statistics(module: Any) -> bool | None:
-    """Return whether a normalisation layer tracks running statistics, None for other modules."""
+    """Return whether a normalization layer tracks running statistics, None for other modules."""
     return getattr(module, "track_running_stats", None)
 
 

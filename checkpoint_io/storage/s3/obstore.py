@@ -32,7 +32,7 @@ from checkpoint_io.threads import for_each
 
 _WRITERS = 8  # concurrent parts of one object
 _READERS = 8
-# Options that obstore honours: they concern s3fs alone, are translated by `make_store`, or reach
+# Options that obstore honors: they concern s3fs alone, are translated by `make_store`, or reach
 # obstore through the client that s3fs makes. Any other is an error, never silently lost.
 _OPTIONS = frozenset(
     {
@@ -321,7 +321,7 @@ class _Ticket:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise ValueError for options that obstore would not honour."""
+    """Raise ValueError for options that obstore would not honor."""
     config = options.get("config_kwargs") or {}
     extra = options.get("s3_additional_kwargs") or {}
     for path, section, known in (

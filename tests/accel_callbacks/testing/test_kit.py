@@ -225,7 +225,7 @@ WRONG: dict[str, list[tuple[Callable[[], Any], str]]] = {
         (CountsSinceStart, "Interrupted at step 1, batch 0, .*total"),
         (SteersByItself, "Interrupted at step 1, .*weight 0.weight"),
     ],
-    "error_before": [(FailsToTidyUp, "neighbour before it raised in setup, its own hook failed")],
+    "error_before": [(FailsToTidyUp, "neighbor before it raised in setup, its own hook failed")],
     "error_after": [
         (LeavesThread, "raised in setup, the thread 'left' is still running"),
         (LeavesHandler, "the handler of SIGUSR2"),
