@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.interval import Interval
+from accel_callbacks.collectives.sharded import class_of
 from accel_callbacks.errors import nearest
-from accel_callbacks.modeling.original_class import class_of
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun

@@ -1,4 +1,4 @@
-"""Sharded tensors (DTensors): gather them one at a time, and shard full ones alike."""
+"""Sharded tensors (DTensors), gathered one at a time and made of full ones; sharded modules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.collectives.group import explained
 
-__all__ = ["copy_part", "full_tensor", "gather_sharded", "is_sharded", "shard_like"]
+__all__ = ["class_of", "copy_part", "full_tensor", "gather_sharded", "is_sharded", "shard_like"]
 
 
 def is_sharded(value: Any) -> bool:
@@ -23,6 +23,16 @@ def is_sharded(value: Any) -> bool:
         False
     """
     return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh")
+
+
+def class_of(module: Any) -> type:
+    """Return the class of an object; of a sharded module, that before it was sharded.
+
+    ``fully_shard`` puts a class of its own, ``FSDP<name>``, in place of a module's.
+    """
+    kinds = type(module).__mro__
+    sharded = len(kinds) > 2 and kinds[1].__name__ == "FSDPModule"
+    return kinds[2] if sharded else kinds[0]
 
 
 @explained("gather")

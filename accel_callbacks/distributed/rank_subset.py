@@ -11,7 +11,7 @@ from weakref import WeakSet
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks.modeling.original_class import class_of
+from accel_callbacks.collectives.sharded import class_of
 
 __all__ = ["needs_all_ranks", "on_subset", "refuse_on_subset"]
 

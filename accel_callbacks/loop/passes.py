@@ -18,6 +18,13 @@ from accel_callbacks.warning import warn
 
 __all__ = ["Passes"]
 
+_SKIPPED = (
+    "the first {} batches after load_state were not trained on, and are lost: the prepared loader "
+    "had gone on after the {} that were done before. Leave out the script's own skip (`if step < "
+    "...: continue`) and count with enumerate(loader, start=...), or iterate "
+    "accel.skip_first_batches(loader, step), which counts from the start of the epoch."
+)
+
 
 class Passes:
     """Iterates epochs and loaders, and fires the hooks around them.
@@ -146,9 +153,7 @@ class Passes:
         batches = loader.batches()
         if loader.resumes:
             # Imported here, because most passes begin at their start.
-            from accel_callbacks.loop.resumed_skip import checked_for_skips
-
-            batches = checked_for_skips(loader, loop, batches)
+            batches = _checked_for_skips(loader, loop, batches)
         asked = perf_counter()
         try:
             for batch in batches:
@@ -316,3 +321,41 @@ class Passes:
             raise
         finally:
             loop.leave(loader, token)
+
+
+def _checked_for_skips(
+    loader: DataLoaderShard, loop: Loop, batches: Iterator[Any]
+) -> Iterator[Any]:
+    """Yield the rest of a resumed epoch; warn if the script skips what its loader has skipped.
+
+    A batch is idle if no prepared model was called and nothing went backward. A single one is no
+    sign of a skip, which any loop may do.
+
+    Args:
+        loader: begins a pass in the middle of an epoch.
+        loop: has the prepared models.
+        batches: of the loader.
+    """
+    done = idle = 0
+    called: list[Any] = []
+    # A hook would be compiled into a model that was compiled in place.
+    handles = [
+        model.register_forward_pre_hook(lambda *_: called.append(True))
+        for model in loop.models
+        if getattr(model, "_compiled_call_impl", None) is None
+    ]
+    try:
+        for batch in batches:
+            done = done or loader.batch_index
+            yield batch
+            if called or loop.window.touched or loop.window.position:
+                break
+            idle += 1
+        ended = not called and loader.finished
+        lost = idle > 1 and (idle == done or (ended and idle < done))
+        if handles and lost:
+            warn(_SKIPPED.format(idle, done))
+    finally:
+        for handle in handles:
+            handle.remove()
+    yield from batches

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from accel_callbacks.modeling.original_class import class_of
+from accel_callbacks.collectives.sharded import class_of
 
 __all__ = ["ShardedByZero", "pretrained_files", "weights_on_rank_0"]
 

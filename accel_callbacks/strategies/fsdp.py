@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from accel_callbacks import collectives
+from accel_callbacks.collectives.sharded import class_of
 from accel_callbacks.distributed.rank_subset import needs_all_ranks, refuse_on_subset
 from accel_callbacks.distributed.topology import DistributedType, Topology
 from accel_callbacks.gradients import has_gradients, local_part, parameters_of
@@ -24,7 +25,6 @@ from accel_callbacks.modeling.compile import await_collectives, is_compiled
 from accel_callbacks.modeling.empty_weights import init_empty_weights
 from accel_callbacks.modeling.from_pretrained import weights_on_rank_0
 from accel_callbacks.modeling.initial_weights import InitialWeights, whole_parameters_freed
-from accel_callbacks.modeling.original_class import class_of
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.ddp import DistributedDataParallelKwargs
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.utils import _pytree
 
 from accel_callbacks import collectives
+from accel_callbacks.collectives.sharded import class_of
 from accel_callbacks.distributed.failures import meet
 from accel_callbacks.distributed.topology import Topology
 from accel_callbacks.gradients import (
@@ -25,7 +26,6 @@ from accel_callbacks.gradients import (
     total_norm,
 )
 from accel_callbacks.modeling.initial_weights import whole_parameters_freed
-from accel_callbacks.modeling.original_class import class_of
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.ddp import DistributedDataParallelKwargs
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin

@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 import torch
 
 from accel_callbacks import collectives
+from accel_callbacks.collectives.sharded import class_of
 from accel_callbacks.distributed.abort import explain_in_place
 from accel_callbacks.modeling.compile import is_compiled
-from accel_callbacks.modeling.original_class import class_of
 from accel_callbacks.strategies.advice import Advice, advise
 
 __all__ = [

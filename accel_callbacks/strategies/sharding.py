@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,7 +19,7 @@ from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.strategies.base import SetUp, Strategy
 from accel_callbacks.strategies.checks import is_plain
-from accel_callbacks.strategies.full_parameters import full_parameters
+from accel_callbacks.strategies.fsdp_groups import reshard
 from accel_callbacks.strategies.replica_agreement import ReplicaAgreement
 from accel_callbacks.warning import warn
 
@@ -225,7 +225,7 @@ class Sharding(Strategy):
     ) -> AbstractContextManager[None]:
         """Return a context in which each rank has whole parameters."""
         refuse_on_subset("full_parameters")
-        return full_parameters(module, writeback=writeback)
+        return _whole_parameters(module, writeback=writeback)
 
 
 # Whose fused kernels DTensors have.
@@ -281,3 +281,57 @@ def _replace_in(value: Any, shard: Callable[[Any], Any]) -> None:
                 del value[key]
                 value[shard(key)] = shard(entry)
             _replace_in(entry, shard)
+
+
+@contextmanager
+def _whole_parameters(module: torch.nn.Module, *, writeback: bool = False) -> Iterator[None]:
+    """Context manager, collective: have whole parameters in a sharded module.
+
+    Each rank holds all of them, in the dtype of the shards. The module cannot be called inside.
+
+    Args:
+        module: a sharded model or a part of it; one that is not sharded is left as it is.
+        writeback: keep what rank 0 has changed; off by default.
+    """
+    reshard(module)
+    slots = [
+        (owner, name, parameter)
+        for owner in module.modules()
+        for name, parameter in owner._parameters.items()
+        if parameter is not None and collectives.is_sharded(parameter)
+    ]
+    whole: dict[int, torch.nn.Parameter] = {}
+    for _, _, shard in slots:
+        if id(shard) not in whole:
+            gathered = _gathered(shard)
+            whole[id(shard)] = torch.nn.Parameter(gathered, requires_grad=shard.requires_grad)
+    try:
+        for owner, name, shard in slots:
+            owner._parameters[name] = whole[id(shard)]
+        yield
+        if writeback:
+            _write_back(slots, whole)
+    finally:
+        for owner, name, shard in slots:
+            owner._parameters[name] = shard
+
+
+@torch.no_grad()
+def _gathered(shard: Any) -> torch.Tensor:
+    mesh = shard.device_mesh
+    on_device = shard.detach()
+    # Offloaded shards are on the host, where the mesh may have no backend.
+    if on_device.device.type != mesh.device_type:
+        on_device = on_device.to(mesh.device_type)
+    gathered: torch.Tensor = on_device.full_tensor()
+    return gathered.clone() if gathered.data_ptr() == on_device.to_local().data_ptr() else gathered
+
+
+@torch.no_grad()
+def _write_back(slots: list[tuple[Any, str, Any]], whole: dict[int, torch.nn.Parameter]) -> None:
+    written: set[int] = set()
+    for _, _, shard in slots:
+        if id(shard) not in written:
+            written.add(id(shard))
+            changed = collectives.broadcast(whole[id(shard)].detach())
+            collectives.copy_part(shard, changed)

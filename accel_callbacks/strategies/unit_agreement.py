@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from accel_callbacks import collectives
-from accel_callbacks.modeling.original_class import class_of
+from accel_callbacks.collectives.sharded import class_of
 from accel_callbacks.strategies.fsdp_groups import has_whole_gradient, parameter_groups
 from accel_callbacks.strategies.rank_agreement import END, Event, RankAgreement, unused_advice
 
