@@ -34,6 +34,7 @@ __all__ = [
 
 _PIECE = 8 << 20  # bytes of one read
 _MAPPED = 16 << 20  # bytes of pages that are mapped at a time
+_READ_AHEAD = 128 << 10  # bytes that the system reads as one request by itself
 _AT_ONCE = 2  # reads of a unit: the disk has the next one before the last one has ended
 _PAGE = 4096  # what O_DIRECT asks of addresses, lengths and offsets
 _ALIGNMENT = 64  # as torch allocates, so that kernels give the same bits
@@ -656,7 +657,12 @@ class Reader:
     def _read_from(
         self, file: OpenFile, piece: _Piece, targets: list[memoryview[int]], direct: bool
     ) -> int:
-        if not direct and sys.platform not in ("win32", "darwin") and hasattr(os, "posix_fadvise"):
+        if (
+            piece.needed > _READ_AHEAD
+            and not direct
+            and sys.platform not in ("win32", "darwin")
+            and hasattr(os, "posix_fadvise")
+        ):
             # As one request: read-ahead fills the page cache in steps, up to twice as slowly.
             os.posix_fadvise(file.fileno(), piece.begin, piece.needed, os.POSIX_FADV_WILLNEED)
         wanted, done = sum(map(len, targets)), 0
