@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import os
 import posixpath
 import re
 import sys
@@ -16,10 +17,11 @@ sys.path[:0] = [str(ROOT), str(DOCS / "_ext")]
 
 metadata = configparser.ConfigParser()
 metadata.read(ROOT / "setup.cfg", encoding="utf-8")
-_urls = re.findall(r"^(\w+) = (\S+)$", metadata.get("metadata", "project_urls", fallback=""), re.M)
-REPOSITORY = dict(_urls).get("Source", "https://github.com/accel-callbacks/accel-callbacks")
+REPOSITORY = dict(re.findall(r"(\w+) = (\S+)", metadata["metadata"]["project_urls"]))["Source"]
 
 project = metadata["metadata"]["name"]
+description = metadata["metadata"]["description"]
+sections = ("tutorials/index", "how-to/index", "reference/index", "concepts/index")
 copyright = f"the authors of {project}"
 version = release = re.findall(
     r'^__version__ = "(.+)"$', (ROOT / "accel_callbacks/__init__.py").read_text("utf-8"), re.M
@@ -29,7 +31,8 @@ language = "en"
 extensions = [
     *("sphinx.ext.autodoc", "sphinx.ext.napoleon"),
     *("myst_parser", "sphinx_copybutton", "sphinx_design"),
-    *("api_pages", "cli_options"),
+    *("sphinxext.opengraph", "notfound.extension"),
+    *("api_pages", "cli_options", "example_pages", "markdown_pages"),
 ]
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
@@ -47,14 +50,16 @@ exclude_patterns = ["_build", "**/_*"]
 
 html_theme = "pydata_sphinx_theme"
 html_title = project
+html_favicon = "_static/icon.svg"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sourcelink = False
 html_copy_source = False
 html_theme_options = {
-    "logo": {"text": project},
+    "logo": {"text": project, "image_light": "_static/icon.svg", "image_dark": "_static/icon.svg"},
     "icon_links": [{"name": "Source", "url": REPOSITORY, "icon": "fa-brands fa-github"}],
     "navbar_align": "left",
+    "header_links_before_dropdown": 8,
     "show_toc_level": 2,
     "collapse_navigation": True,
     "secondary_sidebar_items": ["page-toc"],
@@ -64,14 +69,26 @@ html_theme_options = {
     "footer_start": ["copyright"],
     "footer_end": [],
 }
-html_sidebars = {"index": [], "why": [], "benchmarks": []}  # pages of no section
+templates_path = ["_templates"]
+html_sidebars = {
+    **{page: [] for page in ("index", "examples/index", "why", "benchmarks")},
+    "reference/api/*": ["api-nav.html"],
+}
 html_context = {"default_mode": "auto"}  # as the reader's system: light or dark
+notfound_urls_prefix = "/"
+notfound_context = {
+    "title": "Page not found",
+    "body": """<h1>Page not found</h1>
+<p>No page has this address. <a href="/search.html">Search</a> for what you need, or begin on the
+<a href="/index.html">landing page</a>.</p>""",
+}
+ogp_site_url = os.environ.get("ACCEL_SITE_URL", "")  # where the built site is put
+ogp_social_cards = {"enable": False}
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 # The Markdown is read on the repository's pages too, where a toctree would be a block of code:
 # the bulleted links of an index page are its toctrees, one a heading.
-_SECTIONS = ("tutorials/index", "how-to/index", "reference/index", "concepts/index")
 _HEADING = re.compile(r"^## (.+)$", re.M)
 _ENTRY = re.compile(r"^- \[[^\]]+\]\(([\w./-]+)\.md\)", re.M)
 _LINK_OUT = re.compile(r"\]\(((?:\.\./)+[^)#\s]+)")
@@ -86,9 +103,10 @@ def toctree(caption: str, pages: list[str]) -> str:
 def add_toctrees(app: Sphinx, page: str, source: list[str]) -> None:
     """Append the toctrees of an index page."""
     if page == "index":
-        others = sorted(path.stem for path in DOCS.glob("*.md") if path.stem != "index")
-        source[0] += toctree("", [*_SECTIONS, *others])
-    elif page in _SECTIONS:
+        stems = sorted(path.stem for path in DOCS.glob("*.md") if path.stem != "index")
+        others = [f"{stem.capitalize()} <{stem}>" for stem in stems]  # short, for the header
+        source[0] += toctree("", [*sections, "examples/index", *others])
+    elif page in sections:
         intro, *groups = _HEADING.split(source[0])
         source[0] += toctree("", _ENTRY.findall(intro))
         for caption, listing in zip(groups[::2], groups[1::2], strict=True):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
@@ -57,7 +58,7 @@ OPTIONS = sorted(
 )
 
 
-def read(page: str) -> str:
+def read(page: str | Path) -> str:
     return (ROOT / page).read_text(encoding="utf-8")
 
 
@@ -147,6 +148,25 @@ def test_the_landing_page_leads_to_each_section() -> None:
     docs = ROOT / "docs"
     pages = {str(page.relative_to(docs)) for page in [*docs.glob("*.md"), *docs.glob("*/index.md")]}
     assert pages - {*LINK.findall(read("docs/index.md"))} == {"index.md"}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        *("tutorials/first-run.md", "how-to/resume.md"),  # train, resume
+        *("concepts/guarantees.md", "how-to/launch-on-two-processes.md"),  # kill, two processes
+        *("how-to/shard-a-model.md", "how-to/save-to-object-stores.md"),  # FSDP, S3
+        *("how-to/write-a-callback.md", "how-to/write-a-tracker.md"),
+        *("how-to/train-an-adapter.md", "how-to/run-a-trainer-on-it.md"),  # LoRA, Trainer
+    ],
+)
+def test_what_a_newcomer_tries_is_two_clicks_away(page: str) -> None:
+    near = {Path("docs/index.md")}
+    for _ in range(2):
+        links = {(at, link) for at in near if at.suffix == ".md" for link in LINK.findall(read(at))}
+        files = {(at.parent, link.partition("#")[0]) for at, link in links if ":" not in link}
+        near |= {Path(os.path.normpath(folder / file)) for folder, file in files if file}
+    assert Path("docs", page) in near
 
 
 @pytest.mark.parametrize(

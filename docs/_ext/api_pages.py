@@ -6,6 +6,7 @@ import importlib
 import inspect
 import re
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ _NAME = re.compile(r"[A-Za-z_][\w.]*")
 _OURS = ("accel_callbacks", "checkpoint_io", "loggers")
 
 
+@cache
 def public_objects() -> dict[str, dict[str, Any]]:
     """Return the public objects of each package by name, each object once."""
     objects: dict[str, dict[str, Any]] = {}
@@ -118,9 +120,8 @@ def mark_code(line: str) -> str:
 
 
 def write_pages(app: Sphinx) -> None:
-    """Write the pages that have changed, and remove those of names that are gone."""
+    """Write a page for each package and each of its objects."""
     folder = Path(app.srcdir, "reference", "api")
-    folder.mkdir(exist_ok=True)
     objects = public_objects()
     pages = {
         value for named in objects.values() for value in named.values() if inspect.isclass(value)
@@ -129,6 +130,12 @@ def write_pages(app: Sphinx) -> None:
     for package, named in objects.items():
         for name, value in named.items():
             sources[f"{package}.{name}.rst"] = object_page(package, name, value, pages)
+    write_changed(folder, sources)
+
+
+def write_changed(folder: Path, sources: dict[str, str]) -> None:
+    """Write the files that have changed into a folder, and remove those that are no longer."""
+    folder.mkdir(exist_ok=True)
     for path in folder.iterdir():
         if path.name not in sources:
             path.unlink()
@@ -169,18 +176,26 @@ def resolve_home(
     )
 
 
-_HOMES: dict[str, str] = {}
+def name_siblings(
+    app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None
+) -> None:
+    """Give the template of a page's side column the names of the page's package."""
+    if page.startswith("reference/api/"):
+        name = page.rpartition("/")[2]
+        package = name if name in PACKAGES else name.rpartition(".")[0]
+        context.update(api_package=package, api_names=[*public_objects()[package]])
 
 
+@cache
 def _homes() -> dict[str, str]:
     """Return the public name of each object by its place, and by its name alone."""
-    if not _HOMES:
-        for package, named in public_objects().items():
-            for name, value in named.items():
-                module = getattr(value, "__module__", None) or package
-                _HOMES.setdefault(f"{module}.{name}", f"{package}.{name}")
-                _HOMES.setdefault(name, f"{package}.{name}")
-    return _HOMES
+    homes: dict[str, str] = {}
+    for package, named in public_objects().items():
+        for name, value in named.items():
+            module = getattr(value, "__module__", None) or package
+            homes.setdefault(f"{module}.{name}", f"{package}.{name}")
+            homes.setdefault(name, f"{package}.{name}")
+    return homes
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
@@ -188,5 +203,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("builder-inited", write_pages)
     app.connect("source-read", add_packages)
     app.connect("autodoc-process-docstring", mark_docstring, priority=100)  # before napoleon
+    app.connect("html-page-context", name_siblings)
     app.connect("missing-reference", resolve_home)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
