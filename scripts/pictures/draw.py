@@ -4,7 +4,7 @@
     python scripts/pictures/draw.py --check    # say which differ from what would be written
 
 Bars come from `benchmarks/results`, terminals from `record.py`, diagrams from `diagrams.py`. The
-rooms of the packages are drawn by `scripts/rooms.py`, losses by `examples/plot_losses.py`.
+rooms of the packages are drawn by `scripts/rooms.py`, other losses by `examples/plot_losses.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import bars
+import curves
 import diagrams
 import tables
 from svg import Picture
@@ -24,6 +25,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs" / "images"
 PICTURES: dict[str, Callable[[], Picture]] = {
     "step-cost": bars.step_cost,
     "layouts": diagrams.layouts,
+    "losses": curves.losses,
     "window": diagrams.window,
     "hooks": diagrams.hooks,
     "order": diagrams.order,

@@ -1,9 +1,11 @@
 """Run the commands that pictures of terminals show, and keep what the terminal had.
 
     python scripts/pictures/record.py [kill progress checkpoints files]
+    python scripts/pictures/record.py losses "one process=runs/one" "DDP on two=runs/ddp"
 
 Each runs in an empty folder, on a terminal of 76 columns. Nothing of the output is made up or
-altered. Lines that are left out are replaced by dots.
+altered. Lines that are left out are replaced by dots. Losses are
+those of runs that are over, from their metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -134,8 +136,26 @@ RECORDERS = {
 }
 
 
+def keep_losses(runs: list[str]) -> None:
+    """Keep the losses of runs, each given as ``name=folder``."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    from plot_losses import losses
+
+    curves = {}
+    for words in runs:
+        name, _, folder = words.partition("=")
+        curves[name] = [
+            float(f"{loss:.9g}") for loss in losses(Path(folder), "train/loss").values()
+        ]
+    record = {"date": time.strftime("%Y-%m-%d"), "runs": curves}
+    (RECORDINGS / "losses.json").write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+
+
 def main() -> None:
     RECORDINGS.mkdir(exist_ok=True)
+    if sys.argv[1:2] == ["losses"]:
+        keep_losses(sys.argv[2:])
+        return
     for name in sys.argv[1:] or RECORDERS:
         folder = Path(tempfile.gettempdir(), "demo")  # short, since messages name it
         folder.mkdir()

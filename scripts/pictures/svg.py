@@ -19,6 +19,12 @@ _THEME = {
     "ours": ("fill:#1f6feb", "fill:#58a6ff"),
     "peer": ("fill:#a9b4bf", "fill:#57626d"),
     "second": ("fill:#d9822b", "fill:#e3a857"),
+    "line-0": ("stroke:#c3ccd6", "stroke:#4a5560"),
+    "line-1": ("stroke:#1f6feb", "stroke:#58a6ff"),
+    "line-2": ("stroke:#1a7f37", "stroke:#56d364"),
+    "line-3": ("stroke:#d9822b", "stroke:#e3a857"),
+    "line-4": ("stroke:#8250df", "stroke:#bc8cff"),
+    "line-5": ("stroke:#c4442b", "stroke:#ff8a73"),
     "box": ("fill:#eef3f8;stroke:#8fa5bd", "fill:#1d2733;stroke:#4d6178"),
     "warm": ("fill:#fdebdc;stroke:#d08a4f", "fill:#3a2614;stroke:#b0713a"),
     "good": ("fill:#e3f4e6;stroke:#5fa46c", "fill:#15301c;stroke:#4a8f58"),
@@ -36,7 +42,8 @@ white-space:pre}
 .small{font-size:13px}
 .code.small{font-size:12.5px}
 .bold{font-weight:600}
-.grid,.arrow,.cut,.spread{stroke-width:1.5}"""
+.grid,.arrow,.cut,.spread,[class^=line]{stroke-width:1.5}
+.wide{stroke-width:6!important}"""
 
 
 class Picture:
