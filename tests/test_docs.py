@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
+from doctest import ELLIPSIS, NORMALIZE_WHITESPACE, OutputChecker
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ PAGES = sorted(
     str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 )
 BLOCK = re.compile(r"^(<!-- not run: [^\n]+ -->\n)?```python\n(.*?)^```$", re.M | re.S)
+# What the block before prints, with "..." for what differs from run to run.
+OUTPUT = re.compile(r"\n\n```text\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 BRITISH = re.compile(
     r"\b\w*(?:behaviour|colour|favour|flavour|neighbour|honour|catalogue|labell[ei]|travell[ei])\w*"
@@ -62,10 +65,15 @@ def read(page: str | Path) -> str:
     return (ROOT / page).read_text(encoding="utf-8")
 
 
-def runnable(page: str) -> list[tuple[int, str]]:
-    """Each block that is to run, with the line on which it begins."""
+def runnable(page: str) -> list[tuple[int, str, str | None]]:
+    """Each block that is to run, with the line on which it begins, and the output shown."""
     text = read(page)
-    return [(text.count("\n", 0, m.start(2)), m[2]) for m in BLOCK.finditer(text) if not m[1]]
+    blocks = [match for match in BLOCK.finditer(text) if not match[1]]
+    outputs = [OUTPUT.match(text, match.end()) for match in blocks]
+    return [
+        (text.count("\n", 0, match.start(2)), match[2], output and output[1])
+        for match, output in zip(blocks, outputs, strict=True)
+    ]
 
 
 @pytest.fixture
@@ -82,11 +90,18 @@ def empty_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     "page", [page for page in PAGES if page not in ELSEWHERE and runnable(page)]
 )
 @pytest.mark.usefixtures("empty_place")
-def test_blocks_run(page: str) -> None:
+def test_blocks_run_and_print_what_the_page_shows(
+    page: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     namespace = {"__name__": "page"}
-    for line, block in runnable(page):
+    is_alike = OutputChecker().check_output
+    for line, block, shown in runnable(page):
+        capfd.readouterr()
         # Empty lines in front, so that a traceback shows the line of the page.
         exec(compile("\n" * line + block, str(ROOT / page), "exec"), namespace)
+        if shown is not None:
+            printed = capfd.readouterr().out
+            assert is_alike(shown, printed, ELLIPSIS | NORMALIZE_WHITESPACE), printed
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -151,13 +151,14 @@ def _report(error: Exception | None, changes: bool) -> _Report:
     import checkpoint_io
 
     torn = isinstance(error, checkpoint_io.TornLoadError)
-    cause = error.__cause__ if torn else None
+    # The mixture that a torn load leaves is none any more when an older checkpoint is loaded.
+    reason = error.__cause__ if torn and error.__cause__ is not None else error
     # the checkpoint is at fault then, unlike where a network is down
     damage = (checkpoint_io.CorruptCheckpointError, FileNotFoundError)
     return _Report(
-        text=f"{type(error).__name__}: {error}",
+        text=f"{type(reason).__name__}: {reason}",
         details=published_text(error),
-        damaged=isinstance(cause or error, damage),
+        damaged=isinstance(reason, damage),
         changed=changes and torn,
     )
 
