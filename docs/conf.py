@@ -32,7 +32,7 @@ extensions = [
     *("sphinx.ext.autodoc", "sphinx.ext.napoleon"),
     *("myst_parser", "sphinx_copybutton", "sphinx_design"),
     *("sphinxext.opengraph", "notfound.extension"),
-    *("api_pages", "cli_options", "example_pages", "markdown_pages"),
+    *("api_pages", "cli_options", "example_pages", "markdown_pages", "notebooks"),
 ]
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"

@@ -61,6 +61,10 @@ OPTIONS = sorted(
 )
 
 
+# These run as notebooks, below.
+TUTORIALS = [page for page in PAGES if page.startswith("docs/tutorials/")]
+
+
 def read(page: str | Path) -> str:
     return (ROOT / page).read_text(encoding="utf-8")
 
@@ -87,21 +91,47 @@ def empty_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page not in ELSEWHERE and runnable(page)]
+    "page", [page for page in PAGES if page not in {*ELSEWHERE, *TUTORIALS} and runnable(page)]
 )
 @pytest.mark.usefixtures("empty_place")
 def test_blocks_run_and_print_what_the_page_shows(
     page: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     namespace = {"__name__": "page"}
-    is_alike = OutputChecker().check_output
     for line, block, shown in runnable(page):
         capfd.readouterr()
         # Empty lines in front, so that a traceback shows the line of the page.
         exec(compile("\n" * line + block, str(ROOT / page), "exec"), namespace)
-        if shown is not None:
-            printed = capfd.readouterr().out
-            assert is_alike(shown, printed, ELLIPSIS | NORMALIZE_WHITESPACE), printed
+        assert_prints(shown, capfd.readouterr().out)
+
+
+def assert_prints(shown: str | None, printed: str) -> None:
+    is_alike = OutputChecker().check_output
+    assert shown is None or is_alike(shown, printed, ELLIPSIS | NORMALIZE_WHITESPACE), printed
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)  # they start processes that import torch, one after the other
+@pytest.mark.parametrize("page", [page for page in TUTORIALS if runnable(page)])
+def test_tutorials_run_as_notebooks_and_print_what_the_page_shows(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ipykernel", reason="pip install ipykernel nbclient jupytext")
+    nbclient = pytest.importorskip("nbclient", reason="pip install ipykernel nbclient jupytext")
+    pytest.importorskip("jupytext", reason="pip install ipykernel nbclient jupytext")
+    monkeypatch.syspath_prepend(ROOT / "docs" / "_ext")
+    from notebooks import as_notebook
+
+    monkeypatch.setenv("ACCEL_CPU", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = as_notebook(ROOT / page)
+    resources = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=250, resources=resources).execute()
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    for cell, (_, block, shown) in zip(cells, runnable(page), strict=True):
+        assert cell.source == block.rstrip()
+        streams = [output for output in cell.outputs if output.output_type == "stream"]
+        assert_prints(shown, "".join(s.text for s in streams if s.name == "stdout"))
 
 
 @pytest.mark.parametrize("page", PAGES)
