@@ -29,6 +29,7 @@ _HOME = {
     "ProgressBar": "progress_bar",
     "RichProgressBar": "progress_bar",
     "SampleLogger": "sample_logger",
+    "SpikeGuard": "spike_guard",
     "Summary": "model_summary",
     "Throughput": "throughput",
     "Timer": "timer",
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     from accel_callbacks.callbacks.progress_bar import ProgressBar as ProgressBar
     from accel_callbacks.callbacks.progress_bar import RichProgressBar as RichProgressBar
     from accel_callbacks.callbacks.sample_logger import SampleLogger as SampleLogger
+    from accel_callbacks.callbacks.spike_guard import SpikeGuard as SpikeGuard
     from accel_callbacks.callbacks.throughput import Throughput as Throughput
     from accel_callbacks.callbacks.timer import Timer as Timer
     from accel_callbacks.callbacks.weight_averaging import EMA as EMA

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,6 +36,7 @@ __all__ = [
     "GradientNorms",
     "NonFinite",
     "RolledBack",
+    "keep_options",
     "measure_gradients",
     "roll_back",
     "save_is_due",
@@ -98,6 +100,8 @@ steps, and action="rollback" goes back to the last checkpoint.
     collective = True
     after = (Freeze,)  # which drops the gradients of frozen parameters
     before = (Averaging,)  # which may put the average into the models for an evaluation
+    needs_checkpoints = True  # to roll back
+    _rollback_option = '(action="rollback")'
 
     def __init__(
         self,
@@ -140,14 +144,16 @@ steps, and action="rollback" goes back to the last checkpoint.
     def _discard_all(self) -> None:
         """Discard the values of the current step, the unread check and a planned rollback."""
         self._discard_step()
-        self._unread: FiniteCheck | None = None  # of the step before, on its way to the host
+        self._unread: Any = None  # of the step before, on its way to the host
         self._rollback_reason: str | None = None
 
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
         """Reset the counts, unless ``load_state`` restored them, and discard pending checks."""
-        if self.action == "rollback" and not run.checkpoint_callbacks:
+        needs_checkpoints = self.action == "rollback" and self.needs_checkpoints
+        if needs_checkpoints and not run.checkpoint_callbacks:
+            name = type(self).__name__
             raise ValueError(
-                'NonFinite(action="rollback") needs checkpoints to go back to: give the '
+                f"{name}{self._rollback_option} needs checkpoints to go back to: give the "
                 "Accelerator a Checkpoint callback too."
             )
         super().setup(run, model, stage)
@@ -193,17 +199,22 @@ steps, and action="rollback" goes back to the last checkpoint.
         if self._rollback_reason is not None or not self._is_due(run, optimizer):
             self._discard_step()
             return
-        check: FiniteCheck | None = self._check_step(run, optimizer)
+        check: Any = self._check_step(run, optimizer)
         if check is not None and check.waits and self.action != "skip":
             check, self._unread = self._unread, check
         if check is not None:
             self._act(run, check, before_step=True)
 
-    def _check_step(self, run: TrainingRun, optimizer: torch.optim.Optimizer) -> FiniteCheck:
+    def _check_step(self, run: TrainingRun, optimizer: torch.optim.Optimizer) -> Any:
         norms = self._norms.pop(id(optimizer), None)
         if norms is None and "gradients" in self.check:
             norms = measure_gradients(optimizer)
         self._loss_read = True
+        return self._make_check(run, optimizer, norms)
+
+    def _make_check(
+        self, run: TrainingRun, optimizer: torch.optim.Optimizer, norms: GradientNorms | None
+    ) -> Any:
         return FiniteCheck(
             run.next_step(optimizer),
             self._loss,
@@ -214,10 +225,13 @@ steps, and action="rollback" goes back to the last checkpoint.
 
     # --- acting -------------------------------------------------------------------------------
 
-    def _act(self, run: TrainingRun, check: FiniteCheck, *, before_step: bool) -> None:
+    def _note_good(self, check: Any) -> None:
+        self.in_a_row = 0
+        self._good_step = check.step
+
+    def _act(self, run: TrainingRun, check: Any, *, before_step: bool) -> None:
         if not check.is_bad():
-            self.in_a_row = 0
-            self._good_step = check.step
+            self._note_good(check)
             return
         self.bad_steps += 1
         self.in_a_row += 1
@@ -238,12 +252,19 @@ steps, and action="rollback" goes back to the last checkpoint.
 
     def _plan_rollback(self, run: TrainingRun, text: str, before_step: bool) -> None:
         """Skip this step; the rollback follows at the end of it."""
-        if self.rollbacks >= self.max_rollbacks:
-            raise FloatingPointError(f"{text}, after {self.rollbacks} rollbacks. {_ADVICE}")
+        self._count_try(text)
         self._discard_all()
         self._rollback_reason = text
         if before_step:
             run.skip_step(text)
+
+    def _count_try(self, text: str) -> None:
+        if self.rollbacks >= self.max_rollbacks:
+            raise FloatingPointError(f"{text}, after {self.rollbacks} rollbacks. {_ADVICE}")
+
+    def _go_back(self, run: TrainingRun, reason: str) -> RolledBack:
+        training = run.accelerator.training_state
+        return roll_back(training, newest_step=self._good_step, avoid=self._avoided)
 
     def _act_on_unread(self, run: TrainingRun) -> None:
         """Read the check of the last step now, and act on it."""
@@ -255,9 +276,9 @@ steps, and action="rollback" goes back to the last checkpoint.
         """Roll back, if planned. Collective; only between two steps."""
         if self._rollback_reason is None or run.in_window:
             return
-        text, training = self._rollback_reason, run.accelerator.training_state
+        text = self._rollback_reason
         self._discard_all()
-        result = roll_back(training, newest_step=self._good_step, avoid=self._avoided)
+        result = self._go_back(run, text)
         if result.path is None:
             raise FloatingPointError(
                 f"{text}, and there is no earlier checkpoint to go back to: save more often, with "
@@ -597,6 +618,16 @@ def _restore(
     with unwrapped_failure():
         _restore_callbacks(training, open_one(path, storage_options))
     return path
+
+
+@contextmanager
+def keep_options(training: TrainingState) -> Iterator[None]:
+    """Keep the options of the parameter groups, such as learning rates, over a restore."""
+    options = [{**group} for group in _param_groups(training)]
+    yield
+    # Loading replaces the dicts of the groups.
+    for group, before in zip(_param_groups(training), options, strict=True):
+        group.update({name: value for name, value in before.items() if name != "params"})
 
 
 def _param_groups(training: TrainingState) -> list[dict[str, Any]]:

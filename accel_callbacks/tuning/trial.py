@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from accel_callbacks.checkpoint.host_state import capture
 from accel_callbacks.distributed.rng import capture_rng, restore_rng
 from accel_callbacks.distributed.topology import own_accelerator
-from accel_callbacks.checkpoint.host_state import capture
 
 __all__ = ["new_axes", "restored"]
 

@@ -11,10 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from accel_callbacks import Accelerator, Callback, DistributedDataParallelKwargs
-from accel_callbacks.callbacks import EMA, Checkpoint, Freeze, GradientNorm, NonFinite
+from accel_callbacks.callbacks import EMA, Checkpoint, Freeze, GradientNorm, NonFinite, SpikeGuard
 from accel_callbacks.callbacks.averaged_weights import Averages
 from accel_callbacks.callbacks.gradient_norm import total_norm
 from accel_callbacks.callbacks.non_finite import FiniteCheck, measure_gradients
+from accel_callbacks.callbacks.spike_guard import _SpikeCheck
 
 pytestmark = pytest.mark.distributed
 
@@ -34,9 +35,9 @@ def flat_weights(net: torch.nn.Module) -> list[float]:
 class Setup:
     """Each process trains on half of the data; at `bad` (rank, batch) there is a NaN."""
 
-    def __init__(self, *callbacks, bad=None, **options) -> None:
+    def __init__(self, *callbacks, bad=None, bad_factor=BAD, **options) -> None:
         self.accel = Accelerator(cpu=True, timeout=SHORT, callbacks=callbacks, **options)
-        self.net, self.bad = network(), bad
+        self.net, self.bad, self.bad_factor = network(), bad, bad_factor
         sgd = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
         data = torch.randn(24, 2, generator=torch.Generator().manual_seed(1))
         loader = torch.utils.data.DataLoader(data, batch_size=2)
@@ -46,7 +47,7 @@ class Setup:
         with self.accel.run("weights") as run:
             for index, batch in enumerate(self.data):
                 if self.bad == (self.accel.process_index, index):
-                    batch = batch * BAD
+                    batch = batch * self.bad_factor
                 with self.accel.accumulate(self.model):
                     self.accel.backward(self.model(batch).square().mean())
                     self.optimizer.step()
@@ -222,6 +223,30 @@ def test_all_processes_go_back(pool, tmp_path, late):
     assert first == second
     assert first[:3] == (5, 1, 1)
     assert torch.tensor(first[3]).isfinite().all()
+
+
+def spike(late: bool):
+    """A huge sample on the second process only, in its fifth batch of six."""
+    waits, _SpikeCheck.waits = _SpikeCheck.waits, property(lambda self: late)
+    guard = SpikeGuard(warmup=3, snapshot_every_n_steps=1, gradient_threshold=None)
+    setup = Setup(guard, EMA(0.5), bad=(1, 4), bad_factor=1e4)
+    try:
+        run = setup.train()
+    finally:
+        _SpikeCheck.waits = waits
+    return run.global_step, guard.story, setup.weights()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_all_processes_go_back_before_a_spike_of_one(pool, late):
+    first, second = pool.run(spike, late)
+    assert first == second
+    steps, (sentence,), weights = first
+    assert sentence.startswith("step 5: the loss is ")
+    assert sentence.endswith("went back to the weights of step 4 in host memory")
+    # Where it is known late, the step after is left out too, with gradients of bad weights.
+    assert steps == 5
+    assert max(map(abs, weights)) < 2
 
 
 # --- freezing -----------------------------------------------------------------------------------

@@ -87,6 +87,9 @@ CASES: dict[str, Case] = {
     ),
     "ProgressBar": Case(callbacks.ProgressBar),
     "RichProgressBar": Case(callbacks.RichProgressBar),
+    "SpikeGuard": Case(
+        lambda: callbacks.SpikeGuard(warmup=2, snapshot_every_n_steps=2), allow_sync=AT_ONCE
+    ),
     "SampleLogger": Case(lambda: callbacks.SampleLogger(samples, n=1)),
     "SampleLogger of training": Case(
         lambda: callbacks.SampleLogger(samples, stage="train", every="2 steps"), slow=True
