@@ -250,7 +250,7 @@ def test_what_the_pages_import_has_a_page_in_the_api() -> None:
     pages = {id(value) for named in API.public_objects().values() for value in named.values()}
     imported: dict[str, Any] = {}
     for page in PAGES:
-        for _, block in runnable(page):
+        for _, block, _ in runnable(page):
             for node in ast.walk(ast.parse(block)):
                 if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in OURS:
                     exec(ast.unparse(node), imported)
