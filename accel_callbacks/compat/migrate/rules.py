@@ -1,6 +1,6 @@
 """Table of the differences from Accelerate, by method, function, argument and attribute.
 
-The page docs/how-to/move-from-accelerate.md explains them at length.
+The page docs/reference/accelerate-differences.md explains them at length.
 """
 
 from __future__ import annotations
