@@ -82,7 +82,7 @@ notfound_context = {
 <p>No page has this address. <a href="/search.html">Search</a> for what you need, or begin on the
 <a href="/index.html">landing page</a>.</p>""",
 }
-ogp_site_url = os.environ.get("ACCEL_SITE_URL", "")  # where the built site is put
+ogp_site_url = os.environ.get("SITE_URL", "")  # where the built site is put
 ogp_social_cards = {"enable": False}
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True

@@ -259,7 +259,7 @@ def test_what_the_pages_import_has_a_page_in_the_api() -> None:
         for name, value in imported.items()
         if id(value) not in pages and not name.startswith("__") and not inspect.ismodule(value)
     }
-    assert lacking == INTERNAL
+    assert lacking == INTERNAL, "a new package belongs in PACKAGES of docs/_ext/api_pages.py"
 
 
 @pytest.mark.parametrize(

@@ -78,13 +78,18 @@ def write_pages(app: Sphinx) -> None:
     write_changed(Path(app.srcdir, "examples"), {"index.rst": gallery(), **pages})
 
 
-_LINK = re.compile(r"\]\((?:\.\./)+examples/(?:by_feature/)?(\w+)\.py\)")
+_LINK = re.compile(r"\]\((?:\.\./)+examples/(?:by_feature/)?(\w+)\.(?:py|md)\)")
 
 
 def link_to_gallery(app: Sphinx, page: str, source: list[str]) -> None:
-    """Turn links to the files of examples into links to their pages."""
+    """Turn links to the files of examples into links to their pages, or to the gallery."""
     up = "../" * page.count("/")
-    source[0] = _LINK.sub(rf"]({up}examples/\1.rst)", source[0])
+
+    def target(link: re.Match[str]) -> str:
+        stem = "index" if link[1] == "README" else link[1]
+        return f"]({up}examples/{stem}.rst)"
+
+    source[0] = _LINK.sub(target, source[0])
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

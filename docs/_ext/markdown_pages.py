@@ -27,7 +27,8 @@ def pages_of(app: Sphinx) -> dict[str, str]:
         if source.suffix == ".md":
             text = [source.read_text("utf-8")]
             app.events.emit("source-read", page, text)
-            pages[f"{page}.md"] = _TOCTREE.sub("", text[0])
+            # The pages that are written for the site alone have no Markdown.
+            pages[f"{page}.md"] = _TOCTREE.sub("", text[0]).replace(".rst)", ".html)")
     for package, objects in public_objects().items():
         for name, value in objects.items():
             pages[f"reference/api/{package}.{name}.md"] = _object_page(package, name, value)
