@@ -1,4 +1,4 @@
-"""Which names of Accelerate a source uses, and what each is here."""
+"""Names of Accelerate that a source uses, and what each is here."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def _translated(name: str) -> str | None:
     """Return what Accelerate calls a variable of this library, None if it has no such one."""
     if name in _NAMES:
         return _NAMES[name]
-    for own, other in _PREFIXES.items():
-        if name.startswith(own):
-            return f"{other}{name.removeprefix(own)}"
+    for prefix, foreign in _PREFIXES.items():
+        if name.startswith(prefix):
+            return f"{foreign}{name.removeprefix(prefix)}"
     return None

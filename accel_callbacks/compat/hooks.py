@@ -131,7 +131,7 @@ class SequentialHook(ModelHook):
 
     @property
     def no_grad(self) -> bool:  # type: ignore[override]
-        """Whether one of them asks for ``torch.no_grad()``."""
+        """True if one of them asks for ``torch.no_grad()``."""
         return any(hook.no_grad for hook in self.hooks)
 
     def init_hook(self, module: Any) -> Any:

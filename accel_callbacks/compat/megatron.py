@@ -16,7 +16,7 @@ __all__ = ["MEGATRON", "MegatronArrangement", "MegatronLMPlugin", "MegatronRule"
 
 
 class MegatronRule(NamedTuple):
-    """What is done with one option.
+    """The rule of one option.
 
     Args:
         kind: ``"mapped"`` to an engine here, ``"passed on"`` to the script, ``"idle"``, or
@@ -66,7 +66,7 @@ _METHODS = ("uniform", "block")
 
 
 class MegatronArrangement(NamedTuple):
-    """How the ranks of a run are arranged for a :class:`MegatronLMPlugin`."""
+    """The arrangement of the ranks of a run for a :class:`MegatronLMPlugin`."""
 
     parallelism: ParallelismConfig
     fsdp: FullyShardedDataParallelPlugin | None

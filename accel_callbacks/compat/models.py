@@ -250,18 +250,18 @@ def ensure_weights_retied(
     if not tied:
         return param_init_fn
 
-    def made_and_tied(module: torch.nn.Module) -> Any:
+    def initialize_and_tie(module: torch.nn.Module) -> Any:
         keys = {id(p): key for key, p in module.named_parameters(recurse=False) if id(p) in tied}
-        made = param_init_fn(module)
+        initialized = param_init_fn(module)
         for identity, key in keys.items():
             parameter = tied[identity]
             if parameter is None:
-                tied[identity] = getattr(made, key)
+                tied[identity] = getattr(initialized, key)
             else:
-                setattr(made, key, parameter)
-        return made
+                setattr(initialized, key, parameter)
+        return initialized
 
-    return made_and_tied
+    return initialize_and_tie
 
 
 def get_parameters_from_modules(

@@ -169,8 +169,8 @@ def home_of(name: str) -> str | None:
         except (AttributeError, ImportError):
             continue
         # What a module of this room imports is not what it stands for.
-        own = home not in _CLOSED or name in getattr(module, "__all__", (name,))
-        if own and not isinstance(value, ModuleType):
+        is_public = home not in _CLOSED or name in getattr(module, "__all__", (name,))
+        if is_public and not isinstance(value, ModuleType):
             return home
     return None
 

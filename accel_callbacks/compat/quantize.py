@@ -35,7 +35,7 @@ _THRESHOLD = 6.0
 
 @dataclass
 class BnbQuantizationConfig:
-    """How :func:`load_and_quantize_model` quantizes.
+    """Options of :func:`load_and_quantize_model`.
 
     Args:
         load_in_8bit: 8-bit integers, with ``llm_int8_threshold`` for outliers.

@@ -8,11 +8,11 @@ __all__ = ["StandIn"]
 
 
 class StandIn(type):
-    """A class of which the objects of another class, ``own``, are instances too."""
+    """A class of which the objects of another class, ``stands_for``, are instances too."""
 
-    own: type[Any]
+    stands_for: type[Any]
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return super().__instancecheck__(instance) or isinstance(
-            instance, cls.__dict__.get("own", ())
+            instance, cls.__dict__.get("stands_for", ())
         )

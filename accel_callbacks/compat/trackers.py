@@ -44,7 +44,7 @@ class _NamedTracker(GeneralTracker, metaclass=StandIn):
     """
 
     requires_logging_directory = False
-    own: type[loggers.Tracker]
+    stands_for: type[loggers.Tracker]
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class _NamedTracker(GeneralTracker, metaclass=StandIn):
     @on_main_process
     def start(self) -> None:
         """Open the tool."""
-        tracker = self.own(**self.init_kwargs)
+        tracker = self.stands_for(**self.init_kwargs)
         run = loggers.RunInfo(
             name=self.run_name,
             logging_dir=os.fspath(getattr(self, "logging_dir", None) or "."),
@@ -126,7 +126,7 @@ class TensorBoardTracker(_NamedTracker):
 
     name = "tensorboard"
     requires_logging_directory = True
-    own = loggers.TensorBoardTracker
+    stands_for = loggers.TensorBoardTracker
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
         super().__init__(run_name, **{"subdir": run_name, **kwargs})
@@ -137,35 +137,35 @@ class WandBTracker(_NamedTracker):
     """Weights & Biases."""
 
     name = "wandb"
-    own = loggers.WandBTracker
+    stands_for = loggers.WandBTracker
 
 
 class TrackioTracker(_NamedTracker):
     """Trackio."""
 
     name = "trackio"
-    own = loggers.TrackioTracker
+    stands_for = loggers.TrackioTracker
 
 
 class CometMLTracker(_NamedTracker):
     """Comet."""
 
     name = "comet_ml"
-    own = loggers.CometTracker
+    stands_for = loggers.CometTracker
 
 
 class SwanLabTracker(_NamedTracker):
     """SwanLab."""
 
     name = "swanlab"
-    own = loggers.SwanLabTracker
+    stands_for = loggers.SwanLabTracker
 
 
 class ClearMLTracker(_NamedTracker):
     """ClearML."""
 
     name = "clearml"
-    own = loggers.ClearMLTracker
+    stands_for = loggers.ClearMLTracker
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__(run_name or "accelerate", **kwargs)
@@ -179,7 +179,7 @@ class DVCLiveTracker(_NamedTracker):
     """
 
     name = "dvclive"
-    own = loggers.DVCLiveTracker
+    stands_for = loggers.DVCLiveTracker
 
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
         if live is not None:
@@ -195,7 +195,7 @@ class MLflowTracker(_NamedTracker):
     """
 
     name = "mlflow"
-    own = loggers.MLflowTracker
+    stands_for = loggers.MLflowTracker
 
     def __init__(
         self,
@@ -282,8 +282,8 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
         return []
     choices = registered(log_with)
     if "all" in choices:
-        own = [choice for choice in choices if not isinstance(choice, str)]
-        choices = [*own, *get_available_trackers()]
+        trackers = [choice for choice in choices if not isinstance(choice, str)]
+        choices = [*trackers, *get_available_trackers()]
     chosen_trackers(choices, {})  # raises for an unknown name
     for choice in choices:
         kind = LOGGER_TYPE_TO_CLASS.get(choice) if isinstance(choice, str) else choice

@@ -146,7 +146,7 @@ def _copying(plain: Callable[..., Any]) -> Any:
 @contextmanager
 def _writing_to(trainer: Any, saving: str) -> Iterator[None]:
     """Let the Trainer's own method write below another folder, and not push what it writes."""
-    own = dict(vars(trainer))
+    attributes = dict(vars(trainer))
     trainer._get_output_dir = lambda trial=None: saving
     trainer._push_from_checkpoint = lambda checkpoint_folder: None
     try:
@@ -154,8 +154,8 @@ def _writing_to(trainer: Any, saving: str) -> Iterator[None]:
     finally:
         for name in ("_get_output_dir", "_push_from_checkpoint"):
             delattr(trainer, name)
-            if name in own:
-                setattr(trainer, name, own[name])
+            if name in attributes:
+                setattr(trainer, name, attributes[name])
 
 
 def _save_callbacks(trainer: Any, saving: str, folder: str, run_dir: str) -> None:

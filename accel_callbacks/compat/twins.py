@@ -381,7 +381,7 @@ class DataLoaderShard(metaclass=StandIn):
         **options: of torch's DataLoader.
     """
 
-    own = loader.DataLoaderShard
+    stands_for = loader.DataLoaderShard
 
     def __new__(  # type: ignore[misc]
         cls,
@@ -420,7 +420,7 @@ class DataLoaderDispatcher(metaclass=StandIn):
         **options: of torch's DataLoader.
     """
 
-    own = dispatch.DataLoaderDispatcher
+    stands_for = dispatch.DataLoaderDispatcher
 
     def __new__(  # type: ignore[misc]
         cls,
@@ -480,7 +480,7 @@ class SkipDataLoader(metaclass=StandIn):
         **options: of torch's DataLoader.
     """
 
-    own = skip.SkipDataLoader
+    stands_for = skip.SkipDataLoader
 
     def __new__(  # type: ignore[misc]
         cls,
@@ -505,7 +505,7 @@ class AcceleratedOptimizer(metaclass=StandIn):
         RuntimeError: there is no Accelerator.
     """
 
-    own = _AcceleratedOptimizer
+    stands_for = _AcceleratedOptimizer
 
     def __new__(  # type: ignore[misc]
         cls, optimizer: torch.optim.Optimizer, device_placement: bool = True, scaler: Any = None
@@ -528,7 +528,7 @@ class AcceleratedScheduler(metaclass=StandIn):
         RuntimeError: there is no Accelerator.
     """
 
-    own = scheduler.AcceleratedScheduler
+    stands_for = scheduler.AcceleratedScheduler
 
     def __new__(
         cls,
@@ -539,7 +539,7 @@ class AcceleratedScheduler(metaclass=StandIn):
     ) -> Any:
         """Return the prepared scheduler."""
         newest = _newest_accelerator("AcceleratedScheduler")
-        return cls.own(
+        return cls.stands_for(
             scheduler,
             optimizers if isinstance(optimizers, (list, tuple)) else [optimizers],
             newest.loop,

@@ -149,7 +149,7 @@ class DispatchHook(AlignDevicesHook):
 
     @property
     def io_same_device(self) -> bool:
-        """Whether the output is sent to the device of the input."""
+        """True if the output is sent to the device of the input."""
         align = self._align()
         return align is not None and align.returns
 

@@ -52,7 +52,7 @@ class Weight:
 
     @property
     def is_parameter(self) -> bool:
-        """Whether it is a parameter, and no buffer."""
+        """True for a parameter, False for a buffer."""
         return self.slots[0].is_parameter
 
     def put(self, tensor: torch.Tensor) -> Weight:

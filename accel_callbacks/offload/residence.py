@@ -45,7 +45,7 @@ _IN_HOST_MEMORY = "in host memory"
 
 
 class OffloadOptions(NamedTuple):
-    """How offloaded weights are fetched.
+    """Options of fetching offloaded weights.
 
     Args:
         direct: read past the page cache; by default if the weights on disk do not fit the free

@@ -96,7 +96,7 @@ def _present(slots: Mapping[str, T | None]) -> dict[str, T]:
 
 @dataclass(frozen=True)
 class Unit:
-    """What is placed on one device, and fetched at once where it is offloaded.
+    """Weights that are placed on one device, and fetched at once where they are offloaded.
 
     Args:
         name: of a module or, outside of the modules that are whole, of a tensor.

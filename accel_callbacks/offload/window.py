@@ -25,7 +25,7 @@ _TICK = 0.5  # seconds between looks at a read that takes long
 
 @dataclass
 class Traffic:
-    """What has passed through a window, in bytes, counts and seconds.
+    """The traffic of a window, in bytes, counts and seconds.
 
     Args:
         bytes_read: from files or host memory, with what was read along.
