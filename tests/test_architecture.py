@@ -44,7 +44,10 @@ MAY_IMPORT_COMPAT = {
     "accel_callbacks.as_accelerate": "runs a script for which the room stands in for Accelerate",
     "accel_callbacks.launch.worker": "runs a launched one: `accel launch --as_accelerate`",
     "accel_callbacks.cli.compat": "`accel compat` is the room's subcommand",
+    "accel_callbacks.cli.config": "`accel config update` rewrites a file for FSDP1",
+    "accel_callbacks.cli.launch": "`accel launch` tells what a file for FSDP1 or Megatron-LM means",
     "accel_callbacks.cli.migrate": "`accel migrate` is the room's subcommand",
+    "accel_callbacks.cli.to_fsdp2": "`accel to-fsdp2` is the room's subcommand",
 }
 #: Files that import each other, those imports included that run late or only for type checkers.
 #: Each entry is one whole circle. The list only shrinks.

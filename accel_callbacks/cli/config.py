@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from accel_callbacks.cli.parser import CommandError, CommandParser
+from accel_callbacks.compat.foreign_settings import to_fsdp2
 from accel_callbacks.launch.config_file import (
     PROJECT_FILE,
     default_path,
@@ -23,7 +24,6 @@ from accel_callbacks.launch.config_file import (
     values_of,
     write_config,
 )
-from accel_callbacks.launch.foreign import to_fsdp2
 from accel_callbacks.launch.machine import Machine, detect_machine
 from accel_callbacks.launch.resolve import Resolved, refuse_unbuilt, resolve_settings
 from accel_callbacks.launch.settings import all_options, find

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from accel_callbacks.cli.parser import CommandError, CommandParser, natural_int
+from accel_callbacks.compat.foreign_settings import fsdp1_notes, megatron_note
 from accel_callbacks.launch.environment import changed_environment
-from accel_callbacks.launch.foreign import fsdp1_notes, megatron_note
 from accel_callbacks.launch.machine import DRIVERS, gpu_drivers, has_driver, usable_cores
 from accel_callbacks.launch.peer_access import nccl_workarounds
 from accel_callbacks.launch.plan import AgentPlan, DirectPlan, Plan, Program, TpuPlan, build_plan

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from accel_callbacks.cli.config import nested
 from accel_callbacks.cli.parser import CommandError, CommandParser
+from accel_callbacks.compat.foreign_settings import to_fsdp2
 from accel_callbacks.launch.config_file import expanded, read_config, values_of, write_config
-from accel_callbacks.launch.foreign import to_fsdp2
 from accel_callbacks.plugins.option import SettingsError
 
 _BLOCKS = ("fsdp_config", "parallelism_config")

@@ -34,10 +34,6 @@ def _mapped(text: str) -> MegatronRule:
     return MegatronRule("mapped", text)
 
 
-def _idle(text: str) -> MegatronRule:
-    return MegatronRule("idle", text)
-
-
 def _refused(text: str, *unasked: Any) -> MegatronRule:
     return MegatronRule("refused", text, unasked)
 
@@ -193,25 +189,25 @@ class MegatronLMPlugin(KwargsHandler):
         False,
         "overlap the copies of an optimizer on the host",
         passed=False,
-        rule=_idle("FSDP2 copies as it offloads"),
+        idle="FSDP2 copies as it offloads",
     )
     no_load_optim: bool | None = launched(
         False,
         "load no states of the optimizer",
         passed=False,
-        rule=_idle("accel.load_state(only='models') loads no optimizer"),
+        idle="accel.load_state(only='models') loads no optimizer",
     )
     eod_mask_loss: bool | None = launched(
         False,
         "mask the loss at the end of a document",
         passed=False,
-        rule=_idle("the loss is the script's: give such tokens the label -100"),
+        idle="the loss is the script's: give such tokens the label -100",
     )
     no_save_optim: bool | None = launched(
         False,
         "save no states of the optimizer",
         passed=False,
-        rule=_idle("accel.save_model() saves no optimizer, and save_state() does"),
+        idle="accel.save_model() saves no optimizer, and save_state() does",
     )
     optimizer_cpu_offload: bool | None = launched(
         False,
@@ -222,10 +218,10 @@ class MegatronLMPlugin(KwargsHandler):
         False,
         "choose the types of the optimizer's states",
         passed=False,
-        rule=_idle("the optimizer is the script's, with its types"),
+        idle="the optimizer is the script's, with its types",
     )
     decoder_last_pipeline_num_layers: int | None = launched(
-        None, "layers of the last stage of the pipeline", least=1, passed=False, rule=_idle(_STAGES)
+        None, "layers of the last stage of the pipeline", least=1, passed=False, idle=_STAGES
     )
     recompute_granularity: str | None = launched(
         None,
@@ -252,7 +248,7 @@ class MegatronLMPlugin(KwargsHandler):
         "backend of attention, such as flash",
         kind="str",
         passed=False,
-        rule=_idle("choose it where the model is built: attn_implementation"),
+        idle="choose it where the model is built: attn_implementation",
     )
     expert_model_parallel_size: int | None = launched(
         None, "processes that share the experts", least=1, passed=False, rule=_refused(_EXPERTS, 1)
@@ -267,13 +263,13 @@ class MegatronLMPlugin(KwargsHandler):
         ),
     )
     attention_dropout: float | None = launched(
-        None, "dropout in attention", least=0, most=1, passed=False, rule=_idle(_MODEL)
+        None, "dropout in attention", least=0, most=1, passed=False, idle=_MODEL
     )
     hidden_dropout: float | None = launched(
-        None, "dropout in layers", least=0, most=1, passed=False, rule=_idle(_MODEL)
+        None, "dropout in layers", least=0, most=1, passed=False, idle=_MODEL
     )
     attention_softmax_in_fp32: bool | None = launched(
-        False, "compute the softmax of attention in fp32", passed=False, rule=_idle(_MODEL)
+        False, "compute the softmax of attention in fp32", passed=False, idle=_MODEL
     )
     expert_tensor_parallel_size: int | None = launched(
         None, "tensor parallelism in experts", least=1, passed=False, rule=_refused(_EXPERTS, 1)
@@ -282,13 +278,13 @@ class MegatronLMPlugin(KwargsHandler):
         False,
         "take the mean loss over tokens",
         passed=False,
-        rule=_idle(
+        idle=(
             "the loss is the script's: accel.backward(loss_sum, normalizer=tokens) averages over "
             "tokens"
         ),
     )
     use_rotary_position_embeddings: bool | None = launched(
-        False, "use rotary position embeddings", passed=False, rule=_idle(_MODEL)
+        False, "use rotary position embeddings", passed=False, idle=_MODEL
     )
     num_micro_batches: int | None = launched(
         None,
@@ -331,31 +327,31 @@ class MegatronLMPlugin(KwargsHandler):
         question="Shard the optimizer's states over the others (FSDP2)?",
         rule=_mapped("FSDP2 with reshard_after_forward=False, over the ranks with different data"),
     )
-    pipeline_model_parallel_split_rank: int | None = scripted(None, rule=_idle(_STAGES))
-    num_layers_per_virtual_pipeline_stage: int | None = scripted(None, rule=_idle(_STAGES))
-    is_train_batch_min: bool = scripted(True, rule=_idle("each loader has its own batch size"))
+    pipeline_model_parallel_split_rank: int | None = scripted(None, idle=_STAGES)
+    num_layers_per_virtual_pipeline_stage: int | None = scripted(None, idle=_STAGES)
+    is_train_batch_min: bool = scripted(True, idle="each loader has its own batch size")
     train_iters: int | None = scripted(
-        None, rule=_idle("the loop is the script's, and ends where it does")
+        None, idle="the loop is the script's, and ends where it does"
     )
     train_samples: int | None = scripted(
-        None, rule=_idle("the loop is the script's, and ends where it does")
+        None, idle="the loop is the script's, and ends where it does"
     )
-    weight_decay_incr_style: str = scripted("constant", rule=_idle(_GROUPS))
-    start_weight_decay: float | None = scripted(None, rule=_idle(_GROUPS))
-    end_weight_decay: float | None = scripted(None, rule=_idle(_GROUPS))
-    lr_decay_style: str = scripted("linear", rule=_idle(_SCHEDULE))
-    lr_decay_iters: int | None = scripted(None, rule=_idle(_SCHEDULE))
-    lr_decay_samples: int | None = scripted(None, rule=_idle(_SCHEDULE))
-    lr_warmup_iters: int | None = scripted(None, rule=_idle(_SCHEDULE))
-    lr_warmup_samples: int | None = scripted(None, rule=_idle(_SCHEDULE))
-    lr_warmup_fraction: float | None = scripted(None, rule=_idle(_SCHEDULE))
-    min_lr: float = scripted(0, rule=_idle(_SCHEDULE))
+    weight_decay_incr_style: str = scripted("constant", idle=_GROUPS)
+    start_weight_decay: float | None = scripted(None, idle=_GROUPS)
+    end_weight_decay: float | None = scripted(None, idle=_GROUPS)
+    lr_decay_style: str = scripted("linear", idle=_SCHEDULE)
+    lr_decay_iters: int | None = scripted(None, idle=_SCHEDULE)
+    lr_decay_samples: int | None = scripted(None, idle=_SCHEDULE)
+    lr_warmup_iters: int | None = scripted(None, idle=_SCHEDULE)
+    lr_warmup_samples: int | None = scripted(None, idle=_SCHEDULE)
+    lr_warmup_fraction: float | None = scripted(None, idle=_SCHEDULE)
+    min_lr: float = scripted(0, idle=_SCHEDULE)
     consumed_samples: Any = scripted(
-        None, rule=_idle("loaders go on at the exact sample after accel.load_state()")
+        None, idle="loaders go on at the exact sample after accel.load_state()"
     )
-    no_wd_decay_cond: Callable[..., Any] | None = scripted(None, rule=_idle(_GROUPS))
-    scale_lr_cond: Callable[..., Any] | None = scripted(None, rule=_idle(_GROUPS))
-    lr_mult: float = scripted(1.0, rule=_idle(_GROUPS))
+    no_wd_decay_cond: Callable[..., Any] | None = scripted(None, idle=_GROUPS)
+    scale_lr_cond: Callable[..., Any] | None = scripted(None, idle=_GROUPS)
+    lr_mult: float = scripted(1.0, idle=_GROUPS)
     megatron_dataset_flag: bool = scripted(
         False,
         rule=_refused(
@@ -363,22 +359,20 @@ class MegatronLMPlugin(KwargsHandler):
             False,
         ),
     )
-    seq_length: int | None = scripted(
-        None, rule=_idle("sequences are as long as the loader makes them")
-    )
+    seq_length: int | None = scripted(None, idle="sequences are as long as the loader makes them")
     encoder_seq_length: int | None = scripted(
-        None, rule=_idle("sequences are as long as the loader makes them")
+        None, idle="sequences are as long as the loader makes them"
     )
     decoder_seq_length: int | None = scripted(
-        None, rule=_idle("sequences are as long as the loader makes them")
+        None, idle="sequences are as long as the loader makes them"
     )
     tensorboard_dir: Any = scripted(
-        None, rule=_idle('Accelerator(log_with="tensorboard", project_dir=...) logs there')
+        None, idle='Accelerator(log_with="tensorboard", project_dir=...) logs there'
     )
-    set_all_logging_options: bool = scripted(False, rule=_idle("callbacks log what is measured"))
-    eval_iters: int = scripted(100, rule=_idle(_EVALUATION))
-    eval_interval: int = scripted(1000, rule=_idle(_EVALUATION))
-    return_logits: bool = scripted(False, rule=_idle("a model returns what its forward does"))
+    set_all_logging_options: bool = scripted(False, idle="callbacks log what is measured")
+    eval_iters: int = scripted(100, idle=_EVALUATION)
+    eval_interval: int = scripted(1000, idle=_EVALUATION)
+    return_logits: bool = scripted(False, idle="a model returns what its forward does")
     custom_train_step_class: Any = scripted(None, rule=_refused(_LOOP))
     custom_train_step_kwargs: Mapping[str, Any] | None = scripted(None, rule=_refused(_LOOP))
     custom_model_provider_function: Callable[..., Any] | None = scripted(None, rule=_refused(_LOOP))
@@ -389,7 +383,7 @@ class MegatronLMPlugin(KwargsHandler):
     custom_get_batch_function: Callable[..., Any] | None = scripted(None, rule=_refused(_LOOP))
     custom_loss_function: Callable[..., Any] | None = scripted(None, rule=_refused(_LOOP))
     other_megatron_args: Mapping[str, Any] | None = scripted(
-        None, rule=_idle("there is no Megatron-LM that would read them")
+        None, idle="there is no Megatron-LM that would read them"
     )
 
     def __post_init__(self) -> None:
@@ -522,7 +516,8 @@ class MegatronLMPlugin(KwargsHandler):
 
 #: What is done with each option.
 MEGATRON: Mapping[str, MegatronRule] = {
-    option.name: option.metadata["rule"] for option in fields(MegatronLMPlugin)
+    option.name: option.metadata.get("rule") or MegatronRule("idle", option.metadata["idle"])
+    for option in fields(MegatronLMPlugin)
 }
 
 

@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from accel_callbacks.plugins import MegatronLMPlugin
-from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
-from accel_callbacks.plugins.option import options_of
 
-__all__ = ["IDLE", "OF_FSDP1", "OF_MEGATRON", "UNBUILT", "Unbuilt"]
+__all__ = ["IDLE", "UNBUILT", "Unbuilt"]
 
-#: Keys of ``fsdp_config`` that have no meaning in FSDP2, and what takes their place.
-OF_FSDP1: Mapping[str, str] = {
-    option.name: option.idle
-    for option in options_of(FullyShardedDataParallelPlugin)
-    if option.attribute in ("backward_prefetch", "use_orig_params")
-}
-_RULES = {field.name: field.metadata["rule"] for field in fields(MegatronLMPlugin)}
-#: Keys of ``megatron_lm_config`` that have no meaning here, and why.
-OF_MEGATRON: Mapping[str, str] = {
-    option.name: _RULES[option.attribute].text
-    for option in options_of(MegatronLMPlugin)
-    if _RULES[option.attribute].kind == "idle"
-}
 _Test = Callable[[Any], bool]
 
 
@@ -107,7 +92,8 @@ def _fsdp(key: str, value: Any, reason: str, instead: str) -> Unbuilt:
 def _megatron(name: str) -> Unbuilt:
     """Refuse a degree of Megatron-LM above 1."""
     key = f"megatron_lm_{name}"
-    reason, _, instead = _RULES[name].text.partition(": ")
+    rule = MegatronLMPlugin.__dataclass_fields__[name].metadata["rule"]
+    reason, _, instead = rule.text.partition(": ")
     return Unbuilt(
         f"megatron_lm_config.{key}",
         lambda settings: (
@@ -164,10 +150,6 @@ def _without(kind: str) -> _Test:
     return lambda settings: settings.distributed_type != kind
 
 
-def _always(settings: Any) -> bool:
-    return True
-
-
 def _unsharded(settings: Any) -> bool:
     return not _sharded(settings)
 
@@ -211,7 +193,6 @@ IDLE: Mapping[str, tuple[_Test, str]] = {
     "fsdp_config": (_unsharded, "distributed_type is not FSDP"),
     "deepspeed_config": (_without("DEEPSPEED"), "distributed_type is not DEEPSPEED"),
     "megatron_lm_config": (_without("MEGATRON_LM"), "distributed_type is not MEGATRON_LM"),
-    **{f"megatron_lm_config.{key}": (_always, reason) for key, reason in OF_MEGATRON.items()},
     "parallelism_config": (_every_axis_is_one, "every axis has size 1"),
     **_of_axis("cp", "backend", "comm_strategy"),
     **_of_axis("sp", "backend"),

@@ -5,12 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from accel_callbacks.compat.megatron import MegatronLMPlugin
 from accel_callbacks.launch.resolve import Resolved
 from accel_callbacks.launch.settings import find
-from accel_callbacks.launch.unsupported import OF_FSDP1, OF_MEGATRON
-from accel_callbacks.plugins.option import SettingsError
+from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
+from accel_callbacks.plugins.option import SettingsError, options_of
 
-__all__ = ["fsdp1_notes", "megatron_note", "to_fsdp2"]
+__all__ = ["OF_FSDP1", "OF_MEGATRON", "fsdp1_notes", "megatron_note", "to_fsdp2"]
+
+#: Keys of ``fsdp_config`` that have no meaning in FSDP2, and what takes their place.
+OF_FSDP1: Mapping[str, str] = {
+    option.name: option.idle
+    for option in options_of(FullyShardedDataParallelPlugin)
+    if option.attribute in ("backward_prefetch", "use_orig_params")
+}
+#: Keys of ``megatron_lm_config`` that have no meaning here, and why.
+OF_MEGATRON: Mapping[str, str] = {
+    option.name: option.idle for option in options_of(MegatronLMPlugin) if option.idle
+}
 
 _BLOCK = "fsdp_config."
 _MEGATRON = "megatron_lm_config."
