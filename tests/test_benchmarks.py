@@ -58,14 +58,20 @@ def test_no_count_has_grown(tmp_path: Path) -> None:
     assert printed.startswith("Python 3.")
 
 
-@pytest.fixture
-def counts(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("counts_benchmark", FOLDER / "counts.py")
+def load(script: str) -> ModuleType:
+    """Import a file of benchmarks under a name of its own."""
+    name = f"{Path(script).stem}_benchmark"
+    spec = importlib.util.spec_from_file_location(name, FOLDER / script)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def counts() -> ModuleType:
+    return load("counts.py")
 
 
 def check(
@@ -126,3 +132,20 @@ def test_a_benchmark_runs(script: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("script", SLOW)
 def test_a_long_benchmark_runs(script: str, tmp_path: Path) -> None:
     assert run(script, SLOW[script], tmp_path)
+
+
+def test_results_have_quartiles_and_no_path_of_a_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = load("results.py")
+    monkeypatch.setattr(results, "FOLDER", tmp_path / "results")
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "hooks.py"), "--peer", str(tmp_path / "bin")])
+    results.write("hooks", {"microseconds": {"ours": [4.0, 1.0, 3.0, 2.0, 5.0]}})
+    text = (tmp_path / "results" / "hooks.json").read_text()
+    assert str(tmp_path) not in text
+    record = json.loads(text)
+    assert record["command"] == "python benchmarks/hooks.py --peer PATH"
+    assert record["figures"] == {
+        "microseconds": {"ours": {"low": 2, "median": 3, "high": 4, "least": 1, "rounds": 5}}
+    }
+    assert {"machine", "date", "versions"} < record.keys()
