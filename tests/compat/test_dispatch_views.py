@@ -47,7 +47,19 @@ def test_attributes(tmp_path: Path) -> None:
     assert not hook.io_same_device
     hook.io_same_device = True  # as transformers does for an encoder
     assert model.blocks[1].up._hf_hook.io_same_device
+    assert model._hf_hook.skip_keys is None
+    model._hf_hook.skip_keys = "cache"
+    assert model._hf_hook.skip_keys == ["cache"]
     assert same(model)
+
+
+def test_nothing_of_a_dispatch_is_left_by_one_that_keeps_all_in_memory(tmp_path: Path) -> None:
+    model = load_checkpoint_and_dispatch(empty(), saved(tmp_path), {"": "disk"})
+    plain = {name for module in trained().modules() for name in vars(module)}
+    dispatch_model(model, {"": "cpu"})
+    left = {name for module in model.modules() for name in vars(module)} - plain
+    assert left == {"hf_device_map"}
+    assert same(model.double().float())
 
 
 def test_an_index_made_of_the_attributes(tmp_path: Path) -> None:
