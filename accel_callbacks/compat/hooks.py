@@ -495,12 +495,16 @@ class AlignDevicesHook(ModelHook):
 
     def _bring(self, module: Any) -> None:
         """Fill the slots that hold our placeholders; leave tensors that others have put there."""
-        slots = {name: Slot.of(module, name) for name in self._away}
-        wanted = [name for name, absent in self._away.items() if slots[name].get() is absent]
+        slots: dict[str, Slot] = {}
+        for name, absent in self._away.items():
+            slot = Slot.of(module, name)
+            if slot.get() is absent:
+                slots[name] = slot
         device = device_of("cpu" if self.execution_device is None else self.execution_device)
-        for name, value in zip(wanted, self._weights().fetch(wanted), strict=True):
+        values = self._weights().fetch(list(slots))
+        for (name, slot), value in zip(slots.items(), values, strict=True):
             absent = self._away[name]
-            self._lent.put(name, [slots[name]], self._made(name, absent, value, device), absent)
+            self._lent.put(name, [slot], self._made(name, absent, value, device), absent)
 
     def _made(
         self, name: str, absent: AbsentWeight, value: torch.Tensor, device: torch.device
