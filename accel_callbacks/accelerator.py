@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import fields
 from datetime import timedelta
 from functools import cached_property
-from os import PathLike
+from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -78,6 +78,8 @@ if TYPE_CHECKING:
     from accel_callbacks.checkpoint.checkpointer import Checkpointer
     from accel_callbacks.checkpoint.selection import Only, Rename
     from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
+    from accel_callbacks.journal.recorder import Recorder
+    from accel_callbacks.journal.replay_request import ReplayRequest
     from accel_callbacks.loop.contexts import Evaluate
     from accel_callbacks.plugins import MegatronLMPlugin
     from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin
@@ -110,6 +112,8 @@ class Accelerator(ProcessControl, MediaLogging):
         log_with: names (``"jsonl"``, ``"tensorboard"``, ``"wandb"``) or instances of trackers.
         project_dir: folder of the run's logs and checkpoints.
         project_config: the same with more options; instead of ``project_dir``.
+        journal: note each optimizer step of :meth:`run` in the folder ``journal`` of the project;
+            on by default where a project folder is given.
         callbacks: objects with hooks, or a single one; called in this order as far as their
             ``before``, ``after`` and ``runs_last`` allow, which
             :func:`accel_callbacks.callbacks.configured` sets.
@@ -177,6 +181,7 @@ class Accelerator(ProcessControl, MediaLogging):
         log_with: Any = None,
         project_dir: str | PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
+        journal: bool | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
         scheduler_steps_per_process: bool = False,
@@ -207,6 +212,10 @@ class Accelerator(ProcessControl, MediaLogging):
         # Check all options before joining the process group: an invalid one must not cost the
         # other ranks a timeout.
         self.project_configuration = chosen_project(project_dir, project_config)
+        self._replay = _requested_replay()
+        if self._replay is not None:  # nothing of the run is to be written to
+            self.project_configuration = ProjectConfiguration(self._replay.folder)
+            log_with = None
         config = resolve_config(
             {
                 "mixed_precision": mixed_precision,
@@ -215,6 +224,7 @@ class Accelerator(ProcessControl, MediaLogging):
                 ),
                 "cpu": cpu,
                 "debug": debug,
+                "journal": journal,
                 "on_conflict": self.project_configuration.on_conflict,
             },
             os.environ,
@@ -261,7 +271,8 @@ class Accelerator(ProcessControl, MediaLogging):
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
         self.loaders: list[DataLoaderShard] = []
-        leases = FolderLeases(self.config.on_conflict, is_main_process=self.is_main_process)
+        owns_folders = self.is_main_process and self._replay is None
+        leases = FolderLeases(self.config.on_conflict, is_main_process=owns_folders)
         self.loop = Loop(
             TrainingRun(self),
             dispatch,
@@ -280,6 +291,7 @@ class Accelerator(ProcessControl, MediaLogging):
             loop.pass_ends = PassEnds(
                 loop.position, lambda: strategy.trains_together and loop.in_lockstep
             )
+        self.loop.replays = self._replay is not None
         self.passes = Passes(self.loop)
         self.tracking = Tracking(
             _as_list(log_with),
@@ -1668,7 +1680,32 @@ class Accelerator(ProcessControl, MediaLogging):
 
         from accel_callbacks.loop.contexts import RunContext
 
-        return RunContext(new_run, self.loop, self.checkpointer, self.tracking, resume)
+        recorder = self._recorder()
+        if self._replay is not None:
+            resume = self._replay.checkpoint or False
+        return RunContext(new_run, self.loop, self.checkpointer, self.tracking, resume, recorder)
+
+    def _recorder(self) -> Recorder | None:
+        """Return what keeps the journal of a run, None where nobody wants one."""
+        folder = self.project_configuration.project_dir
+        if folder is None or not (self.config.journal or self._replay):
+            return None
+        # Imported here, because a loop without a project folder has no journal.
+        from accel_callbacks.journal.recorder import Recorder
+
+        facts = {
+            "distributed_type": self.distributed_type.value,
+            "mixed_precision": self.mixed_precision,
+            "gradient_accumulation_steps": self.window.num_steps,
+            "device": str(self.device),
+            "data_world": self.data_world,
+        }
+        parts = self.loop, self._first_steps, fspath(folder), self.device, facts
+        if self._replay is None:
+            return Recorder(*parts)
+        from accel_callbacks.journal.replayed_step import ReplayRecorder
+
+        return ReplayRecorder(*parts, request=self._replay)
 
     def evaluate(
         self,
@@ -2093,6 +2130,15 @@ def _several(callbacks: Any) -> Iterable[Any]:
         return ()
     is_single = isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable)
     return (callbacks,) if is_single else callbacks
+
+
+def _requested_replay() -> ReplayRequest | None:
+    """Return what `accel replay` has started this process for, None for all other processes."""
+    if "ACCEL_REPLAY" not in os.environ:
+        return None
+    from accel_callbacks.journal.replay_request import ReplayRequest
+
+    return ReplayRequest.requested(os.environ)
 
 
 def _unnamed_option(value: Any, owner: type[Any]) -> str:

@@ -35,6 +35,7 @@ class AcceleratorConfig:
         debug: compare what the processes hold before each collective.
         on_conflict: what to do if another run that lives has a folder of the project: ``"refuse"``
             to start, ``"wait"`` for its end, or ``"take_over"``.
+        journal: note each optimizer step of ``Accelerator.run`` in the project's folder.
         dynamo_backend: backend of torch.compile, set by the launcher as are the following.
         dynamo_mode: mode of torch.compile.
         dynamo_use_fullgraph: raise for a model that is not one graph.
@@ -95,6 +96,11 @@ class AcceleratorConfig:
         kind="str",
         choices=get_args(OnConflict),
         variable="ACCEL_ON_CONFLICT",
+    )
+    journal: bool = option(
+        True,
+        "note each optimizer step of a run in the project's folder",
+        variable="ACCEL_JOURNAL",
     )
     dynamo_backend: str | None = None
     dynamo_mode: str | None = None
@@ -267,7 +273,10 @@ def _grouped(values: Mapping[str, Any]) -> dict[str, Any]:
 def _check(config: AcceleratorConfig) -> None:
     """Raise for invalid values, with their origin."""
     origins = config.origins
-    for name, kind in (("gradient_accumulation_steps", int), ("cpu", bool), ("debug", bool)):
+    for name, kind in (
+        *(("gradient_accumulation_steps", int), ("cpu", bool), ("debug", bool)),
+        ("journal", bool),
+    ):
         value = getattr(config, name)
         if not isinstance(value, kind):
             raise TypeError(f"{name}={value!r} must be of type {kind.__name__}.")

@@ -182,6 +182,11 @@ def steps(folder: Path) -> Counts:
         opcodes, calls, _ = OpcodeCounter(*packages()).steady(loop(accelerator, number, **body))
         accelerator.end_training()
         counts |= {f"opcodes of {name}": opcodes, f"calls of {name}": calls}
+    for journal, name in ((False, "a step of a run"), (True, "a step of a run with a journal")):
+        accelerator = Accelerator(cpu=True, project_dir=folder, journal=journal)
+        with accelerator.run("counts"):
+            opcodes, calls, _ = OpcodeCounter(*packages()).steady(loop(accelerator, number))
+        counts |= {f"opcodes of {name}": opcodes, f"calls of {name}": calls}
     return counts
 
 

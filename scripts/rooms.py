@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 PICTURE = ROOT / "docs" / "images" / "rooms.svg"
 ROWS = (
     ("tuning", "testing", "selftest", "cli"),
-    ("compat", "accelerator", "integrations"),
+    ("compat", "accelerator", "integrations", "journal"),
     ("loop", "tracking", "precision", "callbacks"),
     ("checkpoint", "strategies", "offload", "launch"),
     ("options", "data", "modeling", "parts"),

@@ -285,6 +285,7 @@ steps, and action="rollback" goes back to the last checkpoint.
                 "Checkpoint(every_n_steps=...)."
             )
         self.rollbacks += 1
+        run.note("rollback", path=result.path, reason=text)
         self._avoided = result.avoided
         self._good_step = run.global_step
         count = f"rollback {self.rollbacks} of at most {self.max_rollbacks}"

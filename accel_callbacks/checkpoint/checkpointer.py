@@ -152,9 +152,12 @@ class Checkpointer:
 
         check_when_busy(when_busy)
         loop = self.training.loop
+        if loop.replays:
+            return ""
         loop.require_loaded("save_state")
         loop.require_own_weights("save_state")
-        loop.run.save_began = time.perf_counter() if began is None else began
+        start = time.perf_counter() if began is None else began
+        loop.run.save_began = start
         saves = loop.saves
         loop.run.votes.wait()  # with the save, nothing else is under way between the ranks
         if not saves.make_room(when_busy if async_save else "wait"):
@@ -192,6 +195,7 @@ class Checkpointer:
             callbacks = _checked(callbacks or SaveCallbacks(), loop.leases.check)
             (saves.start if async_save else saves.run_now)(job, callbacks)
         finally:
+            loop.run.save_s += time.perf_counter() - start
             self._give_back()
         return url
 

@@ -36,6 +36,7 @@ class Command:
 COMMANDS: Mapping[str, Command] = {
     "ckpt": Command("accel_callbacks.cli.ckpt", "list, verify, copy and remove checkpoints"),
     "config": Command("accel_callbacks.cli.config", "write, update and show the config file"),
+    "data": Command("accel_callbacks.cli.data", "show the samples of a step of a run"),
     "env": Command("accel_callbacks.cli.env", "print versions and devices, to paste in a report"),
     "estimate-memory": Command(
         "accel_callbacks.cli.estimate_memory", "print how much memory a model takes, by dtype"
@@ -44,6 +45,8 @@ COMMANDS: Mapping[str, Command] = {
     "merge-weights": Command(
         "accel_callbacks.cli.merge_weights", "turn a sharded checkpoint into safetensors files"
     ),
+    "replay": Command("accel_callbacks.cli.replay", "run a past step of a run again, bit by bit"),
+    "report": Command("accel_callbacks.cli.report", "print what a run has done with its time"),
     "test": Command("accel_callbacks.cli.test", "check what is installed on what is configured"),
     "to-fsdp2": Command(
         "accel_callbacks.cli.to_fsdp2", "turn a config file for FSDP1 into FSDP2's"

@@ -502,6 +502,10 @@ class DataLoaderShard(DataLoader[Any]):
             **({} if stream is None else {"stream": stream}),
         }
 
+    def layout(self) -> dict[str, Any]:
+        """Return what the samples of each step of the current pass follow from, as plain values."""
+        return {**self._source.layout(), "seed": self.seed}
+
     def random_state(self) -> dict[str, Any]:
         """Return the states of the random generators of the sampler and of the loader."""
         return self._source.generators.capture()

@@ -640,6 +640,29 @@ class ShareSource(Source):
             return None if self._order is None else {"seeded": True}
         return {**self._draws.record(), "total": length_of(self.sampler)}
 
+    def layout(self) -> dict[str, Any]:
+        """Return the plan of the pass, what its order was drawn from, and by which sampler."""
+        plan, sampler = self._current, self.sampler
+        inner = getattr(sampler, "generator", None)
+        return {
+            **super().layout(),
+            "plan": "batches" if isinstance(plan, BatchPlan) else "samples",
+            "batch_size": plan.batch_size,
+            "drop_last": plan.drop_last,
+            "even": plan.even,
+            "split": isinstance(plan, BatchPlan) and plan.split,
+            "world_size": plan.world_size,
+            "position": self._position,
+            "record": self.record(),
+            "sampler": {
+                "kind": type(sampler).__name__,
+                "length": _source_length(sampler),
+                "replacement": getattr(sampler, "replacement", False),
+                "samples": getattr(sampler, "_num_samples", None),
+                "own_generator": isinstance(inner, torch.Generator),
+            },
+        }
+
     def problem_of(self, record: Record | None) -> str | None:
         """Return why a resume from this record cannot be exact, ``None`` if it is."""
         saved, total = (record or {}).get("total"), length_of(self.sampler)
@@ -763,6 +786,11 @@ class ShareSource(Source):
         if self._waiting:
             raise RuntimeError(_STOPPED.format(type(self._loader.dataset).__name__))
         yield from ()
+
+
+def _source_length(sampler: Any) -> int | None:
+    """Return the number of samples that a sampler chooses from, None if it does not say."""
+    return length_of(getattr(sampler, "data_source", sampler))
 
 
 def _takes_epochs(sampler: Any) -> bool:

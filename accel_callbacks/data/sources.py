@@ -111,6 +111,10 @@ class Source(ABC):
     def steps(self) -> int:
         """Return the batches of an epoch; raise TypeError if they cannot be known."""
 
+    def layout(self) -> dict[str, Any]:
+        """Return what the samples of each step of the current pass follow from, as plain values."""
+        return {"source": type(self).__name__}
+
     def remaining(self) -> int | None:
         """Return the batches left in the current epoch, ``None`` if unknown."""
         # A stream may end before its length, so its end is found by reading.

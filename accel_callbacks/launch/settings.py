@@ -133,6 +133,7 @@ class Training:
     gradient_accumulation_steps: int = _of_accelerator("gradient_accumulation_steps")
     debug: bool = _of_accelerator("debug")
     on_conflict: str = _of_accelerator("on_conflict")
+    journal: bool = _of_accelerator("journal")
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)

@@ -11,7 +11,7 @@ import torch
 from accel_callbacks.loop.bare_steps import BareSteps
 from accel_callbacks.strategies import Strategy
 
-__all__ = ["CheckedClipping"]
+__all__ = ["CheckedClipping", "NotedClipping"]
 
 
 class CheckedClipping:
@@ -63,6 +63,33 @@ class CheckedClipping:
             "or keep a list, `parameters = list(model.parameters())`.",
         )
         return []  # torch would warn again of an empty generator, with less to go by
+
+
+class NotedClipping:
+    """Clips as another one does, and tells the total norms.
+
+    Args:
+        clipping: clips.
+        note: called with each norm.
+    """
+
+    def __init__(
+        self, clipping: Strategy | CheckedClipping, note: Callable[[torch.Tensor], None]
+    ) -> None:
+        self.clipping = clipping
+        self._note = note
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """Clip by the total norm and return it."""
+        norm = self.clipping.clip_grad_norm_(parameters, max_norm, norm_type)
+        self._note(norm)
+        return norm
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clip each gradient element to ``[-clip_value, clip_value]``."""
+        self.clipping.clip_grad_value_(parameters, clip_value)
 
 
 def _is_used_up(parameters: Any) -> bool:

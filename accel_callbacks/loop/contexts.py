@@ -32,6 +32,7 @@ from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.checkpoint.borrowed_weights import BorrowedWeights
+    from accel_callbacks.journal.recorder import Recorder
     from checkpoint_io import CheckpointReader
 
 __all__ = ["Evaluate", "RunContext", "join_uneven_inputs"]
@@ -165,6 +166,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
         checkpointer: restores a checkpoint.
         tracking: the trackers.
         resume: see ``Accelerator.run``.
+        recorder: keeps the journal, None without one.
     """
 
     def __init__(
@@ -174,7 +176,9 @@ class RunContext(AbstractContextManager[TrainingRun]):
         checkpointer: Checkpointer,
         tracking: Tracking,
         resume: bool | str,
+        recorder: Recorder | None = None,
     ) -> None:
+        self._recorder = recorder
         self._new_run = new_run
         self._loop = loop
         self._checkpointer = checkpointer
@@ -307,6 +311,8 @@ class RunContext(AbstractContextManager[TrainingRun]):
         run.loaded_step = None  # consumed: a run after this one does not take it over
         with shared_failure("starting the trackers"):
             self._tracking.open(run)
+        if self._recorder is not None:
+            self._recorder.open(run)
 
     def _restore_newest(self) -> None:
         """Restore from the first callback that has a valid checkpoint."""
@@ -332,6 +338,8 @@ class RunContext(AbstractContextManager[TrainingRun]):
         # No rank leaves before the end hooks of all ranks have succeeded.
         collectives.barrier()
         self._stop_watching()
+        if self._recorder is not None:
+            self._tracking.put(self._recorder.close(run._ending), run.global_step)
         self._tracking.close(run._ending)
         self._loop.leases.release()
         if run.stop_reason is not None:
@@ -346,7 +354,10 @@ class RunContext(AbstractContextManager[TrainingRun]):
         try:
             self._loop.fail_fit(cause)
         finally:
-            self._tracking.close("failed" if isinstance(cause, Exception) else "interrupted")
+            status = "failed" if isinstance(cause, Exception) else "interrupted"
+            if self._recorder is not None:
+                self._recorder.close(status, cause)
+            self._tracking.close(status)
             self._loop.leases.release()
         if cause is not error:
             raise cause from error

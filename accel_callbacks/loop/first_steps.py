@@ -13,7 +13,7 @@ from accel_callbacks import collectives
 from accel_callbacks.gradients import first_elements, parameters_of
 from accel_callbacks.loop.added_parameters import AddedParameters
 from accel_callbacks.loop.bare_steps import BareSteps
-from accel_callbacks.loop.clipper import CheckedClipping
+from accel_callbacks.loop.clipper import CheckedClipping, NotedClipping
 from accel_callbacks.loop.gradient_watch import GradientWatch
 from accel_callbacks.loop.input_checksums import InputChecksums
 from accel_callbacks.loop.loop import Loop
@@ -79,6 +79,7 @@ class FirstSteps:
         self._watches: list[OptimizerWatch] = []
         self._calls: list[_Calls] = []
         self._warned: set[str] = set()
+        self._note_norm: Callable[[torch.Tensor], None] | None = None
         self._begin_checks()
 
     def watch(self, optimizer: torch.optim.Optimizer) -> OptimizerWatch:
@@ -140,15 +141,25 @@ class FirstSteps:
     def _begin_checks(self) -> None:
         self.bare_steps.renew()
         self.run_backward: Callable[..., None] | None = self._noted_backward
-        self.clipping: Strategy | CheckedClipping = CheckedClipping(
-            self.strategy, self.bare_steps, self.warn
-        )
+        self._clip_by(CheckedClipping(self.strategy, self.bare_steps, self.warn))
 
     def _end_checks(self) -> None:
         if not self._watches:
             plain = self.strategy.has_plain_backward
             self.run_backward = None if plain else self.strategy.backward
-            self.clipping = self.strategy
+            self._clip_by(self.strategy)
+
+    def tell_norms(self, note: Callable[[torch.Tensor], None] | None) -> None:
+        """Call a function with each norm that gradients are clipped by; with none, stop that."""
+        clipping = self.clipping
+        self._note_norm = note
+        self._clip_by(clipping.clipping if isinstance(clipping, NotedClipping) else clipping)
+
+    def _clip_by(self, clipping: Strategy | CheckedClipping) -> None:
+        note = self._note_norm
+        self.clipping: Strategy | CheckedClipping | NotedClipping = (
+            clipping if note is None else NotedClipping(clipping, note)
+        )
 
     @property
     def in_sync(self) -> bool:

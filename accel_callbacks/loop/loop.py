@@ -165,6 +165,7 @@ class Loop:
         used_loaders: the loaders of each phase.
         stop_consumed: True if the run's stop ended a training that is over, so that another one
             may start.
+        replays: a past step of another process is run again, so that nothing is saved.
         half_loaded: the checkpoint whose load failed after it had changed something.
         borrowed: the checkpoint whose weights the models hold for an evaluation.
 
@@ -206,6 +207,7 @@ class Loop:
         self.eval_loaders = 0
         self.last_loss: torch.Tensor | None = None
         self.half_loaded: str | None = None
+        self.replays = False
         self.borrowed: str | None = None
         self.worked = False
         self.epochs_counted = self.stop_consumed = False

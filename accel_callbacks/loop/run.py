@@ -375,6 +375,8 @@ class TrainingRun(TrainerAttributes):
         identity: name and config as ``Accelerator.run`` got them, saved to recognize the run's
             checkpoints; ``None`` in a loop without it.
         data_wait_s: seconds that the training loop has waited for its loader, on this process.
+        save_s: seconds that the training loop has waited for saves, on this process.
+        noted: writes a mark into the journal; None without a journal.
         preempted: the ranks have agreed to be preempted, and the run stops.
         exit_code: set by a callback: after a preemption, the end of ``accel.run`` (or
             ``end_training``) raises ``SystemExit`` with it, once everything is closed.
@@ -416,6 +418,8 @@ class TrainingRun(TrainerAttributes):
         # The step that load_state restored, until another run takes it over.
         self.loaded_step: int | None = None
         self.data_wait_s = 0.0
+        self.save_s = 0.0
+        self.noted: Callable[..., None] | None = None
         self.save_began: float | None = None  # start of the newest save, by time.perf_counter()
         self.preempted = self.interrupted = False
         self.exit_code: int | None = None
@@ -431,7 +435,8 @@ class TrainingRun(TrainerAttributes):
         if self.settle_steps is not None:
             self.settle_steps()
         # In place, because callbacks and the user's `with` block hold this very object.
-        kept = {name: getattr(self, name) for name in ("run_id", "config", "identity")}
+        names = ("run_id", "config", "identity", "noted")
+        kept = {name: getattr(self, name) for name in names}
         vars(self).update({**vars(TrainingRun(self._host, self.name)), **kept})
 
     @property
@@ -526,6 +531,16 @@ class TrainingRun(TrainerAttributes):
     def stop_rank(self) -> int:
         """The process that asked for the stop."""
         return self._stop_rank
+
+    def note(self, kind: str, **facts: Any) -> None:
+        """Write a mark into the journal of the run, on rank 0; without a journal, do nothing.
+
+        Args:
+            kind: of the mark, such as ``"rollback"``.
+            facts: JSON values.
+        """
+        if self.noted is not None:
+            self.noted(kind, **facts)
 
     def end_epoch(self, reason: str = "requested") -> None:
         """Ask to leave out the rest of this epoch's training data; its validation follows.

@@ -27,6 +27,7 @@ PACKAGES = {
     "accel_callbacks.strategies": "How ranks share a model",
     "accel_callbacks.precision": "In which types a model computes",
     "accel_callbacks.tracking": "Trackers of an Accelerator",
+    "accel_callbacks.journal": "What happened in each step of a run",
     "accel_callbacks.utils": "Names of `accelerate.utils`",
     "loggers": "Trackers, with an Accelerator or without",
     "checkpoint_io": "Checkpoints, in any loop",

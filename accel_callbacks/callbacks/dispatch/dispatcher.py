@@ -71,6 +71,7 @@ class Dispatcher:
         self.hooks: dict[str, tuple[Hook, ...]] = dict.fromkeys(HOOKS, ())
         self.ledger = Ledger()
         self.can_vote = self.ends_batches = False
+        self._observer: Any = None
         self._order: list[Entry] = []
         self._unclaimed: dict[str, Any] = {}  # loaded states of callbacks not registered
         self._absent: dict[
@@ -150,7 +151,17 @@ class Dispatcher:
                 self.hooks[hook] = (_timed_together(methods, self.ledger),)
             else:
                 self.hooks[hook] = tuple(entry.calls[hook] for entry in called)
+            if hasattr(self._observer, hook):
+                self.hooks[hook] = (getattr(self._observer, hook), *self.hooks[hook])
         self.ends_batches = self.can_vote or bool(self.hooks["on_train_batch_end"])
+
+    def observe(self, observer: Any) -> None:
+        """Call the hooks of an object before those of callbacks; None ends that.
+
+        It is no callback: it has no state, does not vote, and is counted and listed nowhere.
+        """
+        self._observer = observer
+        self._set_entries(self.entries, self._order)
 
     def called(self, hook: str) -> list[Entry]:
         """Return the entries that a hook calls, in order."""

@@ -111,9 +111,15 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Every file but the leases."""
+    """Every file but the leases, and the journals, which a run that lives writes at any time."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != LEASE]
+    files = [path for path in files if "journal" not in path.parts]
     return {str(path): path.read_bytes() for path in files}
+
+
+def journals(folder: Path) -> dict[str, bytes]:
+    """The files of the journals."""
+    return {str(path): path.read_bytes() for path in folder.glob("journal/*/*")}
 
 
 def test_a_second_start_is_refused_by_name_and_changes_nothing(start: Start) -> None:
@@ -334,7 +340,7 @@ def test_rows_of_a_lost_folder_are_not_written(tmp_path: Path) -> None:
             accel.tracking.hub.flush()
             process = rival(tmp_path, "take_over")
             time.sleep(0.3)  # a look that is not older counts
-            written.append(content(tmp_path))
+            written.append({**content(tmp_path), **journals(tmp_path)})
             try:
                 for _ in range(1000):
                     accel.log({"loss": 2.0})
@@ -344,7 +350,8 @@ def test_rows_of_a_lost_folder_are_not_written(tmp_path: Path) -> None:
 
     with pytest.raises(LeaseError, match="was taken over by process"):
         train()
-    assert written == [content(tmp_path)]  # no row, and no record of the end
+    # No row, no mark, and no record of the end.
+    assert written == [{**content(tmp_path), **journals(tmp_path)}]
 
 
 def test_ckpt_leaves_a_folder_alone_that_is_held(

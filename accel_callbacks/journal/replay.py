@@ -1,0 +1,333 @@
+"""Replay: run a past step again from the nearest checkpoint, and compare it with the journal."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from xxhash import xxh32_hexdigest
+
+from accel_callbacks.journal.format import JournalError
+from accel_callbacks.journal.reader import Attempt, Journal
+from accel_callbacks.journal.replay_request import VARIABLE, ReplayRequest
+from accel_callbacks.redaction import HIDDEN
+
+__all__ = [
+    "Difference",
+    "Replay",
+    "changes",
+    "first_difference",
+    "host_generators_differ",
+    "scratch_folder",
+]
+
+#: What is compared in a row, from cause to effect: the name of a kind, and its fields.
+_KINDS = (
+    ("data", ("epoch", "batch", "position", "micro_batches")),
+    ("random numbers", ("generators",)),
+    ("learning rate", ("learning_rate", "learning_rates")),
+    ("loss", ("loss", "losses")),
+    ("gradient", ("gradient_norm",)),
+    ("skipped step", ("flags",)),
+)
+_LOG_END = 3000  # characters of the processes' output in an error
+# Set by a launcher for one process alone.
+_OF_A_RANK = ("ACCEL_REPLAY", "ACCEL_DISTRIBUTED_TYPE", "TORCHELASTIC", "TORCH_NCCL_ASYNC")
+_STARTS = ("ACCEL_", "OMP_", "MKL_", "CUBLAS_", "PYTORCH_", "NVIDIA_TF32", "PYTHONHASHSEED")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first thing that is not as it was.
+
+    Args:
+        step: the optimizer step.
+        rank: of the process.
+        kind: ``"data"``, ``"random numbers"``, ``"learning rate"``, ``"loss"``, ``"gradient"``,
+            ``"skipped step"`` or ``"missing"``.
+        then: values in the journal, by field.
+        now: values of the replay.
+
+    Example:
+        >>> from accel_callbacks.journal.replay import Difference
+        >>> print(Difference(7, 0, "loss", {"loss": 2.5}, {"loss": 2.25}))
+        step 7, rank 0: the loss differs first: loss 2.5 -> 2.25
+    """
+
+    step: int
+    rank: int
+    kind: str
+    then: Mapping[str, Any]
+    now: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        changed = [f"{name} {self.then[name]} -> {self.now[name]}" for name in self.then]
+        verb = "differ" if self.kind in ("data", "random numbers") else "differs"
+        return (
+            f"step {self.step}, rank {self.rank}: the {self.kind} {verb} first: "
+            f"{', '.join(changed)}"
+        )
+
+
+def first_difference(then: Journal, now: Journal, first: int, last: int) -> Difference | None:
+    """Return the first difference between the rows of two journals, None if they are equal.
+
+    In one step causes come before effects: the data before the random numbers, these before the
+    learning rate, then loss and gradient. Values are compared by their bits.
+
+    Args:
+        then: of the run.
+        now: of the replay.
+        first: the first step to compare.
+        last: the last one.
+    """
+    ranks = range(now.attempts[-1].world_size)
+    before = [_rows_by_step(then.rows(rank, repeated=False), first, last) for rank in ranks]
+    after = [_rows_by_step(now.rows(rank, repeated=False), first, last) for rank in ranks]
+    orders: set[tuple[int, int, int]] = set()  # those that were compared
+    for step in range(first, last + 1):
+        pair = [rows[0].get(step) for rows in (before, after)]
+        if pair[0] is not None and pair[1] is not None:
+            key = (int(pair[0]["attempt"]), int(pair[1]["attempt"]), int(pair[0]["epoch"]))
+            if key not in orders:
+                orders.add(key)
+                facts = _order(then, key[0], key[2]), _order(now, key[1], key[2])
+                shared = facts[0].keys() & facts[1].keys()
+                if changed := [name for name in shared if facts[0][name] != facts[1][name]]:
+                    values = [{name: order[name] for name in changed} for order in facts]
+                    return Difference(step, 0, "data", *values)
+        for kind, names in _KINDS:
+            for rank in ranks:
+                old, new = before[rank].get(step), after[rank].get(step)
+                if old is None:  # killed before it was written
+                    continue
+                if new is None:
+                    return Difference(step, rank, "missing", {"row": "written"}, {"row": "none"})
+                if changed := [name for name in names if _differs(old[name], new[name])]:
+                    values = [{name: row[name].item() for name in changed} for row in (old, new)]
+                    return Difference(step, rank, kind, *values)
+    return None
+
+
+def _order(journal: Journal, attempt: int, epoch: int) -> dict[str, Any]:
+    """Return what the order of a pass followed from, as it was noted first."""
+    for mark in journal.marks:
+        if (mark.get("kind"), mark.get("attempt"), mark.get("epoch")) == ("pass", attempt, epoch):
+            layout = mark["layout"]
+            entries = (layout.get("record") or {}).get("entries") or [[0, {}]]
+            # Short, because it is shown: a state of a generator has thousands of bytes.
+            drawn = xxh32_hexdigest(json.dumps(entries[0], sort_keys=True).encode())
+            names = ("batch_size", "drop_last", "even", "world_size", "sampler")
+            facts = {name: layout[name] for name in names if name in layout}
+            return {**facts, "generator of the order": drawn}
+    return {}
+
+
+def _rows_by_step(rows: np.ndarray[Any, Any], first: int, last: int) -> dict[int, Any]:
+    chosen = rows[(rows["step"] >= first) & (rows["step"] <= last)]
+    return {int(row["step"]): row for row in chosen}
+
+
+def _differs(old: Any, new: Any) -> bool:
+    return bool(old.tobytes() != new.tobytes())
+
+
+def host_generators_differ(then: Journal, now: Journal, first: int, last: int) -> bool:
+    """Return whether the generators of Python or NumPy have other states than in the run.
+
+    That alone is no difference: most scripts draw nothing from them, and do not seed them.
+    """
+    before, after = (
+        _rows_by_step(journal.rows(repeated=False), first, last) for journal in (then, now)
+    )
+    # They are in each 64th row of an attempt, which a replay may have elsewhere.
+    pairs = [
+        (int(before[step]["host_generators"]), int(after[step]["host_generators"]))
+        for step in before.keys() & after.keys()
+    ]
+    return any(old != new for old, new in pairs if old and new)
+
+
+def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return what is not as it was at the start of the run: a line for each fact.
+
+    Args:
+        then: mark of the start of the run.
+        now: that of the replay.
+    """
+    lines = []
+    for group in ("versions", "git", "numerics", "hardware", "environment", "config", "script"):
+        old, new = then.get(group) or {}, now.get(group) or {}
+        for name in sorted({*old, *new}):
+            before, after = old.get(name, "(absent)"), new.get(name, "(absent)")
+            if before != after and name not in _EXPECTED:
+                lines.append(f"{group} {name}: {before} -> {after}")
+    for name in ("world_size", "mixed_precision", "distributed_type", "device"):
+        if then.get(name) != now.get(name):
+            lines.append(f"{name}: {then.get(name)} -> {now.get(name)}")
+    return lines
+
+
+_EXPECTED = (VARIABLE, "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+
+
+class Replay:
+    """A replay of one step, in a scratch folder.
+
+    Args:
+        journal: of the run; nothing of the run is written to.
+        step: the optimizer step, from 1.
+        command: to start in place of the recorded one.
+
+    Raises:
+        JournalError: the journal has no such step, no command line that can be started, or the run
+            can be started neither from a checkpoint before the step nor from its beginning.
+    """
+
+    def __init__(self, journal: Journal, step: int, command: str | None = None) -> None:
+        self.journal = journal
+        self.step = step
+        rows = journal.rows()
+        chosen = rows[(rows["step"] == step) & ~rows["repeated"]]
+        if not len(chosen):
+            raise JournalError(f"the journal of {journal.folder} has no step {step}.")
+        number = int(chosen["attempt"][0])
+        self.attempt = next(part for part in journal.attempts if part.number == number)
+        if not self.attempt.start:
+            raise JournalError(f"attempt {number} was killed before it said how it was started.")
+        self.checkpoint, self.first = _place(journal, rows, step)
+        self._command = command
+
+    @property
+    def start(self) -> dict[str, Any]:
+        """The mark of the start of the attempt that took the step."""
+        return self.attempt.start
+
+    def run(self, request: ReplayRequest) -> Journal:
+        """Run the script up to the step, and return the journal of that.
+
+        Args:
+            request: with its folder; step and checkpoint are filled in.
+
+        Raises:
+            JournalError: the script did not come to the step; with the end of its output.
+        """
+        folder = Path(request.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        place = folder / "request.json"
+        replace(request, step=self.step, checkpoint=self.checkpoint).write(place)
+        environment = {**os.environ, **_recorded(self.start), VARIABLE: str(place)}
+        command = self._words()
+        cwd = self.start["cwd"]
+        if not os.path.isdir(cwd):
+            raise JournalError(f"the run was started in {cwd}, which is gone: make it again.")
+        if request.stop:
+            status = subprocess.run(command, cwd=cwd, env=environment, check=False).returncode
+            output = ""
+        else:
+            done = subprocess.run(
+                *(command,),
+                cwd=cwd,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                check=False,
+            )
+            status, output = done.returncode, done.stdout.decode(errors="replace")
+        try:
+            replayed = Journal.read(folder)
+            came = len(replayed.rows()) and int(replayed.rows()["step"].max()) >= self.step
+        except JournalError:
+            came = False
+        if not came:
+            raise JournalError(
+                f"the replay did not come to step {self.step} (exit code {status} of "
+                f"`{shlex.join(command)}`):\n{output[-_LOG_END:]}"
+            )
+        return replayed
+
+    def _words(self) -> list[str]:
+        """Return the command line that runs the script on as many processes as then."""
+        recorded = self.start["command"] if self._command is None else shlex.split(self._command)
+        if HIDDEN in " ".join(recorded):
+            raise JournalError(
+                "the command line had a secret, which the journal does not keep: give it with "
+                "--command."
+            )
+        if self._command is not None:
+            return list(recorded)
+        words = list(recorded[1:])
+        if self.attempt.world_size == 1:
+            return [sys.executable, *words]
+        while words and words[0].startswith("-") and words[0] not in ("-m", "-c"):
+            words = words[2 if words[0] in ("-X", "-W") else 1 :]
+        launch = ["-m", "accel_callbacks.cli", "launch"]
+        launch += ["--num_processes", str(self.attempt.world_size), "--num_machines", "1"]
+        launch += ["--cpu"] if self.start.get("device") == "cpu" else []
+        if words[:1] == ["-c"]:
+            raise JournalError("a script of `python -c` cannot be launched: give --command.")
+        return [sys.executable, *launch, *words]
+
+
+def _place(journal: Journal, rows: np.ndarray[Any, Any], step: int) -> tuple[str | None, int]:
+    """Return the nearest checkpoint before a step, and the first step after it.
+
+    Raises:
+        JournalError: there is none, and the run did not begin at its first step.
+    """
+    kept = {(int(row["attempt"]), int(row["step"])) for row in rows[~rows["repeated"]]}
+    best: tuple[int, str] | None = None
+    for attempt in journal.attempts:
+        for path, saved in _checkpoints(attempt, step):
+            counts = (attempt.number, saved) in kept
+            if counts and (best is None or saved > best[0]):
+                best = saved, path
+    if best is not None:
+        return best[1], best[0] + 1
+    first = journal.attempts[0].start
+    if first.get("step") != 0:
+        raise JournalError(
+            f"no checkpoint before step {step} is left, and the journal does not begin at step 1: "
+            "copy a checkpoint of the run back to where it was saved."
+        )
+    return None, 1
+
+
+def _checkpoints(attempt: Attempt, step: int) -> Iterator[tuple[str, int]]:
+    """Yield path and step of the checkpoints of an attempt that are still there, before a step."""
+    from checkpoint_io import CheckpointError, open_checkpoint
+
+    cwd = attempt.start.get("cwd", ".")
+    for path in dict.fromkeys(str(mark["path"]) for mark in attempt.marks_of("save")):
+        whole = path if "://" in path else os.path.join(cwd, path)
+        try:
+            metadata = open_checkpoint(whole).manifest.metadata
+        except (CheckpointError, OSError, ValueError):  # removed since
+            continue
+        saved = metadata.get("step")
+        if isinstance(saved, int) and saved < step:
+            yield whole, saved
+
+
+def _recorded(start: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables of the run that change what is computed, and are of no rank."""
+    return {
+        name: str(value)
+        for name, value in (start.get("environment") or {}).items()
+        if name.startswith(_STARTS) and not name.startswith(_OF_A_RANK) and value != HIDDEN
+    }
+
+
+def scratch_folder() -> str:
+    """Return a new folder for a replay."""
+    return tempfile.mkdtemp(prefix="accel-replay-")

@@ -1,0 +1,210 @@
+"""The tracker that writes a journal: rows as bytes, marks as JSON lines, on the hub's threads."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import sys
+import time as clock
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import xxhash
+
+from accel_callbacks.checkpoint.project import path_in
+from accel_callbacks.journal.format import (
+    SKIPPED,
+    UNKNOWN,
+    Header,
+    pack_header,
+    pack_row,
+)
+from accel_callbacks.local_files import advised, base_name, local_path
+from loggers import RunInfo, Scalar, Status, Tracker, plain_config
+from loggers.trackers.line_file import LineFile, filesystem, open_lines
+
+__all__ = ["JournalWriter", "attempt_names", "next_attempt"]
+
+_MARKS = "attempt-{:04}.jsonl"
+_ROWS = "attempt-{:04}-rank-{:05}.rows"
+_MOST_ATTEMPTS = 9999
+_COMPILED = "_compile.compile_inner"  # torch's name of all that torch.compile does
+
+
+class JournalWriter(Tracker):
+    """Writes the rows of this rank, and on rank 0 the marks, of one attempt of a run.
+
+    A hub reads values from their devices, calls it on a thread of its own about twice a second, and
+    keeps its errors from the run.
+
+    Args:
+        folder: of the run's journal, path or URL.
+        header: of the file of rows.
+        facts: returns what is told of the start, on rank 0; it may take some seconds.
+
+    Attributes:
+        began: when the span of the first row begins, in Unix seconds.
+    """
+
+    name = "journal"
+    main_process_only = False
+    lossless = owns_files = True
+
+    def __init__(
+        self, folder: str, header: Header, facts: Callable[[], Mapping[str, Any]] | None
+    ) -> None:
+        self._folder = folder
+        self._header = header
+        self._facts = facts
+        self._rows: LineFile | None = None
+        self._marks: LineFile | None = None
+        self._totals = (0.0, 0.0, 0.0)  # seconds of data, saves and evaluations so far
+        self._compiled = self._compiled_before = 0.0
+        self.began = header.time
+
+    def start(self, run: RunInfo) -> None:
+        """Create the files, which an attempt has for itself."""
+        rows, marks = attempt_names(self._header.attempt, self._header.rank)
+        self._rows = open_lines(self._folder, rows)
+        self._rows.add(pack_header(self._header))
+        self._compiled = self._compiled_before = _compiled_s()
+        if self._header.rank == 0:
+            self._marks = open_lines(self._folder, marks)
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Write the mark of the start, with facts that take longer than a step."""
+        if self._facts is not None:
+            self._mark({**config, **self._facts()})
+            self.flush()
+
+    def log_text(self, texts: Mapping[str, str], step: int) -> None:
+        """Write marks, which come as JSON."""
+        for text in texts.values():
+            self._mark(json.loads(text))
+
+    def log(self, scalars: Mapping[str, Scalar], step: int, *, time: float | None = None) -> None:
+        """Add one row."""
+        self.log_rows([(scalars, step, clock.time() if time is None else time)])
+
+    def log_rows(self, rows: Sequence[tuple[Mapping[str, Scalar], int, float]]) -> None:
+        """Add rows, which reach the file at the next flush."""
+        assert self._rows is not None
+        self._rows.make_room()  # before adding, because a call that fails is retried
+        self._rows.add(b"".join([self._row(*row) for row in rows]))
+
+    def flush(self) -> None:
+        """Append what is pending."""
+        self._note_compiled()
+        for file in self._files():
+            file.flush()
+
+    def finish(self, status: Status = "success") -> None:
+        """Append the rest, sync and close."""
+        self._note_compiled()
+        files, self._rows, self._marks = self._files(), None, None
+        for file in files:
+            file.close()
+
+    def _files(self) -> list[LineFile]:
+        return [file for file in (self._rows, self._marks) if file is not None]
+
+    def _mark(self, facts: Mapping[str, Any]) -> None:
+        if self._marks is not None:
+            line = json.dumps(_finite(plain_config(facts)), separators=(",", ":"), allow_nan=False)
+            self._marks.add(line.encode() + b"\n")
+
+    def _row(self, values: Mapping[Any, Any], _: int, time: float) -> bytes:
+        losses = [values[index] for index in range(values["count"]) if index in values]
+        rates = values["rates"]
+        totals = values["data"], values["save"], values["evaluation"]
+        # A run that starts over counts from zero again.
+        pairs = zip(totals, self._totals, strict=True)
+        spent = [now - before if now >= before else now for now, before in pairs]
+        step_s = max(time - self.began - sum(spent), 0.0)
+        self._totals, self.began = totals, time
+        position = values["position"]
+        return pack_row(
+            (
+                *(values["step"], max(values["epoch"], 0), max(values["batch"], 0)),
+                UNKNOWN if position is None else position,
+                sum(losses) / len(losses) if losses else math.nan,
+                values.get("norm", math.nan),
+                rates[0] if rates else math.nan,
+                time,
+                _digest(struct.pack(f"<{len(losses)}d", *losses)),
+                _digest(struct.pack(f"<{len(rates)}d", *rates)),
+                _digest(*(state.numpy() for state in values["generators"])),
+                _digest(*map(_state_bytes, values["host_generators"])),
+                *(*spent, step_s),
+                min(values["count"], 65535),
+                SKIPPED * values["skipped"],
+            )
+        )
+
+    def _note_compiled(self) -> None:
+        """Mark how long torch.compile has taken so far, if that has grown."""
+        total = _compiled_s()
+        if total > self._compiled:
+            self._compiled = total
+            seconds = total - self._compiled_before
+            self._mark({"kind": "compile", "time": clock.time(), "seconds": seconds})
+
+
+def _compiled_s() -> float:
+    """Return the seconds that torch.compile has taken in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    metrics = getattr(dynamo, "compilation_time_metrics", None) or {}
+    return math.fsum(list(metrics.get(_COMPILED, ())))
+
+
+def _digest(*parts: Any) -> int:
+    """Return the xxh32 of buffers, 0 without any; never 0 otherwise."""
+    if not parts:
+        return 0
+    digest = xxhash.xxh32()
+    for part in parts:
+        digest.update(part)
+    return digest.intdigest() or 1
+
+
+def _state_bytes(state: Any) -> bytes:
+    return repr(state).encode()
+
+
+def _finite(value: Any) -> Any:
+    """Return plain values with text for numbers that JSON has not."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list) else value
+
+
+def attempt_names(attempt: int, rank: int = 0) -> tuple[str, str]:
+    """Return the names of the files of rows and of marks of an attempt."""
+    return _ROWS.format(attempt, rank), _MARKS.format(attempt)
+
+
+def next_attempt(folder: str) -> int:
+    """Create the file of marks of a new attempt on rank 0, and return its number.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    local = local_path(folder)
+    if local is None:
+        fs, key = filesystem(folder)
+        taken = set(map(base_name, fs.ls(key, False))) if fs.exists(key) else set()
+        return next(n for n in range(1, _MOST_ATTEMPTS) if attempt_names(n)[1] not in taken)
+    with advised(local):
+        os.makedirs(local, exist_ok=True)
+    for attempt in range(1, _MOST_ATTEMPTS):
+        try:
+            # Exclusively: another process may start the same run.
+            open(path_in(local, attempt_names(attempt)[1]), "xb").close()
+        except FileExistsError:
+            continue
+        return attempt
+    raise OSError(f"{folder} holds {_MOST_ATTEMPTS} attempts: move it away")

@@ -1,0 +1,154 @@
+"""The journal of two processes: a file of rows for each, and one attempt for both."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel_callbacks import Accelerator
+from accel_callbacks.callbacks import Checkpoint
+from accel_callbacks.cli.main import main
+from accel_callbacks.journal import Journal
+from accel_callbacks.journal.samples import samples_of
+from tests.distributed.conftest import Pool
+from tests.support import warm
+
+pytestmark = pytest.mark.distributed
+
+
+def indices_seen(folder: str) -> list[list[int]]:
+    """Train 4 steps an epoch, the last of which is filled up; return what this rank read."""
+    accel = Accelerator(cpu=True, project_dir=folder, timeout=timedelta(seconds=30))
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    data = torch.utils.data.DataLoader(torch.arange(15.0)[:, None], batch_size=2, shuffle=True)
+    model, optimizer, data = accel.prepare(model, optimizer, data)
+    seen = []
+    with accel.run("indices") as run:
+        for _ in run.epochs(2):
+            for batch in data:
+                seen.append(batch.flatten().int().tolist())
+                accel.backward(model(batch).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    return seen
+
+
+def test_the_samples_of_a_step_are_told_by_rank(pool: Pool, tmp_path: Path) -> None:
+    seen = pool.run(indices_seen, str(tmp_path))
+    journal = Journal.read(tmp_path)
+    for step in range(1, 9):
+        (batch,) = samples_of(journal, step).batches
+        assert batch == [seen[rank][step - 1] for rank in range(2)], step
+
+
+JOB = """
+import os, sys, torch
+from accel_callbacks import Accelerator
+from accel_callbacks.callbacks import Checkpoint
+
+torch.manual_seed(0)
+accel = Accelerator(cpu=True, project_dir=sys.argv[1], callbacks=[Checkpoint(every_n_steps=2)])
+model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.DataLoader(torch.randn(12, 2), batch_size=2, shuffle=True)
+model, optimizer, data = accel.prepare(model, optimizer, data)
+with accel.run("two") as run:
+    for _ in run.epochs(2):
+        for batch in data:
+            loss = model(batch).square().mean()
+            if os.environ.get("PLANT") and accel.process_index == 1 and run.global_step == 3:
+                loss = loss + 1e-7
+            accel.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.mark.timeout(200)
+def test_a_step_of_two_processes_is_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, folder = tmp_path / "job.py", str(tmp_path / "run")
+    script.write_text(JOB)
+    launch = [sys.executable, "-m", "accel_callbacks.cli", "launch", "--cpu"]
+    command = [*launch, "--num_processes", "2", str(script), folder]
+
+    def start(words: list[str], **options: Any) -> Any:
+        return warm.run(words, warm_children=True, **options)
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert start(command, env=dict(os.environ)).returncode == 0
+    monkeypatch.setattr(subprocess, "run", start)
+    replay = ["replay", folder, "--step", "4", "--command", " ".join(command)]
+    assert main(replay) == 0
+    printed = capsys.readouterr().out
+    assert "replaying steps 3 to 4 from" in printed
+    assert "ranks: 2" in printed
+    assert "all bits are as they were" in printed
+    monkeypatch.setenv("PLANT", "1")
+    assert main(replay) == 1
+    assert "step 4, rank 1: the loss differs first" in capsys.readouterr().out
+
+
+def train(folder: str, epochs: int, fail: bool = False) -> list[float]:
+    """Train 3 steps an epoch; return this rank's losses."""
+    torch.manual_seed(0)
+    accel = Accelerator(
+        cpu=True,
+        project_dir=folder,
+        callbacks=[Checkpoint(every_n_steps=2)],
+        timeout=timedelta(seconds=30),
+    )
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.DataLoader(torch.randn(12, 2), batch_size=2, shuffle=True)
+    model, optimizer, data = accel.prepare(model, optimizer, data)
+    losses = []
+    try:
+        with accel.run("two") as run:
+            for _ in run.epochs(epochs):
+                for batch in data:
+                    loss = model(batch).square().mean()
+                    losses.append(loss.item())
+                    accel.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if fail and run.global_step == 5:
+                        raise ValueError("planted")
+    except ValueError:
+        if not fail:
+            raise
+    return losses
+
+
+def test_each_rank_has_its_own_rows(pool: Pool, tmp_path: Path) -> None:
+    losses = pool.run(train, str(tmp_path), 2)
+    journal = Journal.read(tmp_path)
+    (attempt,) = journal.attempts
+    assert attempt.world_size == 2
+    assert sorted(attempt.files) == [0, 1]
+    for rank in range(2):
+        rows = journal.rows(rank)
+        assert rows["loss"].tolist() == losses[rank]
+        assert rows["position"].tolist() == [4, 8, 12] * 2
+    assert losses[0] != losses[1]
+
+
+def test_an_error_is_an_attempt_that_failed_on_both(pool: Pool, tmp_path: Path) -> None:
+    pool.run(train, str(tmp_path), 3, True)
+    pool.run(train, str(tmp_path), 3)
+    journal = Journal.read(tmp_path)
+    ends = [mark for mark in journal.marks if mark["kind"] == "end"]
+    assert [end["status"] for end in ends] == ["failed", "success"]
+    assert "planted" in ends[0]["error"]
+    for rank in range(2):
+        assert journal.rows(rank, repeated=False)["step"].tolist() == list(range(1, 10))
+        assert journal.rows(rank)["step"].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
