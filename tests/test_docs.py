@@ -246,6 +246,14 @@ def test_every_object_of_the_api_has_an_example(package: str) -> None:
     ] == []
 
 
+def test_the_gallery_has_its_pictures() -> None:
+    gallery = site_extension("example_pages")
+    stems = {path.stem for paths in gallery.sources().values() for path in paths}
+    assert set(gallery.PICTURES) <= stems
+    pictures = {path.name for path in (ROOT / "docs" / "images").iterdir()}
+    assert set(gallery.PICTURES.values()) <= pictures
+
+
 def test_what_the_pages_import_has_a_page_in_the_api() -> None:
     pages = {id(value) for named in API.public_objects().values() for value in named.values()}
     imported: dict[str, Any] = {}

@@ -17,13 +17,18 @@ if TYPE_CHECKING:
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 GROUPS = {
-    ".": ("Whole programs", "Each trains on real data, and resumes after a kill."),
+    ".": ("Whole programs", "Programs to start from, and two that draw what others logged."),
     "by_feature": ("One feature a file", "Each is short, and prints whether it worked."),
+}
+_NAMES = {
+    **{"deepspeed": "DeepSpeed", "gpt2": "GPT-2", "mlflow": "MLflow", "sgd": "SGD"},
+    **{"tensorboard": "TensorBoard", "tpu": "TPU", "wandb": "W&B", "zero": "ZeRO"},
 }
 PICTURES = {
     "digits": "progress.svg",
-    "gpt2": "gpt2-layouts.png",
-    "plot_losses": "cut-layouts.png",
+    "elastic": "order.svg",
+    "gpt2": "losses.svg",
+    "own_callback": "hooks.svg",
     "plot_offload": "offload.png",
 }
 
@@ -39,7 +44,7 @@ def _summary(path: Path) -> str:
 
 
 def _title(path: Path) -> str:
-    words = path.stem.replace("_", " ")
+    words = " ".join(_NAMES.get(word, word) for word in path.stem.split("_"))
     return words[:1].upper() + words[1:]
 
 

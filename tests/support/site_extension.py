@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -10,7 +11,9 @@ FOLDER = Path(__file__).parents[2] / "docs" / "_ext"
 
 
 def site_extension(name: str) -> ModuleType:
-    """Import one of them."""
+    """Import one of them, which may import the others."""
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
     spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
