@@ -22,6 +22,7 @@ from accel_callbacks import Accelerator
 from accel_callbacks.callbacks import Callback, Checkpoint
 from accel_callbacks.journal import Journal, JournalError
 from accel_callbacks.journal.format import HEADER_SIZE, ROW_SIZE, SKIPPED, UNKNOWN
+from accel_callbacks.precision.base import StepFinding
 from loggers.trackers import line_file
 from tests.support import warm
 
@@ -154,6 +155,39 @@ def test_a_step_that_is_left_out_has_a_row(tmp_path: Path) -> None:
     assert rows["step"].tolist() == [1, 2, 2, *range(3, 12)]
     assert np.flatnonzero(rows["flags"] & SKIPPED).tolist() == [2]
     assert not rows["repeated"].any()
+
+
+def test_a_step_of_which_only_the_device_knows_has_its_row_once_that_is_read(
+    tmp_path: Path,
+) -> None:
+    """As under fp16 on a GPU, where the second and third step overflow."""
+    accel = Accelerator(cpu=True, project_dir=tmp_path)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = torch.utils.data.DataLoader(torch.arange(24.0).reshape(6, 4), batch_size=1)
+    model, optimizer, data = accel.prepare(model, optimizer, data)
+    overflows = iter([0.0, 1.0, 1.0, 0.0, 0.0, 0.0])
+
+    def step(inner: Any, args: Any, kwargs: Any) -> tuple[StepFinding, None]:
+        overflow = next(overflows)
+        if not overflow:
+            inner.step()
+        return StepFinding(torch.tensor(overflow)), None
+
+    optimizer._steps_plainly, optimizer._precision.step = False, step
+    seen = []
+    with accel.run("fp16") as run:
+        for _ in run.epochs(1):
+            for batch in data:
+                loss = model(batch).square().mean()
+                seen.append(loss.item())
+                accel.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    rows = Journal.read(tmp_path).rows()
+    assert rows["loss"].tolist() == seen
+    assert rows["step"].tolist() == [1, 1, 1, 2, 3, 4]
+    assert np.flatnonzero(rows["flags"] & SKIPPED).tolist() == [1, 2]
 
 
 def test_a_loop_over_data_of_its_own_has_no_position(tmp_path: Path) -> None:
