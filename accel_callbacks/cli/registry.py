@@ -46,7 +46,9 @@ COMMANDS: Mapping[str, Command] = {
         "accel_callbacks.cli.merge_weights", "turn a sharded checkpoint into safetensors files"
     ),
     "replay": Command("accel_callbacks.cli.replay", "run a past step of a run again, bit by bit"),
-    "report": Command("accel_callbacks.cli.report", "print what a run has done with its time"),
+    "report": Command(
+        "accel_callbacks.cli.report", "print what runs did with their time, or write a page"
+    ),
     "test": Command("accel_callbacks.cli.test", "check what is installed on what is configured"),
     "to-fsdp2": Command(
         "accel_callbacks.cli.to_fsdp2", "turn a config file for FSDP1 into FSDP2's"

@@ -1,14 +1,17 @@
-"""``accel report``: print what a run has done with its time."""
+"""``accel report``: print what runs have done with their time, or write a page about them."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from argparse import ArgumentTypeError, Namespace
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks.cli.parser import CommandError, CommandParser
-from accel_callbacks.terminal_text import printable, table
+from accel_callbacks.local_files import replace
+from accel_callbacks.terminal_text import printable, size_of, table
 
 if TYPE_CHECKING:
     from accel_callbacks.journal import Goodput, Journal
@@ -16,35 +19,79 @@ if TYPE_CHECKING:
 
 def configure(parser: CommandParser) -> None:
     """Add the options of ``accel report``."""
-    parser.add_argument("run", metavar="RUN", help="the project folder of the run, path or URL")
+    parser.add_argument(
+        "runs",
+        metavar="RUN",
+        nargs="+",
+        help="a run's project folder, or its folder in `journal`; path or URL",
+    )
     parser.option("--run_id", metavar="ID", help="a run of the folder; default: the newest")
     parser.option(
         "--price", type=_price, metavar="X", help="of one rank for an hour, to print the cost"
     )
-    parser.option("--json", action="store_true", help="print JSON")
+    parser.option("--json", action="store_true", help="print JSON, a list for several runs")
+    parser.option(
+        "--html", metavar="FILE", help="write a page with curves, marks and configs to FILE instead"
+    )
 
 
 def run(args: Namespace) -> int:
-    """Print the attempts of the run, and its goodput."""
+    """Print the attempts of each run and its goodput, or write the page."""
     from accel_callbacks.journal import Goodput, Journal, JournalError
 
+    if args.html is not None and (args.json or args.price is not None):
+        raise CommandError("--html writes a page and prints nothing: leave --json and --price out")
+    if args.run_id is not None and len(args.runs) > 1:
+        raise CommandError("--run_id is of one RUN: give RUN/journal/ID for each of several runs")
     try:
-        journal = Journal.read(args.run, args.run_id)
-        goodput = Goodput.of(journal)
+        journals = [Journal.read(folder, args.run_id) for folder in args.runs]
+        if args.html is not None:
+            _write_page(journals, args.html)
+            return 0
+        reports = [(journal, Goodput.of(journal)) for journal in journals]
+        if args.json:
+            facts = [_as_json(journal, goodput, args.price) for journal, goodput in reports]
+            print(json.dumps(facts if len(facts) > 1 else facts[0], indent=2))
+            return 0
+        for index, (journal, goodput) in enumerate(reports):
+            print("\n" * (index > 0), end="")
+            _print(journal, goodput, args.price)
     except (JournalError, OSError, ImportError) as error:
         raise CommandError(str(error), exit_code=1) from None
-    if args.json:
-        print(json.dumps(_as_json(journal, goodput, args.price), indent=2))
-        return 0
+    return 0
+
+
+def _write_page(journals: Sequence[Journal], file: str) -> None:
+    """Write the page in one step: a browser that has it open never reads half of one."""
+    from accel_callbacks.journal.report.page import report_page
+
+    page = report_page(journals).encode()
+    part = f"{file}.part"
+    try:
+        with open(part, "wb") as stream:
+            stream.write(page)
+        replace(part, file)
+    except OSError as error:
+        if os.path.exists(part):
+            os.remove(part)
+        raise CommandError(
+            f"{file} cannot be written ({error}): give --html a file in a folder that exists and "
+            "has room",
+            exit_code=1,
+        ) from None
+    print(f"wrote {printable(file)} ({size_of(len(page))}): open it in a browser")
+
+
+def _print(journal: Journal, goodput: Goodput, price: float | None) -> None:
+    """Print the tables of a run."""
     print(f"run {printable(journal.name)} ({printable(journal.folder)})")
     print()
     print(table(("ATTEMPT", "RANKS", "STEPS", "REPEATED", "ENDED"), _attempts(journal)))
     print()
     print(goodput.describe())
-    if args.price is not None:
-        cost, useful = goodput.cost(args.price), goodput.share
+    if price is not None:
+        cost, useful = goodput.cost(price), goodput.share
         print(f"\ncost {cost:.2f}, of which {cost * useful:.2f} for steps that count")
-    return 0
 
 
 def _attempts(journal: Journal) -> list[tuple[str, ...]]:

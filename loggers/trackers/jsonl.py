@@ -239,8 +239,10 @@ class JSONLTracker(LineTracker):
         return shape % (step, time, *values.values())
 
 
-def read_jsonl(path: str | os.PathLike[str], *, kind: str = "metrics") -> list[dict[str, Any]]:
-    """Return the metrics of the newest run in a file that `JSONLTracker` wrote.
+def read_jsonl(
+    path: str | os.PathLike[str], *, kind: str = "metrics", run_id: str | None = None
+) -> list[dict[str, Any]]:
+    """Return the metrics of one run in a file that `JSONLTracker` wrote.
 
     Incomplete lines are skipped. Rows that a killed process logged after the checkpoint it was
     resumed from are omitted, because the resumed process logged those steps again: the history is
@@ -250,6 +252,7 @@ def read_jsonl(path: str | os.PathLike[str], *, kind: str = "metrics") -> list[d
         path: the file, or its fsspec URL.
         kind: the ``type`` of the records, default "metrics"; or "table", "text", "histogram",
             "images", "audio", "video", "figure".
+        run_id: of the run; the newest one if ``None``.
 
     Returns:
         One ``{"type": "metrics", "step": int, "time": Unix seconds, "values": {name: value}}`` per
@@ -281,7 +284,7 @@ def read_jsonl(path: str | os.PathLike[str], *, kind: str = "metrics") -> list[d
             if kind == "metrics":
                 record["values"] = _parse_floats(record["values"])
             runs.setdefault(newest, []).append(record)
-    return runs.get(newest, [])
+    return runs.get(newest if run_id is None else run_id, [])
 
 
 class _Past:

@@ -6,32 +6,23 @@
 from __future__ import annotations
 
 import functools
-import os
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
+from tests.support.browser import DESKTOP, PHONE, chromium, keep, luminance, unavailable
+
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "build" / "docs"
-SCREENSHOTS = ROOT / "build" / "site_screenshots"
-DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 ACCUMULATE = "reference/api/accel_callbacks.Accelerator.html#accel_callbacks.Accelerator.accumulate"
 PAGES = (
     *("index.html", "why.html", "how-to/index.html", "how-to/resume.html"),
     *("examples/index.html", "reference/cli.html", ACCUMULATE),
 )
-
-
-def unavailable(lacking: str) -> NoReturn:
-    """Skip, or fail where the browser is asked for."""
-    if os.environ.get("ACCEL_REQUIRE_BROWSER") == "1":
-        pytest.fail(lacking)
-    pytest.skip(lacking)
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -56,18 +47,8 @@ def address() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:  # in .venv, with which scripts/test runs all tests
-        pytest.skip("there is no playwright here: scripts/docs --check brings it")
-    program = shutil.which("chromium") or shutil.which("chromium-browser")
-    if program is None:
-        unavailable("there is no chromium: on Debian and Ubuntu, apt-get install chromium")
-    with sync_playwright() as context:
-        options = ["--no-sandbox"] if os.name == "posix" and os.geteuid() == 0 else []
-        chromium = context.chromium.launch(executable_path=program, args=options)
-        yield chromium
-        chromium.close()
+    with chromium() as started:
+        yield started
 
 
 @pytest.fixture
@@ -97,17 +78,6 @@ def open_page(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
     for context in contexts:
         context.close()
     assert errors == []
-
-
-def keep(page: Any, name: str) -> None:
-    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=SCREENSHOTS / f"{name}.png")
-
-
-def luminance(page: Any) -> int:
-    """Return how light the page's background is, of 255."""
-    color = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    return sum(int(part) for part in color.strip("rgba()").split(",")[:3]) // 3
 
 
 def test_the_landing_page_leads_to_a_guide(open_page: Callable[..., Any]) -> None:

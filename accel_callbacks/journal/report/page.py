@@ -1,0 +1,249 @@
+"""The page of a report: what is told of each run, as JSON in one HTML file with its scripts."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from accel_callbacks.journal.format import SKIPPED
+from accel_callbacks.journal.goodput import Goodput
+from accel_callbacks.journal.reader import Attempt, Journal
+from accel_callbacks.journal.report.curves import curve_of
+from accel_callbacks.local_files import base_name, split_path
+from loggers import read_jsonl
+
+__all__ = ["report_page"]
+
+_BUCKETS = 2000
+_METRIC_BUCKETS = 500  # of each metric of a tracker: there may be hundreds
+_MOST_MARKS = 500  # of a kind
+_COLUMNS = {
+    "loss": "loss",
+    "gradient_norm": "gradient norm",
+    "learning_rate": "learning rate",
+    "step_s": "seconds a step",
+}
+_MEANS = ("step_s", "data_s")  # of the rows of each rank
+# Marks that are no event of the run for a reader, or are told in another way.
+_PLAIN = {"start", "train", "pass", "compile", "end"}
+_LABELS = {"save": "checkpoint", "lost_rank": "lost rank"}
+
+
+def report_page(journals: Sequence[Journal]) -> str:
+    """Return the HTML of a page about runs, which loads nothing from elsewhere.
+
+    Raises:
+        JournalError: a file of a journal is damaged.
+    """
+    labels = _labels(journals)
+    runs = [_facts(journal, label) for journal, label in zip(journals, labels, strict=True)]
+    written = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    facts = {"written": written, "runs": runs, "charts": list(_COLUMNS.values())}
+    # "<" would let a text of the run close the script that it is in.
+    data = json.dumps(facts, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    folder = files(__package__)
+    parts = {
+        "title": html.escape(", ".join(labels)),
+        "style": _text(folder, "uplot/uPlot.min.css") + _text(folder, "page.css"),
+        "license": _text(folder, "uplot/LICENSE"),
+        "uplot": _text(folder, "uplot/uPlot.iife.min.js"),
+        "script": _text(folder, "page.js"),
+        "data": data,
+    }
+    # In one pass: a text of the run that looks like a place of the page stays as it is.
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _text(folder, "page.html"))
+
+
+def _text(folder: Any, name: str) -> str:
+    return str(folder.joinpath(name).read_text(encoding="utf-8"))
+
+
+def _labels(journals: Sequence[Journal]) -> list[str]:
+    """Return a label for each run: its name, and what tells it from others of that name."""
+    names = [journal.name or base_name(journal.folder) for journal in journals]
+    projects = [base_name(_project(journal) or journal.folder) for journal in journals]
+    pairs = list(zip(names, projects, strict=True))
+    return [
+        name
+        if names.count(name) == 1
+        else f"{name} ({project if pairs.count((name, project)) == 1 else run_id})"
+        for (name, project), run_id in zip(
+            pairs, (base_name(journal.folder) for journal in journals), strict=True
+        )
+    ]
+
+
+def _project(journal: Journal) -> str | None:
+    """Return the project folder of a run, ``None`` if its journal was copied out of it."""
+    project, parent = split_path(split_path(journal.folder)[0])
+    return project if parent == "journal" else None
+
+
+def _facts(journal: Journal, label: str) -> dict[str, Any]:
+    """Return what the page tells of a run."""
+    rows = journal.rows()
+    goodput = Goodput.of(journal)
+    began = _began(journal, rows)
+    newest = journal.attempts[-1]
+    return {
+        "label": label,
+        "folder": journal.folder,
+        "began": began,
+        "attempts": [_attempt(attempt, rows) for attempt in journal.attempts],
+        "curves": _curves(journal, rows, began),
+        "marks": _thinned(_marks(journal, rows, began)),
+        "goodput": {
+            name.removesuffix("_s"): round(seconds, 3)
+            for name, seconds in vars(goodput).items()
+            if name != "rank_s"
+        },
+        "share": goodput.share,
+        "ranks": _ranks(journal),
+        "config": _flat(newest.start.get("config"), "config"),
+        "environment": _environment(newest),
+    }
+
+
+def _began(journal: Journal, rows: np.ndarray[Any, Any]) -> float:
+    """Return when the run began, in Unix seconds."""
+    times = [float(mark["time"]) for mark in journal.marks if "time" in mark]
+    return min([*times, *rows["time"][:1].tolist()], default=0.0)
+
+
+def _attempt(attempt: Attempt, rows: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """Return a row of the table of attempts."""
+    part = rows[rows["attempt"] == attempt.number]
+    end = next(attempt.marks_of("end"), None)
+    bad = part["step"][~np.isfinite(part["loss"]) & (part["micro_batches"] > 0)]
+    return {
+        "number": attempt.number,
+        "ranks": attempt.world_size,
+        "steps": [int(part["step"][0]), int(part["step"][-1])] if len(part) else None,
+        "repeated": int(part["repeated"].sum()),
+        "skipped": int((part["flags"] & SKIPPED > 0).sum()),
+        "bad": len(bad),
+        "status": None if end is None else str(end.get("status")),
+    }
+
+
+def _curves(
+    journal: Journal, rows: np.ndarray[Any, Any], began: float
+) -> dict[str, dict[str, list[Any]]]:
+    """Return the curves of the journal, then those of the tracker's file of JSON lines."""
+    taken = rows[~rows["repeated"] & (rows["flags"] & SKIPPED == 0)]
+    times = taken["time"] - began
+    curves = {
+        title: curve_of(taken["step"], times, taken[column].astype(np.float64), _BUCKETS)
+        for column, title in _COLUMNS.items()
+    }
+    for name, (steps, seconds, values) in _metrics(journal).items():
+        curves.setdefault(
+            name,
+            curve_of(np.array(steps), np.array(seconds) - began, np.array(values), _METRIC_BUCKETS),
+        )
+    return {name: curve for name, curve in curves.items() if curve is not None}
+
+
+def _metrics(journal: Journal) -> dict[str, tuple[list[int], list[float], list[float]]]:
+    """Return the steps, times and values of each metric of the run in ``metrics.jsonl``."""
+    metrics: dict[str, tuple[list[int], list[float], list[float]]] = {}
+    project = _project(journal)
+    if project is None:
+        return {}
+    try:
+        records = read_jsonl(f"{project}metrics.jsonl", run_id=base_name(journal.folder))
+    except FileNotFoundError:
+        return {}
+    for record in records:
+        for name, value in record["values"].items():
+            if isinstance(value, (int, float)):
+                steps, times, values = metrics.setdefault(name, ([], [], []))
+                steps.append(int(record["step"]))
+                times.append(float(record.get("time", 0.0)))
+                values.append(float(value))
+    return metrics
+
+
+def _marks(journal: Journal, rows: np.ndarray[Any, Any], began: float) -> Iterator[dict[str, Any]]:
+    """Yield what happened to the run, in order: kind, step, seconds since its start, text."""
+    for attempt in journal.attempts:
+        step = int(attempt.start.get("step", 0))
+        if attempt.number > 1 and attempt.start:
+            source = attempt.start.get("resumed_from")
+            yield _mark("resume", step, float(attempt.start["time"]) - began, source)
+        for mark in attempt.marks:
+            kind = str(mark.get("kind"))
+            if kind not in _PLAIN and "step" in mark and "time" in mark:
+                text = next((mark[key] for key in ("reason", "error", "path") if key in mark), None)
+                label = _LABELS.get(kind, kind)
+                yield _mark(label, int(mark["step"]), float(mark["time"]) - began, text)
+        part = rows[rows["attempt"] == attempt.number]
+        end = next(attempt.marks_of("end"), None)
+        if end is not None:
+            if end.get("error"):
+                yield _mark("failure", int(end["step"]), float(end["time"]) - began, end["error"])
+        elif attempt is not journal.attempts[-1]:
+            heard = [float(mark["time"]) for mark in attempt.marks if "time" in mark]
+            times = [*heard, *part["time"][-1:].tolist()]
+            step = int(part["step"][-1]) if len(part) else step
+            yield _mark("kill", step, max(times, default=began) - began, "ended without a word")
+
+
+def _mark(kind: str, step: int, seconds: float, text: Any) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "step": step,
+        "time": round(seconds, 3),
+        "text": "" if text is None else str(text),
+    }
+
+
+def _thinned(marks: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return marks without the most of those kinds that would fill the axis."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for mark in marks:
+        kinds.setdefault(mark["kind"], []).append(mark)
+    return [mark for group in kinds.values() for mark in group[:: -(-len(group) // _MOST_MARKS)]]
+
+
+def _ranks(journal: Journal) -> list[dict[str, Any]]:
+    """Return the mean seconds of each rank's steps, and of its waits for data."""
+    ranks = sorted({rank for attempt in journal.attempts for rank in attempt.files})
+    facts = []
+    for rank in ranks if len(ranks) > 1 else []:
+        rows = journal.rows(rank, repeated=False)
+        if len(rows):
+            step_s, data_s = (float(rows[name].mean(dtype=np.float64)) for name in _MEANS)
+            facts.append({"rank": rank, "step_s": step_s, "data_s": data_s})
+    return facts
+
+
+def _environment(attempt: Attempt) -> dict[str, str]:
+    """Return what beside the config may explain a difference between runs."""
+    start = attempt.start
+    facts = {
+        "ranks": attempt.world_size,
+        "command": " ".join(map(str, start.get("argv") or [])),
+        "commit": start.get("git") or {},
+        "versions": start.get("versions") or {},
+        "devices": (start.get("hardware") or {}).get("devices") or [],
+        "host": (start.get("hardware") or {}).get("host"),
+    }
+    return {key: text for name in facts for key, text in _flat(facts[name], name).items()}
+
+
+def _flat(value: Any, name: str) -> dict[str, str]:
+    """Return the leaves of nested dicts as text, by their dotted path."""
+    if isinstance(value, Mapping):
+        parts = (_flat(inner, f"{name}.{key}") for key, inner in value.items())
+        return {key: text for part in parts for key, text in part.items()}
+    if value is None or value == []:
+        return {}
+    return {name: value if isinstance(value, str) else json.dumps(value, default=str)}

@@ -1,0 +1,231 @@
+"""The page of a report: what it says of a run, that texts of runs stay texts, and its size."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from accel_callbacks.cli.main import main
+from accel_callbacks.journal import Journal
+from accel_callbacks.journal.format import ROW_SIZE
+from accel_callbacks.journal.report.curves import curve_of
+from accel_callbacks.journal.report.page import report_page
+from tests.support.journals import write_attempt, write_run
+
+HOSTILE = "</script><script>alert(1)</script><!-- <img src=x onerror=alert(2)> {{data}} é"
+
+
+def facts_of(page: str) -> Any:
+    """Return the JSON of a page as a browser reads it: up to the first end of its script."""
+    _, _, rest = page.partition('<script type="application/json" id="data">')
+    return json.loads(rest.partition("</script")[0])
+
+
+def page_of(*folders: Path) -> Any:
+    return facts_of(report_page([Journal.read(folder) for folder in folders]))
+
+
+def test_buckets_keep_the_extremes() -> None:
+    steps = np.arange(1, 100_001)
+    values = np.zeros(100_000)
+    values[[777, 50_001, 99_999]] = 9.0, -9.0, 4.0
+    curve = curve_of(steps, steps / 10, values, 2000)
+    assert curve is not None
+    assert {name: len(column) for name, column in curve.items()} == dict.fromkeys(
+        ("step", "time", "mean", "low", "high"), 2000
+    )
+    assert max(curve["high"]) == 9.0
+    assert min(curve["low"]) == -9.0
+    assert curve["high"][-1] == 4.0
+    assert curve["mean"][777 // 50] == 9.0 / 50
+    assert curve["step"][-1] == 100_000
+    assert curve["time"][-1] == 10_000.0
+
+
+def test_a_short_curve_is_its_values() -> None:
+    curve = curve_of(np.array([1, 2, 4]), np.zeros(3), np.array([1.0, np.nan, np.inf]), 2000)
+    assert curve == {"step": [1, 2, 4], "time": [0.0] * 3, "mean": [1.0, None, None]}
+
+
+def test_values_that_are_not_finite_hide_no_others() -> None:
+    values = np.array([1.0, np.nan, 3.0, np.inf, np.nan, -np.inf, 1.7e308, 1.7e308])
+    curve = curve_of(np.arange(8), np.arange(8.0), values, 4)
+    assert curve is not None
+    assert curve["mean"] == [1.0, 3.0, None, 1.7e308]
+    assert curve["low"] == curve["high"] == [1.0, 3.0, None, 1.7e308]
+    assert curve_of(np.arange(2), np.arange(2.0), np.full(2, np.nan), 4) is None
+
+
+def test_the_page_tells_what_happened(tmp_path: Path) -> None:
+    journal = tmp_path / "journal" / "a1"
+    began = 1000.0
+    save = {"kind": "save", "time": began + 4, "step": 4, "path": "checkpoints/4"}
+    rollback = {"kind": "rollback", "time": began + 5, "step": 5, "reason": "the loss is nan"}
+    write_attempt(journal, 1, range(1, 7), time=began, marks=[save, rollback])
+    preempt = {"kind": "preempt", "time": began + 102, "step": 6, "reason": "SIGTERM"}
+    end = {"kind": "end", "time": began + 104, "step": 8, "status": "failed", "error": "E: no"}
+    write_attempt(journal, 2, range(5, 9), time=began + 100, step=4, marks=[preempt, end])
+    (facts,) = page_of(tmp_path)["runs"]
+    assert [(mark["kind"], mark["step"], mark["text"]) for mark in facts["marks"]] == [
+        ("checkpoint", 4, "checkpoints/4"),
+        ("rollback", 5, "the loss is nan"),
+        ("kill", 6, "ended without a word"),
+        ("resume", 4, "checkpoints/4"),
+        ("preempt", 6, "SIGTERM"),
+        ("failure", 8, "E: no"),
+    ]
+    assert facts["marks"][2]["time"] == 6.0
+    assert facts["curves"]["loss"]["step"] == list(range(1, 9))
+    assert [attempt["status"] for attempt in facts["attempts"]] == [None, "failed"]
+    assert [attempt["repeated"] for attempt in facts["attempts"]] == [2, 0]
+
+
+def test_thousands_of_checkpoints_do_not_fill_the_axis(tmp_path: Path) -> None:
+    saves = [
+        {"kind": "save", "time": 1000.0 + n, "step": n, "path": str(n)} for n in range(1, 3001)
+    ]
+    run_end = {"kind": "end", "time": 5000.0, "step": 3000, "status": "failed", "error": "E"}
+    write_run(tmp_path, marks=[*saves, run_end])
+    kinds = [mark["kind"] for mark in page_of(tmp_path)["runs"][0]["marks"]]
+    assert kinds.count("checkpoint") == 500
+    assert kinds.count("failure") == 1
+
+
+def test_steps_that_were_left_out_are_counted_and_not_drawn(tmp_path: Path) -> None:
+    write_run(tmp_path, range(1, 5), loss=lambda step: math.nan if step == 3 else 1.0, left_out={3})
+    (facts,) = page_of(tmp_path)["runs"]
+    assert facts["curves"]["loss"]["step"] == [1, 2, 4]
+    assert (facts["attempts"][0]["skipped"], facts["attempts"][0]["bad"]) == (1, 1)
+    assert "gradient norm" not in facts["curves"]
+
+
+def test_the_mean_of_each_rank_is_told(tmp_path: Path) -> None:
+    write_run(tmp_path, range(1, 5), ranks=2, step_s=lambda rank: 0.5 + rank)
+    ranks = page_of(tmp_path)["runs"][0]["ranks"]
+    assert [(rank["rank"], rank["step_s"]) for rank in ranks] == [(0, 0.5), (1, 1.5)]
+
+
+def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
+    write_run(tmp_path, name=HOSTILE, config={"note": HOSTILE, "nested": {"lr": 0.1, "none": None}})
+    page = report_page([Journal.read(tmp_path)])
+    (facts,) = facts_of(page)["runs"]
+    assert facts["label"] == HOSTILE
+    assert facts["config"] == {"config.note": HOSTILE, "config.nested.lr": "0.1"}
+    assert "alert(1)</script>" not in page
+    assert "<img src=x" not in page
+    assert len(re.findall(r"<script\b", page)) == len(re.findall("</script", page)) == 3
+
+
+def test_a_page_asks_for_nothing_from_elsewhere(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    page = report_page([Journal.read(tmp_path)])
+    assert "default-src 'none'" in page
+    assert not re.search(r"<(?:link|img|iframe)\b|\bsrc=|@import|url\(", page)
+    assert "Permission is hereby granted" in page  # the licence of uPlot goes with it
+
+
+def test_metrics_of_the_tracker_are_those_of_the_run(tmp_path: Path) -> None:
+    write_run(tmp_path, run_id="a1")
+    lines = [
+        {"type": "run", "run_id": "a1", "time": 1000.0, "resumed_step": None},
+        {"type": "metrics", "step": 1, "time": 1002.0, "values": {"val/loss": 0.5, "bad": "NaN"}},
+        {"type": "metrics", "step": 2, "time": 1004.0, "values": {"val/loss": 0.25}},
+        {"type": "run", "run_id": "b2", "time": 2000.0, "resumed_step": None},
+        {"type": "metrics", "step": 1, "time": 2002.0, "values": {"val/loss": 7.0}},
+    ]
+    text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    curves = page_of(tmp_path)["runs"][0]["curves"]
+    assert curves["val/loss"] == {"step": [1, 2], "time": [2.0, 4.0], "mean": [0.5, 0.25]}
+    assert "bad" not in curves
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", name="digits", run_id="a1")
+    write_run(tmp_path / "b", name="digits", run_id="b1")
+    write_run(tmp_path / "c", name="other", run_id="c1")
+    labels = [run["label"] for run in page_of(*(tmp_path / name for name in "abc"))["runs"]]
+    assert labels == ["digits (a)", "digits (b)", "other"]
+    write_run(tmp_path / "a", name="digits", run_id="a2")
+    runs = [tmp_path / "a" / "journal" / name for name in ("a1", "a2")]
+    assert [run["label"] for run in page_of(*runs)["runs"]] == ["digits (a1)", "digits (a2)"]
+
+
+def test_a_run_without_a_step_has_a_page(tmp_path: Path) -> None:
+    write_run(tmp_path, range(0))
+    (facts,) = page_of(tmp_path)["runs"]
+    assert facts["curves"] == {}
+    assert facts["attempts"][0]["steps"] is None
+
+
+def test_ten_long_runs_make_a_page_that_a_browser_opens_at_once(tmp_path: Path) -> None:
+    write_run(tmp_path, range(1, 100_001), loss=lambda step: 2.0 + math.sin(step))
+    journal = Journal.read(tmp_path)
+    rows = journal.rows()
+    journal.rows = lambda *_, **__: rows  # type: ignore[method-assign]  # read once, told ten times
+    page = report_page([journal] * 10)
+    assert len(page) < 6_000_000
+    assert [len(run["curves"]["loss"]["mean"]) for run in facts_of(page)["runs"]] == [2000] * 10
+
+
+def test_the_command_writes_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path / "a", config={"lr": 0.1})
+    write_run(tmp_path / "b", config={"lr": 0.2})
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", "a", "b", "--html", "page.html"]) == 0
+    assert capsys.readouterr().out.startswith("wrote page.html (")
+    facts = facts_of((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert [run["config"] for run in facts["runs"]] == [{"config.lr": "0.1"}, {"config.lr": "0.2"}]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "page.html"]
+    assert main(["report", "a", "b", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 2
+    assert main(["report", "a", "b"]) == 0
+    assert capsys.readouterr().out.count("run demo (") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("nowhere", "--html", "page.html"), 1, "nowhere has no journal"),
+        (("a", "nowhere", "--html", "page.html"), 1, "nowhere has no journal"),
+        (("a", "--html", "absent/page.html"), 1, "give --html a file in a folder that exists"),
+        (("a", "--html", "page.html", "--json"), 2, "leave --json and --price out"),
+        (("a", "a", "--run_id", "a1"), 2, "RUN/journal/ID"),
+    ],
+)
+def test_what_cannot_be_written_is_an_error(
+    words: tuple[str, ...],
+    code: int,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write_run(tmp_path / "a")
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", *words]) == code
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_damaged_journal_is_named_and_a_torn_one_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path / "a", range(1, 5))
+    monkeypatch.chdir(tmp_path)
+    (file,) = (tmp_path / "a").rglob("*.rows")
+    whole = file.read_bytes()
+    file.write_bytes(whole[: -ROW_SIZE // 2])
+    assert page_of(tmp_path / "a")["runs"][0]["curves"]["loss"]["step"] == [1, 2, 3]
+    file.write_bytes(whole[: -2 * ROW_SIZE] + bytes(ROW_SIZE) + whole[-ROW_SIZE:])
+    assert main(["report", "a", "--html", "page.html"]) == 1
+    assert "row 2 is damaged" in capsys.readouterr().err
+    assert not (tmp_path / "page.html").exists()
