@@ -127,8 +127,14 @@ def point_to_repository(app: Sphinx, page: str, source: list[str]) -> None:
     source[0] = _LINK_OUT.sub(target, source[0])
 
 
+def read_again(app: Sphinx, *changes: object) -> list[str]:
+    """Return the pages that are made of more than their files, which a new build cannot see."""
+    return ["index", "reference/api", "reference/cli"]
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register what the pages need beside the extensions."""
+    app.connect("env-get-outdated", read_again)
     app.connect("source-read", add_toctrees)
     app.connect("source-read", point_to_repository)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
