@@ -43,7 +43,7 @@ REASONS = {
     ("compat", "cli"): "`accelerate.commands` are ours by other names",
     ("checkpoint", "loop"): "a training state holds the loop's place, and a project names its run",
     ("checkpoint", "callbacks"): "the states of callbacks are found by their names",
-    ("checkpoint", "tracking"): "a training state holds what trackers go on from",
+    ("checkpoint", "tracking"): "a training state holds what trackers resume from",
     ("modeling", "strategies"): "estimates and loads ask engines for their shards",
     ("modeling", "offload"): "estimates read weights of folders as an offload does",
     ("parts", "loop"): "prepared optimizers and schedulers follow the loop's window",

@@ -180,6 +180,26 @@ def test_docstrings_have_american_spelling(package: str) -> None:
     assert british == []
 
 
+SCREEN = 45  # lines
+HOW_TOS = [page for page in PAGES if page.startswith("docs/how-to/") and "index" not in page]
+
+
+def prose_lines(text: str) -> int:
+    """How many lines a page has on a screen of 100 columns, without its code."""
+    prose = re.sub(r"^```.*?^```$|\]\([^)]*\)", "", text, flags=re.M | re.S)
+    blocks = re.split(r"\n(?=\s*(?:[|#]|[-*] |\d+\. ))|\n\s*\n", prose)
+    return sum(-(-len(" ".join(block.split())) // 100) for block in blocks)
+
+
+@pytest.mark.parametrize("page", HOW_TOS)
+def test_a_how_to_fits_on_three_screens_and_shows_code_on_the_first(page: str) -> None:
+    """What is longer has two tasks, or facts that belong in the reference."""
+    text = read(page)
+    assert prose_lines(text) <= 3 * SCREEN
+    before_code = re.split(r"^```", text, maxsplit=1, flags=re.M)[0]
+    assert before_code == text or prose_lines(before_code) <= SCREEN
+
+
 @pytest.mark.parametrize("section", ["tutorials", "how-to", "reference", "concepts"])
 def test_every_page_is_in_its_index(section: str) -> None:
     """Once: the bulleted links of an index page are its table of contents on the site."""
