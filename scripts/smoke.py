@@ -57,6 +57,20 @@ def check_training() -> None:
     accel.end_training()
 
 
+def check_report() -> None:
+    """The page of ``accel report --html`` finds its scripts."""
+    from accel_callbacks import Accelerator
+    from accel_callbacks.cli.main import main as cli
+
+    with tempfile.TemporaryDirectory() as folder:
+        accel = Accelerator(cpu=True, project_dir=folder)
+        with accel.run("smoke"):
+            pass
+        page = Path(folder) / "page.html"
+        assert cli(["report", folder, "--html", str(page)]) == 0
+        assert "uPlot" in page.read_text(encoding="utf-8")
+
+
 USES = {
     "loggers": "a = Accelerator(cpu=True, log_with='jsonl', project_dir='p'); a.init_trackers('x')",
     "checkpoint_io": "Accelerator(cpu=True).save_state('s')",
@@ -88,6 +102,8 @@ def main() -> None:
     print("ok: imports and py.typed", flush=True)
     check_training()
     print("ok: five steps, save_state, load_state", flush=True)
+    check_report()
+    print("ok: accel report --html", flush=True)
     for name in USES:
         check_shadowing(name)
         print(f"ok: a {name}.py beside the script is named", flush=True)

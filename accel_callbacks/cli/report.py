@@ -65,7 +65,8 @@ def _write_page(journals: Sequence[Journal], file: str) -> None:
     """Write the page in one step: a browser that has it open never reads half of one."""
     from accel_callbacks.journal.report.page import report_page
 
-    page = report_page(journals).encode()
+    # A name from a file system may hold half of a character, which UTF-8 has not.
+    page = report_page(journals).encode("utf-8", "replace")
     part = f"{file}.part"
     try:
         with open(part, "wb") as stream:

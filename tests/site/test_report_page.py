@@ -103,7 +103,7 @@ def test_the_page_fits_the_screen(
         chart.scroll_into_view_if_needed()
         chart.locator("canvas").wait_for()
     assert page.locator(".ranks .slow").first.inner_text() == "rank 1"
-    assert page.locator("#sections").get_by_text("config.lr").first.is_visible()
+    assert page.locator("#sections").get_by_text("config/lr").first.is_visible()
     page.evaluate("scrollTo(0, 0)")
     keep(page, f"report-{viewport['width']}-{scheme}", whole=True)
 

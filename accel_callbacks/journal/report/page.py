@@ -17,7 +17,7 @@ from accel_callbacks.journal.goodput import Goodput
 from accel_callbacks.journal.reader import Attempt, Journal
 from accel_callbacks.journal.report.curves import curve_of
 from accel_callbacks.local_files import base_name, split_path
-from loggers import read_jsonl
+from loggers import flat_config, read_jsonl
 
 __all__ = ["report_page"]
 
@@ -106,7 +106,7 @@ def _facts(journal: Journal, label: str) -> dict[str, Any]:
         },
         "share": goodput.share,
         "ranks": _ranks(journal),
-        "config": _flat(newest.start.get("config"), "config"),
+        "config": _texts({"config": newest.start.get("config") or {}}),
         "environment": _environment(newest),
     }
 
@@ -228,7 +228,7 @@ def _ranks(journal: Journal) -> list[dict[str, Any]]:
 def _environment(attempt: Attempt) -> dict[str, str]:
     """Return what beside the config may explain a difference between runs."""
     start = attempt.start
-    facts = {
+    settings = {
         "ranks": attempt.world_size,
         "command": " ".join(map(str, start.get("argv") or [])),
         "commit": start.get("git") or {},
@@ -236,14 +236,9 @@ def _environment(attempt: Attempt) -> dict[str, str]:
         "devices": (start.get("hardware") or {}).get("devices") or [],
         "host": (start.get("hardware") or {}).get("host"),
     }
-    return {key: text for name in facts for key, text in _flat(facts[name], name).items()}
+    return _texts(settings)
 
 
-def _flat(value: Any, name: str) -> dict[str, str]:
-    """Return the leaves of nested dicts as text, by their dotted path."""
-    if isinstance(value, Mapping):
-        parts = (_flat(inner, f"{name}.{key}") for key, inner in value.items())
-        return {key: text for part in parts for key, text in part.items()}
-    if value is None or value == []:
-        return {}
-    return {name: value if isinstance(value, str) else json.dumps(value, default=str)}
+def _texts(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the leaves of nested settings as text, by their path."""
+    return {path: str(leaf) for path, leaf in flat_config(settings).items()}
