@@ -113,7 +113,7 @@ def test_accelerators_side_by_side_train_as_each_does_alone(tmp_path):
     assert first.outcome()[4] == ("bf16", 3, torch.bfloat16)
     assert second.outcome()[4] == ("no", 2, torch.float32)
     for folder, side in (("c", first), ("d", second)):
-        (log,) = (tmp_path / folder).rglob("*.jsonl")
+        (log,) = (tmp_path / folder).rglob("metrics.jsonl")
         assert len(read_jsonl(log)) == side.counts.steps == 3
 
 

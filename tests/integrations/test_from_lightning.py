@@ -22,7 +22,7 @@ cb = pytest.importorskip(
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    (file,) = folder.rglob("*.jsonl")
+    (file,) = folder.rglob("metrics.jsonl")
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
