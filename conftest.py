@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
+import os
 import signal
 import sys
 from pathlib import Path
@@ -15,6 +17,11 @@ _seen: set[Path] = set()
 # starts in turn. Tests send it: to this process, to workers of xdist, and to their children.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The journal of each run asks git for what differs from the commit, which takes a second here, and
+# thousands of tests begin a run. The tests of trackers, without torch, let their tools see git.
+if importlib.util.find_spec("torch") is not None:
+    os.environ.setdefault("GIT_DIR", os.devnull)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

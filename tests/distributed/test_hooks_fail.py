@@ -261,7 +261,7 @@ def test_an_accelerator_whose_run_has_ended_with_an_error_says_what_to_do(pool, 
         assert all("Make a new Accelerator" in text for _, text in refused)
         assert barrier[0] in ("RuntimeError", "RemoteError")
         assert end == ("ok", "")
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["journal"]
 
 
 # --- devices -------------------------------------------------------------------------------------
