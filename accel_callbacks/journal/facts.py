@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import subprocess
@@ -78,6 +79,7 @@ def _script() -> dict[str, Any]:
     return {"path": os.path.abspath(path), "digest": digest}
 
 
+@functools.cache  # a look at all installed packages takes longer than a short run
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
@@ -128,6 +130,7 @@ def _hardware() -> dict[str, Any]:
     }
 
 
+@functools.cache
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
