@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -36,6 +36,8 @@ __all__ = [
     "GradientNorms",
     "NonFinite",
     "RolledBack",
+    "StepCheck",
+    "device_of",
     "keep_options",
     "measure_gradients",
     "roll_back",
@@ -144,7 +146,7 @@ steps, and action="rollback" goes back to the last checkpoint.
     def _discard_all(self) -> None:
         """Discard the values of the current step, the unread check and a planned rollback."""
         self._discard_step()
-        self._unread: Any = None  # of the step before, on its way to the host
+        self._unread: StepCheck | None = None  # of the step before, on its way to the host
         self._rollback_reason: str | None = None
 
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
@@ -199,13 +201,13 @@ steps, and action="rollback" goes back to the last checkpoint.
         if self._rollback_reason is not None or not self._is_due(run, optimizer):
             self._discard_step()
             return
-        check: Any = self._check_step(run, optimizer)
+        check: StepCheck | None = self._check_step(run, optimizer)
         if check is not None and check.waits and self.action != "skip":
             check, self._unread = self._unread, check
         if check is not None:
             self._act(run, check, before_step=True)
 
-    def _check_step(self, run: TrainingRun, optimizer: torch.optim.Optimizer) -> Any:
+    def _check_step(self, run: TrainingRun, optimizer: torch.optim.Optimizer) -> StepCheck:
         norms = self._norms.pop(id(optimizer), None)
         if norms is None and "gradients" in self.check:
             norms = measure_gradients(optimizer)
@@ -214,7 +216,7 @@ steps, and action="rollback" goes back to the last checkpoint.
 
     def _make_check(
         self, run: TrainingRun, optimizer: torch.optim.Optimizer, norms: GradientNorms | None
-    ) -> Any:
+    ) -> StepCheck:
         return FiniteCheck(
             run.next_step(optimizer),
             self._loss,
@@ -225,11 +227,11 @@ steps, and action="rollback" goes back to the last checkpoint.
 
     # --- acting -------------------------------------------------------------------------------
 
-    def _note_good(self, check: Any) -> None:
+    def _note_good(self, check: StepCheck) -> None:
         self.in_a_row = 0
         self._good_step = check.step
 
-    def _act(self, run: TrainingRun, check: Any, *, before_step: bool) -> None:
+    def _act(self, run: TrainingRun, check: StepCheck, *, before_step: bool) -> None:
         if not check.is_bad():
             self._note_good(check)
             return
@@ -419,6 +421,22 @@ def _norms(parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(torch._foreach_norm(parts, torch.inf))
 
 
+class StepCheck(Protocol):
+    """A check of one step, whose result is on its way to the host."""
+
+    step: int
+
+    @property
+    def waits(self) -> bool:
+        """True if reading the result now would block on the device."""
+
+    def is_bad(self) -> bool:
+        """Return whether the step is bad on any rank; waits for the device."""
+
+    def describe(self, known: Mapping[int, str]) -> str:
+        """Describe what is bad, with names of parameters by their ``id``."""
+
+
 class FiniteCheck:
     """A check of one step's loss and gradients, reduced over the ranks and read later.
 
@@ -442,7 +460,7 @@ class FiniteCheck:
     ) -> None:
         self.step = step
         self._loss, self._gradients = loss, gradients
-        self._device = device = _device_of(loss, gradients)
+        self._device = device = device_of(loss, gradients)
         no = torch.zeros((), dtype=torch.bool, device=device)
         loss_flag = no if loss is None else ~loss.isfinite()
         gradient_flag = no if gradients is None else gradients.is_bad(device)
@@ -491,7 +509,8 @@ def _gradients_text(names: list[str]) -> str:
     return f"the gradients of {listed(map(repr, names), _MAX_NAMES)} are not finite"
 
 
-def _device_of(loss: torch.Tensor | None, gradients: GradientNorms | None) -> torch.device:
+def device_of(loss: torch.Tensor | None, gradients: GradientNorms | None) -> torch.device:
+    """Return the device that a step is judged on; the CPU if there is nothing to judge."""
     if loss is not None:
         return loss.device
     norms = gradients.norms if gradients is not None else []

@@ -16,6 +16,7 @@ from accel_callbacks.callbacks.non_finite import (
     GradientNorms,
     NonFinite,
     RolledBack,
+    device_of,
     keep_options,
 )
 from accel_callbacks.checkpoint.host_state import Undo, capture
@@ -59,7 +60,7 @@ class SpikeGuard(NonFinite):
             10 by default, no check but for finite losses if None.
         gradient_threshold: those of the norm of the gradients; 20 by default, likewise.
         window: good steps that the median is taken over; 100 by default.
-        warmup: good steps before the first judgement, except on what is not finite; 30 by default.
+        warmup: good steps before the first judgment, except on what is not finite; 30 by default.
         snapshot_every_n_steps: copy the weights to host memory so often; 20 by default. If None go
             back to checkpoints alone.
         max_rollbacks: raise after so many without ``window`` good steps between them, with the
@@ -172,7 +173,7 @@ class SpikeGuard(NonFinite):
             loss_scale=run.loss_scale(),
             overflow=self._overflow,
             collective=run.in_lockstep,
-            judge=lambda values: self._judge(values, history),
+            judge=self._judge,
             history=history,
         )
 
@@ -311,12 +312,12 @@ class _SpikeCheck:
         loss_scale: torch.Tensor | None,
         overflow: torch.Tensor | None,
         collective: bool,
-        judge: Callable[[list[float]], list[str]],
+        judge: Callable[[list[float], list[deque[float]]], list[str]],
         history: list[deque[float]],
     ) -> None:
         self.step, self._judge, self._history = step, judge, history
         norms = [] if gradients is None else gradients.norms
-        self._device = device = loss.device if loss is not None else _device_of(norms)
+        self._device = device = device_of(loss, gradients)
         # One that is not finite on any rank is not finite in the sum.
         dtype = torch.float64 if device.type == "cpu" else torch.float32
         squares = torch.zeros((), device=device, dtype=dtype)
@@ -346,7 +347,7 @@ class _SpikeCheck:
 
     def is_bad(self) -> bool:
         """Return whether one of them is a spike; waits for the device."""
-        return bool(self._judge(self.values()))
+        return bool(self._judge(self.values(), self._history))
 
     def remember(self) -> None:
         """Add the values to those that later ones are compared with."""
@@ -355,8 +356,4 @@ class _SpikeCheck:
 
     def describe(self, known: Mapping[int, str]) -> str:
         """Describe the spike."""
-        return f"step {self.step}: {', and '.join(self._judge(self.values()))}"
-
-
-def _device_of(norms: list[torch.Tensor]) -> torch.device:
-    return norms[0].device if norms else torch.device("cpu")
+        return f"step {self.step}: {', and '.join(self._judge(self.values(), self._history))}"

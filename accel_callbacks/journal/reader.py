@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from accel_callbacks.checkpoint.project import path_in
 from accel_callbacks.journal.format import (
     FIELDS,
     HEADER_SIZE,
@@ -104,17 +105,17 @@ class Journal:
             JournalError: there is none, or its files are damaged.
         """
         place = fspath(folder)
-        root = _join(place, "journal")
+        root = path_in(place, "journal")
         root = root if _names(root) else place
         if not _attempts(_names(root)):
-            runs = [name for name in _names(root) if _attempts(_names(_join(root, name)))]
+            runs = [name for name in _names(root) if _attempts(_names(path_in(root, name)))]
             if run_id is not None and run_id not in runs:
                 listed = ", ".join(sorted(runs)) or "none"
                 raise JournalError(f"{root} has no run {run_id!r}: it has {listed}.")
             if not runs:
                 raise JournalError(_ABSENT.format(place))
-            chosen = run_id or max(runs, key=lambda name: _began(_join(root, name)))
-            root = _join(root, chosen)
+            chosen = run_id or max(runs, key=lambda name: _began(path_in(root, name)))
+            root = path_in(root, chosen)
         numbers = _attempts(_names(root))
         return cls(root, [_read_attempt(root, number) for number in numbers])
 
@@ -183,12 +184,12 @@ def _read_attempt(folder: str, number: int) -> Attempt:
     for name in _names(folder):
         rank = name.removeprefix(start).removesuffix(".rows")
         if name.startswith(start) and name.endswith(".rows") and rank.isdecimal():
-            files[int(rank)] = _join(folder, name)
+            files[int(rank)] = path_in(folder, name)
     for file in files.values():
         if len(data := _bytes(file)[:HEADER_SIZE]) == HEADER_SIZE:
             world_size = unpack_header(data, file).world_size
             break
-    marks = tuple(_read_marks(_join(folder, f"attempt-{number:04}.jsonl")))
+    marks = tuple(_read_marks(path_in(folder, f"attempt-{number:04}.jsonl")))
     return Attempt(number, world_size, marks, files)
 
 
@@ -237,10 +238,6 @@ def _began(folder: str) -> float:
     """Return when the newest attempt of a folder began, for a choice between runs."""
     newest = _read_attempt(folder, _attempts(_names(folder))[-1])
     return float(newest.start.get("time", 0.0))
-
-
-def _join(folder: str, name: str) -> str:
-    return path.join(folder, name) if "://" not in folder else f"{folder.rstrip('/')}/{name}"
 
 
 def _names(folder: str) -> list[str]:
