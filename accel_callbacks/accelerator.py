@@ -291,7 +291,10 @@ class Accelerator(ProcessControl, MediaLogging):
             loop.pass_ends = PassEnds(
                 loop.position, lambda: strategy.trains_together and loop.in_lockstep
             )
-        self.loop.replays = self._replay is not None
+        if self._replay is not None:
+            self.loop.replays = True
+            rollbacks = self._replay.rollbacks.items()
+            self.loop.recorded_rollbacks = {int(step): path for step, path in rollbacks}
         self.passes = Passes(self.loop)
         self.tracking = Tracking(
             _as_list(log_with),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +16,7 @@ from accel_callbacks.callbacks.base import ResumableState, require_at_least
 from accel_callbacks.callbacks.freeze import Freeze
 from accel_callbacks.callbacks.weight_averaging import Averaging
 from accel_callbacks.checkpoint.open import open_folder, open_one, together, unwrapped_failure
-from accel_callbacks.checkpoint.restore import LoadOptions, restore_newest
+from accel_callbacks.checkpoint.restore import LoadOptions, restore_from, restore_newest
 from accel_callbacks.checkpoint.selection import Selection
 from accel_callbacks.checkpoint.training_state import TrainingState
 from accel_callbacks.distributed.failures import shared_failure
@@ -573,12 +573,15 @@ def roll_back(
     """
     training.loop.saves.wait()
     avoided: list[str] = []
+    if training.loop.replays:
+        return RolledBack(_restore_recorded(training), avoided)
     for saver in training.loop.savers:
         root, storage_options = saver.resume_root(training.loop.run)
         candidates = _find_candidates(root, storage_options, newest_step, avoid)
         avoided += candidates.skipped_ids
         if candidates.usable:
-            path = _restore(training, root, storage_options, candidates.skipped_paths)
+            find = partial(restore_newest, training, root, skip=candidates.skipped_paths)
+            path = _restore(training, find, storage_options)
             if path is not None:
                 return RolledBack(path, avoided)
     return RolledBack(None, avoided)
@@ -618,18 +621,31 @@ def _find_candidates(
     return collectives.broadcast_object(candidates)
 
 
+def _restore_recorded(training: TrainingState) -> str | None:
+    """Restore the checkpoint that the run went back to after this step, as its journal says.
+
+    The newest that is left may be another one.
+    """
+    path = training.loop.recorded_rollbacks.get(training.loop.run.global_step)
+    if path is None:
+        return None
+    saver = next(iter(training.loop.savers), None)
+    options = None if saver is None else saver.storage_options
+    return _restore(training, partial(restore_from, training, path), options)
+
+
 def _restore(
     training: TrainingState,
-    root: str,
+    restore: Callable[..., str | None],
     storage_options: Mapping[str, Any] | None,
-    skip: Collection[str],
 ) -> str | None:
+    """Restore what follows from the weights, by a function that takes the options of a load."""
     sections = ["models", "precision"]
     sections += ["optimizers"] if training.optimizers else []
     sections += ["registered"] if training.registered.names else []
     options_before = [{**group} for group in _param_groups(training)]
     options = LoadOptions(Selection(sections), storage_options=storage_options)
-    path = restore_newest(training, root, options, skip)
+    path = restore(options=options)
     if path is None:
         return None
     # Loading has replaced the group dicts; give the new ones the learning rates of before.

@@ -153,6 +153,7 @@ class Checkpointer:
         check_when_busy(when_busy)
         loop = self.training.loop
         if loop.replays:
+            self._replay_save()
             return ""
         loop.require_loaded("save_state")
         loop.require_own_weights("save_state")
@@ -198,6 +199,19 @@ class Checkpointer:
             loop.run.save_s += time.perf_counter() - start
             self._give_back()
         return url
+
+    def _replay_save(self) -> None:
+        """Do to the run what a save does, and write nothing.
+
+        A callback may change as its state is saved, a hook may draw, and a stream may draw ahead.
+        """
+        training = self.training
+        training.loop.run.votes.wait()
+        if training.loop.window.is_open:
+            training.strategy.reduce_gradients()
+        with shared_failure("save_state"):
+            shared, _ = training.capture()
+            training.loop.fire("on_save_checkpoint", shared)
 
     def _project_folder(self, storage_options: Mapping[str, Any] | None) -> CheckpointFolder:
         """Return the folder of the project's checkpoints; one object, which remembers manifests."""

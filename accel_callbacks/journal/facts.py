@@ -28,6 +28,7 @@ _PACKAGES = (
 _STARTS = ("ACCEL_", "CUDA_", "CUBLAS_", "NCCL_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "HIP_")
 _NAMES = ("PYTHONHASHSEED", "ATEN_CPU_CAPABILITY", "HF_HOME", "HF_DATASETS_CACHE")
 _PATIENCE = 10.0  # seconds for one command of git
+_MOST_MODULES = 1000  # of the script, whose text is digested
 
 
 def start_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,15 +69,39 @@ def process_began() -> float:
     return now - uptime + ticks / float(os.sysconf("SC_CLK_TCK"))
 
 
-def _script() -> dict[str, Any]:
+def _script_path() -> str | None:
     path = getattr(sys.modules.get("__main__"), "__file__", None)
+    return None if path is None else os.path.abspath(path)
+
+
+def _script() -> dict[str, Any]:
+    """Return the path of the script, and digests of it and of the modules that lie below it."""
+    path = _script_path()
     if path is None:
         return {}
+    digests = {name: _digest(file) for name, file in _modules_below(os.path.dirname(path), path)}
+    return {"path": path, "digest": _digest(path), **digests}
+
+
+def _modules_below(folder: str, script: str) -> list[tuple[str, str]]:
+    """Return name and path of the modules that the script has imported from its own folder."""
+    files = {getattr(module, "__dict__", {}).get("__file__") for module in [*sys.modules.values()]}
+    paths = sorted(os.path.abspath(file) for file in files if isinstance(file, str))
+    own = [
+        path
+        for path in paths
+        if path.startswith(folder + os.sep) and path.endswith(".py") and path != script
+    ]
+    named = ((os.path.relpath(path, folder), path) for path in own)
+    # An environment may lie in the folder of a project.
+    return [pair for pair in named if "site-packages" not in pair[0]][:_MOST_MODULES]
+
+
+def _digest(path: str) -> str | None:
     try:
-        digest = xxhash.xxh3_128_hexdigest(Path(path).read_bytes())
+        return xxhash.xxh3_128_hexdigest(Path(path).read_bytes())
     except OSError:
-        digest = None
-    return {"path": os.path.abspath(path), "digest": digest}
+        return None
 
 
 @functools.cache  # a look at all installed packages takes longer than a short run
@@ -142,8 +167,7 @@ def _processor() -> str:
 
 def _git() -> dict[str, Any]:
     """Return the commit of the script's repository, and a digest of what differs from it."""
-    path = _script().get("path") or os.getcwd()
-    folder = Path(path).parent
+    folder = Path(_script_path() or os.getcwd()).parent
     if not any((parent / ".git").exists() for parent in (folder, *folder.parents)):
         return {}
     try:

@@ -124,6 +124,7 @@ class Recorder:
         self._hub, self._writer, self._step = hub, writer, run.global_step
         start = {"kind": "start", "time": now, "attempt": attempt, "name": run.name}
         start |= {"run_id": run.run_id, "step": run.global_step, "epoch": run.current_epoch}
+        start["in_window"] = run.in_window
         hub.log_config({**start, "resumed_from": run.resumed_from, "world_size": run.world_size})
         run.noted = self.note
         self._first_steps.tell_norms(self._note_norm)

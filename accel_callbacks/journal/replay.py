@@ -39,10 +39,19 @@ _KINDS = (
     ("gradient", ("gradient_norm",)),
     ("skipped step", ("flags",)),
 )
+# Of the micro-batches of a step, of which a run that resumes inside of its window sees the last.
+_OF_THE_WINDOW = {"micro_batches", "loss", "losses"}
 _LOG_END = 3000  # characters of the processes' output in an error
-# Set by a launcher for one process alone.
-_OF_A_RANK = ("ACCEL_REPLAY", "ACCEL_DISTRIBUTED_TYPE", "TORCHELASTIC", "TORCH_NCCL_ASYNC")
-_STARTS = ("ACCEL_", "OMP_", "MKL_", "CUBLAS_", "PYTORCH_", "NVIDIA_TF32", "PYTHONHASHSEED")
+# Set by a launcher for one process or one start alone.
+_OF_A_RANK = (
+    *("ACCEL_REPLAY", "ACCEL_DISTRIBUTED_TYPE", "ACCEL_LAUNCH_ID"),
+    *("TORCHELASTIC", "TORCH_NCCL_ASYNC"),
+)
+_STARTS = (
+    *("ACCEL_", "OMP_", "MKL_", "CUBLAS_", "PYTORCH_"),
+    *("NVIDIA_TF32", "PYTHONHASHSEED", "ATEN_CPU_CAPABILITY"),
+)
+_WORKER = ("launch", "worker.py")  # by which the launcher starts the script of each rank
 
 
 @dataclass(frozen=True)
@@ -112,10 +121,19 @@ def first_difference(then: Journal, now: Journal, first: int, last: int) -> Diff
                     continue
                 if new is None:
                     return Difference(step, rank, "missing", {"row": "written"}, {"row": "none"})
-                if changed := [name for name in names if _differs(old[name], new[name])]:
+                partial = _began_inside(then, old) or _began_inside(now, new)
+                compared = [n for n in names if not (partial and n in _OF_THE_WINDOW)]
+                if changed := [name for name in compared if _differs(old[name], new[name])]:
                     values = [{name: row[name].item() for name in changed} for row in (old, new)]
                     return Difference(step, rank, kind, *values)
     return None
+
+
+def _began_inside(journal: Journal, row: Any) -> bool:
+    """Return whether a row is of a step inside of whose gradient window its attempt began."""
+    attempt = next(part for part in journal.attempts if part.number == row["attempt"])
+    start = attempt.start
+    return bool(start.get("in_window")) and int(row["step"]) == start.get("step", 0) + 1
 
 
 def _order(journal: Journal, attempt: int, epoch: int) -> dict[str, Any]:
@@ -168,16 +186,23 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     for group in ("versions", "git", "numerics", "hardware", "environment", "config", "script"):
         old, new = then.get(group) or {}, now.get(group) or {}
         for name in sorted({*old, *new}):
-            before, after = old.get(name, "(absent)"), new.get(name, "(absent)")
-            if before != after and name not in _EXPECTED:
+            before, after = old.get(name, _ABSENT), new.get(name, _ABSENT)
+            # A module that one of the two imports later is no change of the script.
+            later = group == "script" and _ABSENT in (before, after)
+            if before != after and not name.startswith(_EXPECTED) and not later:
                 lines.append(f"{group} {name}: {before} -> {after}")
-    for name in ("world_size", "mixed_precision", "distributed_type", "device"):
+    for name in _OPTIONS:
         if then.get(name) != now.get(name):
             lines.append(f"{name}: {then.get(name)} -> {now.get(name)}")
     return lines
 
 
-_EXPECTED = (VARIABLE, "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+_ABSENT = "(absent)"
+_EXPECTED = (VARIABLE, "ACCEL_LAUNCH_ID", "MASTER_PORT", "TORCHELASTIC_")
+_OPTIONS = (
+    *("world_size", "mixed_precision", "gradient_accumulation_steps"),
+    *("distributed_type", "device", "data_world"),
+)
 
 
 class Replay:
@@ -224,8 +249,14 @@ class Replay:
         folder = Path(request.folder)
         folder.mkdir(parents=True, exist_ok=True)
         place = folder / "request.json"
-        replace(request, step=self.step, checkpoint=self.checkpoint).write(place)
-        environment = {**os.environ, **_recorded(self.start), VARIABLE: str(place)}
+        rollbacks = {
+            str(mark["step"]): str(mark["path"])
+            for mark in self.journal.marks
+            if mark.get("kind") == "rollback"
+        }
+        request = replace(request, step=self.step, checkpoint=self.checkpoint, rollbacks=rollbacks)
+        request.write(place)
+        environment = {**_environment(self.start), VARIABLE: str(place)}
         command = self._words()
         cwd = self.start["cwd"]
         if not os.path.isdir(cwd):
@@ -271,6 +302,8 @@ class Replay:
             return [sys.executable, *words]
         while words and words[0].startswith("-") and words[0] not in ("-m", "-c"):
             words = words[2 if words[0] in ("-X", "-W") else 1 :]
+        if Path(words[0]).parts[-2:] == _WORKER:
+            words = [*(["-m"] if words[1] == "module" else []), *words[2:]]
         launch = ["-m", "accel_callbacks.cli", "launch"]
         launch += ["--num_processes", str(self.attempt.world_size), "--num_machines", "1"]
         launch += ["--cpu"] if self.start.get("device") == "cpu" else []
@@ -319,13 +352,20 @@ def _checkpoints(attempt: Attempt, step: int) -> Iterator[tuple[str, int]]:
             yield whole, saved
 
 
-def _recorded(start: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables of the run that change what is computed, and are of no rank."""
-    return {
+def _environment(start: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables of this process, with those that change what is computed as then."""
+    recorded = {
         name: str(value)
         for name, value in (start.get("environment") or {}).items()
-        if name.startswith(_STARTS) and not name.startswith(_OF_A_RANK) and value != HIDDEN
+        if _is_restored(name)
     }
+    hidden = {name for name, value in recorded.items() if value == HIDDEN}
+    now = {n: v for n, v in os.environ.items() if n in hidden or not _is_restored(n)}
+    return {**now, **{name: recorded[name] for name in recorded.keys() - hidden}}
+
+
+def _is_restored(name: str) -> bool:
+    return name.startswith(_STARTS) and not name.startswith(_OF_A_RANK)
 
 
 def scratch_folder() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 __all__ = ["VARIABLE", "ReplayRequest"]
@@ -24,6 +24,7 @@ class ReplayRequest:
         dump: folder for activations and gradients of the step; none if None.
         modules: glob pattern for the names of modules whose outputs are dumped.
         stop: open the debugger in the step.
+        rollbacks: the checkpoints that the run went back to, by the number of its steps then.
 
     Example:
         >>> from accel_callbacks.journal.replay_request import ReplayRequest
@@ -37,6 +38,7 @@ class ReplayRequest:
     dump: str | None = None
     modules: str = "*"
     stop: bool = False
+    rollbacks: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def requested(cls, environment: Mapping[str, str]) -> ReplayRequest | None:

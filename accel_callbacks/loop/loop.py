@@ -166,6 +166,7 @@ class Loop:
         stop_consumed: True if the run's stop ended a training that is over, so that another one
             may start.
         replays: a past step of another process is run again, so that nothing is saved.
+        recorded_rollbacks: in a replay, the checkpoints that the run went back to, by its steps.
         half_loaded: the checkpoint whose load failed after it had changed something.
         borrowed: the checkpoint whose weights the models hold for an evaluation.
 
@@ -208,6 +209,7 @@ class Loop:
         self.last_loss: torch.Tensor | None = None
         self.half_loaded: str | None = None
         self.replays = False
+        self.recorded_rollbacks: dict[int, str] = {}
         self.borrowed: str | None = None
         self.worked = False
         self.epochs_counted = self.stop_consumed = False

@@ -64,38 +64,69 @@ with accel.run("two") as run:
     for _ in run.epochs(2):
         for batch in data:
             loss = model(batch).square().mean()
-            if os.environ.get("PLANT") and accel.process_index == 1 and run.global_step == 3:
+            plant = os.environ.get("PLANT") if run.global_step == 3 else None
+            if plant == "loss" and accel.process_index == 1:
                 loss = loss + 1e-7
             accel.backward(loss)
+            if plant == "bit" and accel.process_index == 1:
+                next(model.parameters()).grad.view(torch.int32)[0, 0] ^= 1 << 28
+            accel.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
 """
 
 
-@pytest.mark.timeout(200)
-def test_a_step_of_two_processes_is_replayed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script, folder = tmp_path / "job.py", str(tmp_path / "run")
-    script.write_text(JOB)
-    launch = [sys.executable, "-m", "accel_callbacks.cli", "launch", "--cpu"]
-    command = [*launch, "--num_processes", "2", str(script), folder]
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two processes in the folder ``run``, beside its script."""
+    folder = tmp_path_factory.mktemp("two")
+    (folder / "job.py").write_text(JOB)
+    command = [sys.executable, "-m", "accel_callbacks.cli", "launch", "--cpu"]
+    command += ["--num_processes", "2", str(folder / "job.py"), str(folder / "run")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    assert warm.run(command, warm_children=True, env=environment).returncode == 0
+    return folder
+
+
+@pytest.fixture
+def warm_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start a launcher of a replay, and its ranks, in milliseconds."""
 
     def start(words: list[str], **options: Any) -> Any:
         return warm.run(words, warm_children=True, **options)
 
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert start(command, env=dict(os.environ)).returncode == 0
     monkeypatch.setattr(subprocess, "run", start)
-    replay = ["replay", folder, "--step", "4", "--command", " ".join(command)]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.usefixtures("warm_launches")
+def test_a_step_of_two_processes_is_replayed_from_the_recorded_command(
+    two: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replay = ["replay", str(two / "run"), "--step", "4"]
     assert main(replay) == 0
     printed = capsys.readouterr().out
     assert "replaying steps 3 to 4 from" in printed
     assert "ranks: 2" in printed
     assert "all bits are as they were" in printed
-    monkeypatch.setenv("PLANT", "1")
-    assert main(replay) == 1
-    assert "step 4, rank 1: the loss differs first" in capsys.readouterr().out
+    assert "changed since" not in printed
+    for plant, named in (("loss", "the loss differs first"), ("bit", "the gradient differs first")):
+        monkeypatch.setenv("PLANT", plant)
+        assert main(replay) == 1
+        assert f"step 4, rank 1: {named}" in capsys.readouterr().out
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.usefixtures("warm_launches")
+def test_another_number_of_processes_is_named(
+    two: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = f"{sys.executable} {two / 'job.py'} {two / 'run'}"
+    assert main(["replay", str(two / "run"), "--step", "2", "--command", command]) == 1
+    printed = capsys.readouterr().out
+    assert "step 1, rank 0: the data differ first" in printed
+    assert "world_size: 2 -> 1" in printed
 
 
 def train(folder: str, epochs: int, fail: bool = False) -> list[float]:

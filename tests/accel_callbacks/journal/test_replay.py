@@ -210,6 +210,11 @@ def test_the_recorded_command_line_is_started_on_as_many_processes(job: Path) ->
     assert replayed._words() == [sys.executable, *launch, "job.py", "-m", "x"]
     replayed.start["command"] = ["python", "-m", "package.train", "--lr", "1"]
     assert replayed._words()[-4:] == ["-m", "package.train", "--lr", "1"]
+    worker = ["/old/python", "-u", "/old/accel_callbacks/launch/worker.py"]  # of our launcher
+    replayed.start["command"] = [*worker, "script", "job.py", "-m", "x"]
+    assert replayed._words() == [sys.executable, *launch, "job.py", "-m", "x"]
+    replayed.start["command"] = [*worker, "module", "package.train", "--lr", "1"]
+    assert replayed._words() == [sys.executable, *launch, "-m", "package.train", "--lr", "1"]
 
 
 def test_what_has_changed_is_listed() -> None:
