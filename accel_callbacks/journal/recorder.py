@@ -183,7 +183,8 @@ class Recorder:
         if self._hub is not None and self._loop.run.is_global_zero:
             run = self._loop.run
             mark = {"kind": kind, "time": time.time(), "step": run._global_step}
-            self._hub.log_text({kind: json.dumps({**mark, **facts}, default=str)}, self._rows)
+            # A row among the others: written in the same call, and never dropped as media may be.
+            self._hub.put({"mark": json.dumps({**mark, **facts}, default=str)}, self._rows)
 
     # --- hooks --------------------------------------------------------------------------------
 

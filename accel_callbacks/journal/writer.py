@@ -79,20 +79,19 @@ class JournalWriter(Tracker):
             self._mark({**config, **self._facts()})
             self.flush()
 
-    def log_text(self, texts: Mapping[str, str], step: int) -> None:
-        """Write marks, which come as JSON."""
-        for text in texts.values():
-            self._mark(json.loads(text))
-
     def log(self, scalars: Mapping[str, Scalar], step: int, *, time: float | None = None) -> None:
         """Add one row."""
         self.log_rows([(scalars, step, clock.time() if time is None else time)])
 
     def log_rows(self, rows: Sequence[tuple[Mapping[str, Scalar], int, float]]) -> None:
-        """Add rows, which reach the file at the next flush."""
+        """Add rows, and marks, which come as JSON; they reach the files at the next flush."""
         assert self._rows is not None
         self._rows.make_room()  # before adding, because a call that fails is retried
-        self._rows.add(b"".join([self._row(*row) for row in rows]))
+        steps = [self._row(values, time) for values, _, time in rows if "mark" not in values]
+        self._rows.add(b"".join(steps))
+        for values, _, _ in rows:
+            if "mark" in values:
+                self._mark(json.loads(str(values["mark"])))
 
     def flush(self) -> None:
         """Append what is pending."""
@@ -115,7 +114,7 @@ class JournalWriter(Tracker):
             line = json.dumps(_finite(plain_config(facts)), separators=(",", ":"), allow_nan=False)
             self._marks.add(line.encode() + b"\n")
 
-    def _row(self, values: Mapping[Any, Any], _: int, time: float) -> bytes:
+    def _row(self, values: Mapping[Any, Any], time: float) -> bytes:
         losses = [values[index] for index in range(values["count"]) if index in values]
         rates = values["rates"]
         totals = values["data"], values["save"], values["evaluation"]
