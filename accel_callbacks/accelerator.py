@@ -1686,7 +1686,7 @@ class Accelerator(ProcessControl, MediaLogging):
         recorder = self._recorder()
         if self._replay is not None:
             resume = self._replay.checkpoint or False
-        return RunContext(new_run, self.loop, self.checkpointer, self.tracking, resume, recorder)
+        return RunContext(new_run, self.training_state, resume, recorder)
 
     def _recorder(self) -> Recorder | None:
         """Return what keeps the journal of a run, None where nobody wants one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from accel_callbacks.checkpoint.project import (
     project_save,
     refuse_each_node,
 )
-from accel_callbacks.checkpoint.restore import LoadOptions, find, restore_from, restore_newest
+from accel_callbacks.checkpoint.restore import LoadOptions, restore_from, restore_newest
 from accel_callbacks.checkpoint.selection import Only, Rename, Selection
 from accel_callbacks.checkpoint.tensor_file import save_tensors, save_text, writable_folder
 from accel_callbacks.checkpoint.trained_parameters import require_prepared_steps, require_saved
@@ -39,7 +39,7 @@ from accel_callbacks.modeling.adapters import (
 )
 
 if TYPE_CHECKING:
-    from checkpoint_io import CheckpointFolder, CheckpointReader
+    from checkpoint_io import CheckpointFolder
 
 __all__ = ["Checkpointer"]
 
@@ -415,36 +415,6 @@ class Checkpointer:
                 + describe_foreign_folder(root, storage_options)
             )
         return path
-
-    def find(
-        self, place: str, options: LoadOptions, *, newest: bool = False
-    ) -> CheckpointReader | None:
-        """Open a checkpoint, or the newest of a folder, to look at before it is restored."""
-        require_neighbour("checkpoint_io")
-        return find(self.training, place, options, newest=newest)
-
-    def restore(
-        self, url: str, options: LoadOptions, reader: CheckpointReader | None = None
-    ) -> str:
-        """Restore a checkpoint, which may have been opened before; return its path."""
-        return restore_from(self.training, url, options, reader)
-
-    def restore_newest(
-        self,
-        root: str,
-        options: LoadOptions,
-        skip: Collection[str] = (),
-        first: CheckpointReader | None = None,
-    ) -> str | None:
-        """Restore the newest valid checkpoint of a folder; return its path, None if it has none.
-
-        Args:
-            root: the folder.
-            options: what is restored, and how.
-            skip: paths that are not tried.
-            first: the newest, if it was opened before.
-        """
-        return restore_newest(self.training, root, options, skip, first)
 
 
 def _checked(callbacks: SaveCallbacks, check: Callable[[], None]) -> SaveCallbacks:

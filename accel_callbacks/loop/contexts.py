@@ -12,9 +12,8 @@ import torch
 
 from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbour
-from accel_callbacks.checkpoint.checkpointer import Checkpointer
 from accel_callbacks.checkpoint.open import together, unwrapped_failure
-from accel_callbacks.checkpoint.restore import LoadOptions
+from accel_callbacks.checkpoint.restore import LoadOptions, find, restore_from, restore_newest
 from accel_callbacks.checkpoint.trained_parameters import require_saved
 from accel_callbacks.checkpoint.training_state import TrainingState
 from accel_callbacks.data.prepare import Loaders
@@ -27,7 +26,6 @@ from accel_callbacks.loop.loop import Loop
 from accel_callbacks.loop.passes import Passes
 from accel_callbacks.loop.run import TrainingRun
 from accel_callbacks.strategies import Strategy
-from accel_callbacks.tracking.trackers import Tracking
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
@@ -162,9 +160,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
 
     Args:
         new_run: makes the run.
-        loop: fires the hooks.
-        checkpointer: restores a checkpoint.
-        tracking: the trackers.
+        training: what a checkpoint restores, with the loop that fires the hooks, and the trackers.
         resume: see ``Accelerator.run``.
         recorder: keeps the journal, None without one.
     """
@@ -172,17 +168,14 @@ class RunContext(AbstractContextManager[TrainingRun]):
     def __init__(
         self,
         new_run: Callable[[], TrainingRun],
-        loop: Loop,
-        checkpointer: Checkpointer,
-        tracking: Tracking,
+        training: TrainingState,
         resume: bool | str,
         recorder: Recorder | None = None,
     ) -> None:
         self._recorder = recorder
         self._new_run = new_run
-        self._loop = loop
-        self._checkpointer = checkpointer
-        self._tracking = tracking
+        self._training = training
+        self._loop, self._tracking = training.loop, training.tracking
         self._resume = resume
         self._path = fspath(resume) if not isinstance(resume, bool) and resume != _ANYWAY else None
         self._reader: CheckpointReader | None = None
@@ -230,7 +223,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
 
     def _hold_folders(self) -> None:
         """Collective: take the leases of the folders to which this run writes."""
-        loop, project = self._loop, self._checkpointer.training.project
+        loop, project = self._loop, self._training.project
         folders = loop.saved_folders()
         if loop.leases.is_main_process:
             folders += self._tracking.folders()
@@ -253,10 +246,10 @@ class RunContext(AbstractContextManager[TrainingRun]):
         if self._run.resumed_from is not None or self._resume is False:
             return
         if self._path is not None:
-            self._reader = self._checkpointer.find(self._path, LoadOptions())
+            self._reader = find(self._training, self._path, LoadOptions(), newest=False)
         else:
             for callback in self._loop.savers:
-                self._reader = self._checkpointer.find(*self._place(callback), newest=True)
+                self._reader = find(self._training, *self._place(callback), newest=True)
                 if self._reader is not None:
                     self._finder = callback
                     break
@@ -298,12 +291,12 @@ class RunContext(AbstractContextManager[TrainingRun]):
     def _restore(self) -> None:
         run = self._run
         if self._loop.savers:
-            require_saved(self._checkpointer.training, "run")
+            require_saved(self._training, "run")
         if run.resumed_from is not None:
             self._report(run.resumed_from)
         elif self._path is not None:
             options = LoadOptions(accept=self._accept)
-            self._report(self._checkpointer.restore(self._path, options, self._reader))
+            self._report(restore_from(self._training, self._path, options, self._reader))
         elif self._resume is not False:
             self._restore_newest()
         self._loop.leases.describe(run)  # a resumed run has the id of before
@@ -319,7 +312,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
         for callback in self._loop.savers:
             root, options = self._place(callback)
             first = self._reader if callback is self._finder else None
-            url = self._checkpointer.restore_newest(root, options, first=first)
+            url = restore_newest(self._training, root, options, first=first)
             if url is not None:
                 self._report(url)
                 return
