@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 from checkpoint_io.errors import CheckpointConflictError, CheckpointError, CorruptCheckpointError
@@ -131,6 +131,26 @@ class Store(Protocol):
 
     def child(self, name: str) -> Store:
         """Return the store of a folder inside this one."""
+
+
+class ObjectStore:
+    """What stores of objects have in common: each appears whole, and none is locked or renamed."""
+
+    url: str
+    can_rename = False  # they copy and delete instead, which is not atomic
+    span_bytes = REMOTE_SPAN
+
+    def together(self) -> AbstractContextManager[None]:
+        """Do nothing: each object is durable once it is there."""
+        return nullcontext()
+
+    def lock(self) -> AbstractContextManager[None]:
+        """Do nothing: there are no locks; `replace` compares the manifest's token."""
+        return nullcontext()
+
+    def rename(self, old: str, new: str) -> None:
+        """Raise CheckpointError: renames are not atomic here."""
+        raise CheckpointError(f"{self.url}: this store has no atomic rename")
 
 
 def protocol_of(url: str) -> str:

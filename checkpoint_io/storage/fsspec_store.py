@@ -15,8 +15,8 @@ from checkpoint_io.format.manifest import digest_matches
 from checkpoint_io.format.names import MANIFEST
 from checkpoint_io.storage.base import (
     OBJECT_STORES,
-    REMOTE_SPAN,
     Deliver,
+    ObjectStore,
     Span,
     Write,
     child_name,
@@ -38,11 +38,8 @@ _TAGS = ("generation", "ETag", "etag", "e_tag")
 _replacing = Lock()  # makes comparing and writing one step among the threads of this process
 
 
-class FsspecStore:
+class FsspecStore(ObjectStore):
     """A folder behind an fsspec driver."""
-
-    can_rename = False  # object stores copy and delete instead, which is not atomic
-    span_bytes = REMOTE_SPAN
 
     def __init__(self, driver: Driver, path: str, url: str) -> None:
         self._driver = driver
@@ -89,10 +86,6 @@ class FsspecStore:
             with suppress(NotImplementedError):
                 self._driver.request_once(lambda fs: fs.makedirs(self._path, exist_ok=True))
 
-    def together(self) -> AbstractContextManager[None]:
-        """Do nothing: each object is durable once it is there."""
-        return nullcontext()
-
     def token(self, name: str) -> str:
         """Return the generation or entity tag, else a digest of the object's other properties."""
         self._invalidate()
@@ -100,10 +93,6 @@ class FsspecStore:
             return self._driver.token(self._at(name))
         except FileNotFoundError:
             return ""
-
-    def lock(self) -> AbstractContextManager[None]:
-        """Do nothing: these stores have no locks; `replace` compares the manifest's token."""
-        return nullcontext()
 
     def replace(self, name: str, data: bytes, temporary: str, expected: str | None = None) -> None:
         """Put the object by one request, or by a rename or copy where that is atomic.
@@ -223,10 +212,6 @@ class FsspecStore:
     def reconnect(self) -> None:
         """Replace the filesystem by a new one, which has connections and caches of its own."""
         self._driver.reconnect()
-
-    def rename(self, old: str, new: str) -> None:
-        """Raise CheckpointError: renames are not atomic here."""
-        raise CheckpointError(f"{self.url}: this store has no atomic rename")
 
     def fetch(self, spans: Sequence[Span], deliver: Deliver) -> None:
         """Read spans, several at a time where the driver can; a changed object is an error."""

@@ -89,28 +89,25 @@ class TorchSource:
 
 def read_torch_file(file: WeightFile) -> dict[str, torch.Tensor]:
     """Return the state dict in one file; refuse anything but tensors in plain containers."""
-    with file.open() as reader:
-        is_zip = reader.size >= 4 and bytes(reader.read(0, 4)) == b"PK\x03\x04"
-        try:
-            document = _unpickle(file, reader, is_zip)
-        except (OSError, MemoryError, CorruptCheckpointError):
-            raise
-        except Exception as error:  # torch raises errors of many types for damaged input
-            raise _refusal(file.where, error) from error
+    with file.open() as reader, _refusals(file.where):
+        stream: IO[bytes] = io.BufferedReader(RangeFile(reader), _READ_AHEAD)
+        is_zip = _check_archive(stream, file.where)
+        folder = local_folder(file.store)
+        if is_zip and folder is not None:  # mapped, so that only the copied tensors are read
+            path = os.path.join(folder, file.name)
+            document = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        else:
+            document = torch.load(stream, map_location="cpu", weights_only=True)
     return _state_dict(document, file.where)
 
 
 def read_restricted(reader: RangeReader, location: str) -> Any:
     """Return what one `torch.save` wrote into a part of a file, with the same restrictions."""
     stream = io.BufferedReader(RangeFile(reader), _READ_AHEAD)
-    try:
+    with _refusals(location):
         refuse_compressed(stream, location)
         stream.seek(0)
         return torch.load(stream, map_location="cpu", weights_only=True)
-    except (OSError, MemoryError, CorruptCheckpointError):
-        raise
-    except Exception as error:  # torch raises errors of many types for damaged input
-        raise _refusal(location, error) from error
 
 
 def load_restricted(file: str | os.PathLike[str] | IO[bytes], map_location: Any = None) -> Any:
@@ -132,16 +129,9 @@ def load_restricted(file: str | os.PathLike[str] | IO[bytes], map_location: Any 
             stream: IO[bytes] = io.BufferedReader(RangeFile(reader), _READ_AHEAD)
         else:
             stream, location = file, str(getattr(file, "name", "the open file"))
-        try:
-            if stream.read(4) == b"PK\x03\x04":
-                refuse_compressed(stream, location)
-            stream.seek(0)
-            with torch.serialization.safe_globals(_array_parts()):
-                return torch.load(stream, map_location=map_location, weights_only=True)
-        except (OSError, MemoryError, CorruptCheckpointError):
-            raise
-        except Exception as error:  # torch raises errors of many types for damaged input
-            raise _refusal(location, error) from error
+        with _refusals(location), torch.serialization.safe_globals(_array_parts()):
+            _check_archive(stream, location)
+            return torch.load(stream, map_location=map_location, weights_only=True)
 
 
 def _array_parts() -> list[Any]:
@@ -153,17 +143,13 @@ def _array_parts() -> list[Any]:
     return [*named, *types, type(np.dtype(bool)), np.ndarray, np.dtype, codecs.encode]
 
 
-def _unpickle(file: WeightFile, reader: RangeReader, is_zip: bool) -> Any:
-    """Read a file with torch; map a local one, so that only the copied tensors are read."""
-    stream = io.BufferedReader(RangeFile(reader), _READ_AHEAD)
+def _check_archive(stream: IO[bytes], location: str) -> bool:
+    """Return whether a file is a zip archive, refused if compressed; it is at its start again."""
+    is_zip = stream.read(4) == b"PK\x03\x04"
     if is_zip:
-        refuse_compressed(stream, file.where)
-        stream.seek(0)
-    folder = local_folder(file.store)
-    if is_zip and folder is not None:
-        path = os.path.join(folder, file.name)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    return torch.load(stream, map_location="cpu", weights_only=True)
+        refuse_compressed(stream, location)
+    stream.seek(0)
+    return is_zip
 
 
 def refuse_compressed(stream: IO[bytes], location: str) -> None:
@@ -190,6 +176,17 @@ def refuse_repetition(wanted: int, held: int, location: str) -> None:
             f"{location} was refused: its tensors would take {wanted} bytes, and it stores {held} "
             "of them (expanded tensors); save contiguous ones"
         )
+
+
+@contextmanager
+def _refusals(location: str) -> Iterator[None]:
+    """Raise CorruptCheckpointError for any error of torch: it has many types for damaged input."""
+    try:
+        yield
+    except (OSError, MemoryError, CorruptCheckpointError):
+        raise
+    except Exception as error:
+        raise _refusal(location, error) from error
 
 
 def _refusal(location: str, error: Exception) -> CorruptCheckpointError:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from checkpoint_io.errors import CheckpointError
 from checkpoint_io.format.names import MANIFEST, save_id_of
 from checkpoint_io.storage.base import (
-    REMOTE_SPAN,
     Deliver,
+    ObjectStore,
     Span,
     Write,
     child_name,
@@ -30,12 +29,10 @@ from checkpoint_io.storage.s3.upload import ClientTransfer, Transfer
 _AT_ONCE = 16
 
 
-class S3Store:
+class S3Store(ObjectStore):
     """A prefix of a bucket; objects appear complete, and the manifest by a conditional put."""
 
-    can_rename = False  # S3 copies and deletes instead, which is not atomic
     can_remove = True
-    span_bytes = REMOTE_SPAN
 
     def __init__(
         self,
@@ -66,10 +63,6 @@ class S3Store:
         """Upload a new object; publish nothing, and leave no parts, if the block raises."""
         return self._transfer.upload(self._key(name), size)
 
-    def together(self) -> AbstractContextManager[None]:
-        """Do nothing: each object is durable once it is there."""
-        return nullcontext()
-
     def token(self, name: str) -> str:
         """Return the entity tag of an object, "" if there is none."""
         return self._client.run(conditional.token(self._client, self._key(name)))
@@ -79,10 +72,6 @@ class S3Store:
         key, beside = self._key(name), self._key(temporary)
         work = conditional.replace(self._client, key, data, expected, self._checksum, beside)
         self._client.run(work)
-
-    def lock(self) -> AbstractContextManager[None]:
-        """Do nothing: S3 has no locks; the commit is conditional instead."""
-        return nullcontext()
 
     def fetch(self, spans: Sequence[Span], deliver: Deliver) -> None:
         """Read spans, several at once, each object in a single version."""
@@ -96,10 +85,6 @@ class S3Store:
         """Make new clients; requests that are under way finish with the old ones."""
         self._client.reconnect()
         self._transfer.reconnect()
-
-    def rename(self, old: str, new: str) -> None:
-        """Raise CheckpointError: S3 has no atomic rename."""
-        raise CheckpointError(f"{self.url}: S3 has no atomic rename")
 
     @contextmanager
     def open(self, name: str) -> Iterator[S3Reader]:
