@@ -200,10 +200,10 @@ commit
     tests/checkpoint_io/test_job.py
     tests/checkpoint_io/test_round_trip.py
     tests/checkpoint_io/test_local_engine.py
-    tests/checkpoint_io/test_two_writers.py
     tests/checkpoint_io/test_verify.py
     tests/checkpoint_io/test_sharded_save.py
     tests/faults/test_disk.py
+    tests/faults/test_two_jobs.py
     tests/checkpoint_io/test_second_read.py
     tests/checkpoint_io/test_hostile.py
     tests/checkpoint_io/test_faults.py

@@ -12,7 +12,6 @@ import textwrap
 import threading
 import warnings
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -249,53 +248,16 @@ def test_an_interrupt_ends_the_wait_and_not_the_save(saver, gate):
 # --- processes ------------------------------------------------------------------------------------
 
 
-# A process that has imported all, and forks for each script: the child runs it as its own main
-# program and ends as an interpreter ends.
-FORKS = """
-import json, os, sys
-sys.path.insert(0, sys.argv[1])
-import torch, checkpoint_io, fsspec.implementations.local, gated_files
-torch.set_num_threads(1)
-for line in sys.stdin:
-    script, out, err, *arguments = json.loads(line)
-    child = os.fork()
-    if child == 0:
-        os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT), 1)
-        os.dup2(os.open(err, os.O_WRONLY | os.O_CREAT), 2)
-        sys.argv[1:] = arguments
-        break
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-else:
-    script = ""
-exec(compile(script, "script", "exec"), {"__name__": "__main__", "sys": sys})
-"""
-
-
-@pytest.fixture(scope="module")
-def interpreter():
-    command = [sys.executable, "-c", FORKS, str(SUPPORT)]
-    with warm.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        yield process
-        process.stdin.close()
-
-
-@dataclass
-class Done:
-    status: int
-    out: str
-    err: str
-
-
 @pytest.fixture
-def run(interpreter, tmp_path_factory):
-    """Runs a script as the main program of a process."""
+def run():
+    """Runs a script as the main program of a process, which ends as an interpreter ends."""
+    path = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
 
-    def run(script: str, *arguments: object) -> Done:
-        folder = tmp_path_factory.mktemp("output")
-        texts = [textwrap.dedent(script), folder / "out", folder / "err", *arguments]
-        print(json.dumps(list(map(str, texts))), file=interpreter.stdin, flush=True)
-        status = int(interpreter.stdout.readline())
-        return Done(status, (folder / "out").read_text(), (folder / "err").read_text())
+    def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+        code = "import sys\n" + textwrap.dedent(script)
+        command = [sys.executable, "-c", code, *map(str, arguments)]
+        environment = {**os.environ, "PYTHONPATH": path}
+        return warm.run(command, capture_output=True, text=True, env=environment, timeout=60)
 
     return run
 
@@ -325,7 +287,7 @@ SAVES_AND_ENDS = """
 def test_the_process_ends_after_the_save_however_the_script_ends(run, tmp_path, ending):
     last_line, status = ENDINGS[ending]
     done = run(SAVES_AND_ENDS + "    " + last_line, tmp_path)
-    assert done.status == status, done.err
+    assert done.returncode == status, done.stderr
     gate = Gate(tmp_path)
     assert torch.equal(load(gate, "c")["w"], torch.ones(100_000))
 
@@ -339,7 +301,7 @@ RESERVES_AND_ENDS = """
 
 def test_a_process_may_end_while_memory_is_reserved_for_its_first_save(run):
     done = run(RESERVES_AND_ENDS)
-    assert done.status == 0, done.err
+    assert done.returncode == 0, done.stderr
 
 
 FAILS_AND_ENDS = """
@@ -356,11 +318,11 @@ FAILS_AND_ENDS = """
 
 def test_an_error_that_nobody_asked_for_is_shown_at_the_end_and_the_status_is_not_0(run, tmp_path):
     done = run(FAILS_AND_ENDS, tmp_path)
-    assert done.status == 1
-    assert "FAILED" in done.err
-    assert "OSError: the disk is on fire" in done.err
-    assert "Traceback" in done.err
-    assert done.out.splitlines() == ["and a later one", "the script's own exit handler"]
+    assert done.returncode == 1
+    assert "FAILED" in done.stderr
+    assert "OSError: the disk is on fire" in done.stderr
+    assert "Traceback" in done.stderr
+    assert done.stdout.splitlines() == ["and a later one", "the script's own exit handler"]
 
 
 @pytest.mark.parametrize("ask", ["saver.wait()", "handle.wait()", "saver.close()"])
@@ -372,15 +334,15 @@ def test_an_error_that_was_asked_for_is_not_shown_again(run, tmp_path, ask):
         print("caught", error)
     """
     done = run(FAILS_AND_ENDS + caught, tmp_path)
-    assert done.status == 0, done.err
-    assert "caught" in done.out
-    assert "FAILED" not in done.err
+    assert done.returncode == 0, done.stderr
+    assert "caught" in done.stdout
+    assert "FAILED" not in done.stderr
 
 
 def test_an_error_is_shown_even_if_saver_and_handle_are_gone(run, tmp_path):
     done = run(FAILS_AND_ENDS + "    del saver, handle\n    import gc; gc.collect()", tmp_path)
-    assert done.status == 1
-    assert "the disk is on fire" in done.err
+    assert done.returncode == 1
+    assert "the disk is on fire" in done.stderr
 
 
 def test_pools_of_threads_still_work_for_a_save_that_outlives_the_script(run, tmp_path):
@@ -399,7 +361,7 @@ def test_pools_of_threads_still_work_for_a_save_that_outlives_the_script(run, tm
     saver.submit(job, afterwards=upload)
     """
     done = run(script, tmp_path)
-    assert (done.status, done.out) == (0, "worked\n"), done.err
+    assert (done.returncode, done.stdout) == (0, "worked\n"), done.stderr
 
 
 def test_an_interrupt_at_the_end_gives_the_save_up(run, tmp_path):
@@ -415,8 +377,8 @@ def test_an_interrupt_at_the_end_gives_the_save_up(run, tmp_path):
     sys.stderr = Interrupts()
     """
     done = run(SAVES_AND_ENDS.replace("timer.start()", "") + script, tmp_path)
-    assert done.status == 130, done.err
-    assert "the save is aborted" in done.err
+    assert done.returncode == 130, done.stderr
+    assert "the save is aborted" in done.stderr
 
 
 def test_a_forked_child_neither_waits_for_the_save_nor_runs_it_again(run, tmp_path):
@@ -443,7 +405,7 @@ def test_a_forked_child_neither_waits_for_the_save_nor_runs_it_again(run, tmp_pa
     assert handle.wait().generation == 1
     """
     done = run(script, tmp_path)
-    assert done.status == 0, done.err
+    assert done.returncode == 0, done.stderr
 
 
 def test_workers_of_a_loader_that_were_forked_in_between_end_and_the_save_too(run, tmp_path):
@@ -459,7 +421,7 @@ def test_workers_of_a_loader_that_were_forked_in_between_end_and_the_save_too(ru
     gate.open()
     """
     done = run(script, tmp_path)
-    assert done.status == 0, done.err
+    assert done.returncode == 0, done.stderr
     assert load(Gate(tmp_path), "c")["w"].tolist() == [1, 1, 1]
 
 
@@ -473,6 +435,6 @@ def test_a_save_to_s3_ends_after_the_script(run, s3_options):
     weight.zero_()
     """
     done = run(script, json.dumps(s3_options))
-    assert done.status == 0, done.err
+    assert done.returncode == 0, done.stderr
     found = checkpoint_io.load("s3://bucket/exit", storage_options=s3_options).state["w"]
     assert torch.equal(found, torch.ones(3_000_000))

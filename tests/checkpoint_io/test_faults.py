@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,6 +22,7 @@ from checkpoint_io import (
     verify,
 )
 from checkpoint_io.format.names import save_id_of
+from tests.support import warm
 
 
 def test_every_flipped_bit_is_found_and_named(
@@ -157,7 +157,7 @@ def test_real_disk_full_leaves_the_old_one(tmp_path: Path, state: Any) -> None:
         "try: checkpoint_io.save(sys.argv[1], {'small': 1, 'big': torch.ones(2**20)})\n"
         "except checkpoint_io.CheckpointError as e: print('refused', e)\n"
     )
-    run = subprocess.run(
+    run = warm.run(
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
     )
     assert "refused" in run.stdout

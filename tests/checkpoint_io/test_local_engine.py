@@ -27,6 +27,7 @@ from checkpoint_io.storage.base import Span
 from checkpoint_io.storage.buffers import BUFFER_BYTES, BufferPool, aligned
 from checkpoint_io.storage.local import LocalStore
 from checkpoint_io.storage.local_write import DirectOutput, switch_direct
+from tests.support import warm
 
 PIECE = 64 * 1024  # small pieces, so that every boundary is met without much data
 SIZES = [0, 1, 4095, 4096, 4097]
@@ -252,7 +253,7 @@ print((peak() - before) // 1024)
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux' /proc")
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
-    run = subprocess.run(
+    run = warm.run(
         [sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, check=True
     )
     assert int(run.stdout) < local_write.RING * BUFFER_BYTES / 2**20 + 8
@@ -281,7 +282,7 @@ except OSError as error:
 @pytest.mark.parametrize("megabytes", [200, 41])
 def test_error_of_the_writing_thread_is_raised(tmp_path: Path, megabytes: int) -> None:
     """A limit on file size makes the kernel refuse; met in the middle, or when all is written."""
-    run = subprocess.run(
+    run = warm.run(
         [sys.executable, "-c", LIMITED, str(tmp_path), str(megabytes)],
         capture_output=True,
         text=True,

@@ -31,6 +31,7 @@ from checkpoint_io import (
 from checkpoint_io.storage import local_read
 from checkpoint_io.storage.local import LocalStore
 from checkpoint_io.weights.merge import _check_destination
+from tests.support import warm
 
 
 @pytest.fixture
@@ -270,7 +271,7 @@ def test_another_process_is_locked_out_without_locks_of_folders(
     tmp_path: Path, windows_locks: None
 ) -> None:
     folder = tmp_path / "step-1"
-    child = subprocess.Popen(
+    child = warm.Popen(
         [sys.executable, "-c", HOLDER, str(folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -3,7 +3,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
 import sys
 import threading
 import uuid
@@ -37,6 +36,7 @@ from checkpoint_io.storage.fsspec_store import Driver
 from checkpoint_io.storage.open import FsspecStore, open_store
 from checkpoint_io.storage.retry import RetryPolicy
 from tests.servers import sftp_server
+from tests.support import warm
 
 
 @pytest.fixture(scope="module")
@@ -336,7 +336,7 @@ for argument in sys.argv[1:]:
 
 def test_missing_driver_says_what_to_install() -> None:
     command = [sys.executable, "-c", WITHOUT, *(f"{k}={v}" for k, v in DRIVERS.items())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = warm.run(command, capture_output=True, text=True, timeout=60, check=True)
     lines = done.stdout.splitlines()
     for line, extra in zip(lines, ("gcs", "azure", "s3", "sftp"), strict=True):
         assert f'pip install "accel-callbacks[{extra}]"' in line
