@@ -18,8 +18,14 @@ from typing import Any, Protocol
 from checkpoint_io.async_save.staging import HostBuffers
 from checkpoint_io.errors import CheckpointError, CheckpointWarning
 from checkpoint_io.format.manifest import Manifest
-from checkpoint_io.group import ProcessGroupLike, SingleProcess
-from checkpoint_io.outcome import Outcome, agree, failed_ranks, raise_failure
+from checkpoint_io.group import (
+    Outcome,
+    ProcessGroupLike,
+    SingleProcess,
+    agree,
+    failed_ranks,
+    raise_failure,
+)
 from checkpoint_io.saver.commit import fixed_or_next
 from checkpoint_io.saver.save import SaveJob, prepare_save
 from checkpoint_io.warning import warn

@@ -18,12 +18,11 @@ from checkpoint_io.errors import (
 from checkpoint_io.folder.discovery import CheckpointInfo, FolderEntry, Scanner, age_order
 from checkpoint_io.folder.retention import Choose, Pruning, check_mode, ranked
 from checkpoint_io.format.manifest import Manifest
-from checkpoint_io.group import ProcessGroupLike, SingleProcess
+from checkpoint_io.group import Outcome, ProcessGroupLike, SingleProcess, describe_failures
 from checkpoint_io.loader.lazy import CheckpointReader, open_checkpoint
 from checkpoint_io.loader.load import Checkpoint, Request, Steps, load_in_steps, load_request
 from checkpoint_io.loader.selection import Only, Rename
 from checkpoint_io.local_files import base_name
-from checkpoint_io.outcome import Outcome, describe_failures
 from checkpoint_io.saver.save import SaveJob, prepare_save
 from checkpoint_io.sharding.local_tensors import Replicated
 from checkpoint_io.storage.open import child_name, open_store

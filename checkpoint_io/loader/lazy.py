@@ -16,14 +16,13 @@ from checkpoint_io.format import json as jsonio
 from checkpoint_io.format.manifest import Manifest
 from checkpoint_io.format.safetensors import dtype_of
 from checkpoint_io.format.tree import decode_tree
-from checkpoint_io.group import ProcessGroupLike
+from checkpoint_io.group import Outcome, ProcessGroupLike
 from checkpoint_io.loader.files import retry_if_replaced
 from checkpoint_io.loader.selection import nearest
 from checkpoint_io.loader.share import Claim, check_share, claim_of
 from checkpoint_io.loader.source import Source, nbytes_of, wants_for
 from checkpoint_io.loader.transfer import Bytes, Flat, Want
 from checkpoint_io.loader.verify import check_files
-from checkpoint_io.outcome import Outcome
 from checkpoint_io.saver.collect import is_shared, local_prefix
 from checkpoint_io.sharding.boxes import Axes, Axis
 from checkpoint_io.storage.open import Store, open_store

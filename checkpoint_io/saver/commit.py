@@ -40,8 +40,8 @@ from checkpoint_io.format.names import (
     temporary_name,
 )
 from checkpoint_io.format.parse import parse_document, parse_manifest
+from checkpoint_io.group import Outcome
 from checkpoint_io.loader.files import manifest_of
-from checkpoint_io.outcome import Outcome
 from checkpoint_io.storage.open import Store
 from checkpoint_io.threads import collector_paused
 from checkpoint_io.warning import warn

@@ -28,8 +28,14 @@ from checkpoint_io.format.names import (
     tensors_name,
 )
 from checkpoint_io.format.parse import parse_manifest
-from checkpoint_io.group import ProcessGroupLike, SingleProcess
-from checkpoint_io.outcome import Outcome, agree, collective, raise_failure
+from checkpoint_io.group import (
+    Outcome,
+    ProcessGroupLike,
+    SingleProcess,
+    agree,
+    collective,
+    raise_failure,
+)
 from checkpoint_io.progress import TransferProgress
 from checkpoint_io.saver.commit import Commit, NextGeneration, fixed_or_next
 from checkpoint_io.saver.plan import RankPlan

@@ -17,8 +17,7 @@ from checkpoint_io.format import json as jsonio
 from checkpoint_io.format.names import new_save_id, parse_size
 from checkpoint_io.format.safetensors import host_pieces, layout
 from checkpoint_io.format.tree import TreeEncoder
-from checkpoint_io.group import ProcessGroupLike, SingleProcess, TorchGroup
-from checkpoint_io.outcome import Outcome, agree
+from checkpoint_io.group import Outcome, ProcessGroupLike, SingleProcess, TorchGroup, agree
 from checkpoint_io.progress import TransferProgress
 from checkpoint_io.saver.collect import pack, tied_names
 from checkpoint_io.sharding.dtensor import check_placements, in_mesh, is_dtensor
