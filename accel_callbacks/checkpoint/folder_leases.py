@@ -84,7 +84,9 @@ class FolderLeases:
             text = None if error is None else str(error)
             pause, text = collectives.broadcast_object((pause, text))
             if text is not None:
-                raise error or _lease_error(text)
+                from checkpoint_io import LeaseError
+
+                raise error or LeaseError(text)
             time.sleep(pause)
         self.run = run
 
@@ -172,9 +174,3 @@ def _release_apart(leases: dict[str, Lease]) -> None:
 def _release_all(leases: dict[str, Lease]) -> None:
     for lease in leases.values():
         lease.release()
-
-
-def _lease_error(text: str) -> Exception:
-    from checkpoint_io import LeaseError
-
-    return LeaseError(text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -64,7 +64,9 @@ def read_window(
     window = local.get("window") if same and local is not None else None
     if window is not None and window.get("averaged_over", saved) != training.strategy.averaged_over:
         window = None  # each rank had seen a part of the tokens of its data rank alone
-    if window is not None and not _any_sharded(selection, window["gradients"], parameters):
+    names = () if window is None else map(selection.weight, window["gradients"])
+    sharded = any(collectives.is_sharded(parameters.get(name)) for name in names)
+    if window is not None and not sharded:
         gradients = {
             name: gradient.to(parameters[name].device)
             for saved_name, gradient in window["gradients"].items()
@@ -110,12 +112,6 @@ def restore_window(training: TrainingState, saved: OpenWindow | None) -> None:
         window.normalizer.load_state_dict(saved.state["normalizer"])
     logged = None if saved is None else saved.state.get("logged")
     training.tracking.row.load_state_dict(logged, training.loop.run)
-
-
-def _any_sharded(
-    selection: Selection, names: Iterable[str], parameters: Mapping[str, torch.Tensor]
-) -> bool:
-    return any(collectives.is_sharded(parameters.get(selection.weight(name))) for name in names)
 
 
 def _windows_of_all(reader: CheckpointReader) -> list[tuple[CheckpointReader, dict[str, Any]]]:

@@ -229,7 +229,9 @@ def project_save(
     if not config.automatic_checkpoint_naming:
         return SavePlace(folder, None, dict(_MARK), callbacks)
     with shared_failure(f"looking into {folder.url}"):
-        behind = 1 + _highest(folder) if collectives.rank() == 0 else 0
+        # Of any run, and of checkpoints that are not valid: their names are taken too.
+        names = folder.names() if collectives.rank() == 0 else []
+        behind = 1 + max((n for n in map(number_of, names) if n is not None), default=-1)
     number = max(config.iteration, collectives.broadcast_object(behind))
 
     def started() -> None:
@@ -261,12 +263,6 @@ def number_of(path: str) -> int | None:
     """Return the number of a checkpoint that was named automatically, None for others."""
     match = _NUMBERED.fullmatch(base_name(path))
     return int(match[1]) if match else None
-
-
-def _highest(folder: CheckpointFolder) -> int:
-    """Return the highest number in a folder, of any run and valid or not; -1 if there is none."""
-    numbers = map(number_of, folder.names())
-    return max((number for number in numbers if number is not None), default=-1)
 
 
 def _retention(folder: CheckpointFolder, limit: int | None, run: TrainingRun) -> SaveCallbacks:

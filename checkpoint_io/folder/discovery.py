@@ -118,12 +118,6 @@ def _head(store: Store) -> bytes:
         return bytes(reader.read(0, min(reader.size, _HEAD_BYTES)))
 
 
-def entries_held(manifest: Manifest) -> int:
-    """Return how many entries of files and of chunks a manifest holds in memory."""
-    tensors: Mapping[str, TensorEntry] = vars(manifest).get("tensors", {})  # unless it is lazy
-    return len(manifest.files) + sum(len(tensor.chunks) for tensor in tensors.values())
-
-
 class Scanner:
     """Scans the folders of one store; caches manifests, and their ages, until they change."""
 
@@ -221,7 +215,11 @@ class Scanner:
     def _trim(self) -> None:
         """Forget the oldest manifests, as long as all together take too much memory."""
         with self._guard:
-            sizes = {name: entries_held(manifest) for name, (_, manifest) in self._cache.items()}
+            sizes = {}  # entries of files, and of chunks where they have been parsed
+            for name, (_, manifest) in self._cache.items():
+                tensors: Mapping[str, TensorEntry] = vars(manifest).get("tensors", {})
+                chunks = sum(len(tensor.chunks) for tensor in tensors.values())
+                sizes[name] = len(manifest.files) + chunks
             total = sum(sizes.values())
             for name, size in sizes.items():
                 if total <= _CACHED_ENTRIES:

@@ -144,7 +144,10 @@ class CheckpointReader:
     def decoded(self, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """Return both states, with these tensors (by key) in place of references."""
         with collector_paused():
-            states = [_decode(tree, tensors, label) for label, tree in self._trees]
+            states = [decode_tree(tree, tensors, label) for label, tree in self._trees]
+        for (label, _), state in zip(self._trees, states, strict=True):
+            if not isinstance(state, dict):
+                raise CorruptCheckpointError(f"{label}: the state is not a dict")
         return states[0], states[1] if len(states) > 1 else None
 
     def keys(self) -> list[str]:
@@ -319,14 +322,6 @@ def _parse(data: bytes, label: str) -> Any:
     if not isinstance(document, dict) or "state" not in document:
         raise CorruptCheckpointError(f"{label}: there is no state in it")
     return document["state"]
-
-
-def _decode(tree: Any, tensors: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """Decode a state; raise CorruptCheckpointError if it is not a dict."""
-    state = decode_tree(tree, tensors, label)
-    if not isinstance(state, dict):
-        raise CorruptCheckpointError(f"{label}: the state is not a dict")
-    return state
 
 
 class TensorView:

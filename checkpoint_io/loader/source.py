@@ -233,7 +233,10 @@ def check_target(entry: TensorEntry, key: str, target: torch.Tensor, cast: bool 
             "nothing was changed: convert the target first, or pass cast=True"
         )
     if type(target) not in _PLAIN and is_dtensor(target):
-        _check_dtensor(key, target)
+        try:
+            check_placements(target, f"tensor {key}: the target")
+        except UnsupportedStateError as error:
+            raise StateMismatchError(f"{error}; nothing was changed") from None
     if target.layout is not torch.strided or target.is_meta or target.is_quantized:
         kind = "on the meta device" if target.is_meta else f"of layout {target.layout}"
         raise StateMismatchError(
@@ -246,14 +249,6 @@ def check_target(entry: TensorEntry, key: str, target: torch.Tensor, cast: bool 
             f"tensor {key}: several elements of the target share memory (it was expanded); "
             "nothing was changed: load into a copy of it"
         )
-
-
-def _check_dtensor(key: str, target: torch.Tensor) -> None:
-    """Raise StateMismatchError for a DTensor whose placements cannot be loaded into."""
-    try:
-        check_placements(target, f"tensor {key}: the target")
-    except UnsupportedStateError as error:
-        raise StateMismatchError(f"{error}; nothing was changed") from None
 
 
 def wants_for(

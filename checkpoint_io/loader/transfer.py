@@ -298,7 +298,7 @@ class Boxed:
     def __init__(self, shape: Shape, axes: Axes, target: torch.Tensor) -> None:
         self._shape, self._axes = shape, axes
         self._itemsize = target.element_size()
-        raw = target.view(_RAW[self._itemsize]) if target.dim() else _raw_scalar(target)
+        raw = (target if target.dim() else target.reshape(1)).view(_RAW[self._itemsize])
         merged_shape, merged = merge(shape, axes)
         try:
             raw = raw.view(tuple(axis.length for axis in merged))
@@ -324,11 +324,6 @@ class Boxed:
                 copied += piece.size
             at += size
         return copied
-
-
-def _raw_scalar(target: torch.Tensor) -> torch.Tensor:
-    """Return a view of a 0-dimensional tensor as one integer."""
-    return target.reshape(1).view(_RAW[target.element_size()])
 
 
 class Staged:

@@ -39,11 +39,6 @@ def free_key(wanted: str, used: Container[str]) -> str:
     return key
 
 
-def local_key(rank: int, path: Path) -> str:
-    """Build the key of a tensor that belongs to one rank."""
-    return "/".join([_LOCAL_ROOT, str(rank), *(escape(segment) for segment in path)])
-
-
 def local_prefix(rank: int) -> str:
     """Return the common prefix of the keys of one rank's own tensors."""
     return f"{_LOCAL_ROOT}/{rank}/"
@@ -122,7 +117,10 @@ class TensorCollector:
         text = last if type(last) is str and "/" not in last and "~" not in last else escape(last)
         if (begin := self._containers.get(container)) is not None:
             return begin + text
-        key = shared_key(path) if self._rank is None else local_key(self._rank, path)
+        if self._rank is None:
+            key = shared_key(path)
+        else:
+            key = local_prefix(self._rank) + "/".join(map(escape, path))
         if container:  # at the root, `shared_key` escapes one name in another way
             self._containers[container] = key.removesuffix(text)
         return key

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -47,18 +46,14 @@ class HashingWriter:
     def write(self, data: memoryview[int]) -> None:
         """Hash and write some bytes."""
         # One part at a time: it is still in the cache of the CPU when it is written.
-        for begin, end in self._cuts(len(data)):
-            piece = data[begin:end]
+        while data:
+            piece = data[: self._part_size - self._filled]
             self._hash.update(piece)
             self._write(piece)
-            self._filled += end - begin
+            self._filled += len(piece)
             if self._filled == self._part_size:
                 self._finish_part()
-
-    def _cuts(self, length: int) -> list[tuple[int, int]]:
-        """Split a number of bytes where parts end."""
-        edges = [0, *range(self._part_size - self._filled, length, self._part_size), length]
-        return [(low, high) for low, high in itertools.pairwise(edges) if low < high]
+            data = data[len(piece) :]
 
     def _finish_part(self) -> None:
         """Close the current part."""

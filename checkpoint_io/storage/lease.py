@@ -180,7 +180,10 @@ class Lease:
             LeaseError: another process holds it and lives, and ``"refuse"``.
             ValueError: ``on_conflict`` is unknown.
         """
-        check_on_conflict(on_conflict)
+        if on_conflict not in get_args(OnConflict):
+            raise ValueError(
+                f"on_conflict={on_conflict!r} is unknown: use 'refuse', 'wait' or 'take_over'"
+            )
         with _lock:
             if self._grant is not None and self._grant.lost is None:
                 return None
@@ -210,7 +213,8 @@ class Lease:
             in_the_way.clear()
             records.clear()
             if holder is not None and not (
-                holder.is_same(process) or _was_inherited(self.url, holder)
+                holder.is_same(process)
+                or (self.url in _inherited and _inherited[self.url].is_same(holder))
             ):
                 lives = self._watch.lives(holder)
                 if lives is not False and on_conflict != "take_over":
@@ -302,14 +306,6 @@ class Lease:
 
     def __exit__(self, *error: object) -> None:
         self.release()
-
-
-def check_on_conflict(on_conflict: str) -> None:
-    """Raise ValueError unless this is one of the ways to act where a lease is held."""
-    if on_conflict not in get_args(OnConflict):
-        raise ValueError(
-            f"on_conflict={on_conflict!r} is unknown: use 'refuse', 'wait' or 'take_over'"
-        )
 
 
 # --- the holder of this process ----------------------------------------------------------------
@@ -421,10 +417,6 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
-
-
-def _was_inherited(url: str, holder: LeaseHolder) -> bool:
-    return url in _inherited and _inherited[url].is_same(holder)
 
 
 # --- who lives ---------------------------------------------------------------------------------

@@ -303,13 +303,8 @@ def _discard(path: str) -> None:
 
 
 def _sync(descriptor: int, path: str) -> None:
-    """Flush a file to the disk; raise FileNotFoundError if it was removed meanwhile."""
+    """Flush a file to the disk; raise FileNotFoundError if it, or its folder, was removed."""
     sync_file(descriptor)
-    _check_present(descriptor, path)
-
-
-def _check_present(descriptor: int, path: str) -> None:
-    """Raise FileNotFoundError if the file, or its folder, was removed while it was written."""
     # check both: some mounted filesystems always report 0 links
     if os.fstat(descriptor).st_nlink == 0 and not os.path.lexists(path):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
