@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 from checkpoint_io.async_save.staging import HostBuffers
 from checkpoint_io.errors import CheckpointError, CheckpointWarning
@@ -39,7 +39,7 @@ _POLL_INTERVAL = 0.5
 
 # Global, as threads belong to the process. A forked child inherits the list and ignores the saves
 # of its parent.
-_watched: list[PendingSave] = []
+_watched: list[SaveHandle] = []
 _saving_threads: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[SaveHandle | None]]
 _saving_threads = weakref.WeakKeyDictionary()
 
@@ -504,24 +504,10 @@ def _on_any(group: ProcessGroupLike, flag: bool) -> bool:
     return bool(vote(flag)) if vote is not None else any(group.all_gather_object(flag))
 
 
-class PendingSave(Protocol):
-    """A save that may outlive the script that started it."""
-
-    url: str
-    process: int
-
-    @property
-    def unread(self) -> BaseException | None:
-        """The error, if it was not asked for yet."""
-
-    def ended(self, timeout: float | None = None) -> bool:
-        """Wait up to `timeout` seconds for the end; return whether it has ended."""
-
-
 _registered = False
 
 
-def _wait_at_exit_for(save: PendingSave) -> None:
+def _wait_at_exit_for(save: SaveHandle) -> None:
     """Wait for a save at process exit, unless it is released first."""
     global _registered
     _watched.append(save)
@@ -530,7 +516,7 @@ def _wait_at_exit_for(save: PendingSave) -> None:
         _register_before_executors(_wait_at_exit)
 
 
-def _stop_waiting_for(save: PendingSave) -> None:
+def _stop_waiting_for(save: SaveHandle) -> None:
     """Stop watching a save that has ended and whose error, if any, was asked for."""
     with suppress(ValueError):
         _watched.remove(save)

@@ -126,7 +126,7 @@ class CheckpointReader:
 
     @cached_property
     def _with_views(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        return self.decoded(_Views(self.source, self._prefix))
+        return self.decoded({key: TensorView(self.source, key) for key in self.keys()})
 
     def of_rank(self, rank: int) -> CheckpointReader:
         """Return a reader of the same checkpoint with another rank's local state.
@@ -253,7 +253,7 @@ class CheckpointReader:
             TornLoadError: the read failed after some targets had been written.
         """
         for view, _ in pairs:
-            if not view.belongs_to(self.source):
+            if view._source is not self.source:
                 raise ValueError(f"{view!r} is a view of another checkpoint, not of {self.path}")
         keyed = [(view.key, target) for view, target in pairs]
         self.source.check_targets(keyed, cast)
@@ -274,27 +274,6 @@ class CheckpointReader:
         self.source.read_into([], fresh=tensors.items(), progress=progress)
         with collector_paused():
             return replace_views(tree, lambda view: as_leaf(view, tensors[view.stored_key]))
-
-
-class _Views(Mapping[str, Any]):
-    """The tensors that the states of one rank may refer to, as views."""
-
-    def __init__(self, source: Source, prefix: str) -> None:
-        self._source, self._prefix = source, prefix
-        self._tensors, self._aliases = source.manifest.tensors, source.manifest.aliases
-
-    def __getitem__(self, key: str) -> TensorView:
-        if key not in self._tensors and key not in self._aliases:
-            raise KeyError(key)
-        if not is_shared(key) and not key.startswith(self._prefix):
-            raise KeyError(key)
-        return TensorView(self._source, key)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter((*self._tensors, *self._aliases))
-
-    def __len__(self) -> int:
-        return len(self._tensors) + len(self._aliases)
 
 
 def _read_objects(source: Source, names: Sequence[str]) -> list[tuple[str, bytes]]:
@@ -377,10 +356,6 @@ class TensorView:
     def __repr__(self) -> str:
         name = self._source.entry(self.key).dtype
         return f"TensorView({self.key!r}, {name}, shape={self.shape})"
-
-    def belongs_to(self, source: Source) -> bool:
-        """Return whether this view reads from the given opened checkpoint."""
-        return self._source is source
 
     def numpy(self) -> TensorView:
         """Return a view of the same tensor that `load_tree` reads as a numpy array."""

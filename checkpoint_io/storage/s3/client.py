@@ -176,8 +176,26 @@ class S3Client:
     def explain(
         self, error: Exception, doing: str, key: str | None, tried: str = "tried once"
     ) -> Exception:
-        """Return the error to raise in place of one that is not retried (again)."""
-        return explain(error, doing, self.place, key, tried)
+        """Return the error to raise in place of the client's: the cause, and what to check."""
+        failure = f"{doing} {self.place.of(key)} at {self.place.endpoint} failed"
+        if isinstance(error, WrongAnswer):
+            return WrongServerError(f"{failure}: {error}; {_NO_STORE}")
+        if isinstance(error, (CheckpointError, MemoryError, ValueError)):
+            return error
+        code = code_of(error)
+        text = f"{code}: {_message(error)}" if code else f"{type(error).__name__}: {error}"
+        if code == "NoSuchBucket":
+            return CheckpointNotFoundError(
+                f"{failure}: there is no bucket {self.bucket!r}; check its name, the region and "
+                "endpoint_url"
+            )
+        if is_transient(error):
+            return StoreUnavailableError(
+                f"{failure}, {tried}: {text}; check the store and the network"
+            )
+        if advice := _advice(error, code):
+            return StoreAccessError(f"{failure}: {text}; {advice}")
+        return CheckpointError(f"{failure}: {text}")
 
     def raise_explained(self, error: Exception, doing: str, key: str | None) -> NoReturn:
         """Raise the error that explains this one, or this one if it says enough."""
@@ -398,27 +416,6 @@ def _wire_errors() -> tuple[type[BaseException], ...]:
         exceptions.ResponseStreamingError,
         parsers.ResponseParserError,
     )
-
-
-def explain(error: Exception, doing: str, place: Place, key: str | None, tried: str) -> Exception:
-    """Return the error to raise in place of the client's: the cause, and what to check."""
-    failure = f"{doing} {place.of(key)} at {place.endpoint} failed"
-    if isinstance(error, WrongAnswer):
-        return WrongServerError(f"{failure}: {error}; {_NO_STORE}")
-    if isinstance(error, (CheckpointError, MemoryError, ValueError)):
-        return error
-    code = code_of(error)
-    text = f"{code}: {_message(error)}" if code else f"{type(error).__name__}: {error}"
-    if code == "NoSuchBucket":
-        return CheckpointNotFoundError(
-            f"{failure}: there is no bucket {place.bucket!r}; check its name, the region and "
-            "endpoint_url"
-        )
-    if is_transient(error):
-        return StoreUnavailableError(f"{failure}, {tried}: {text}; check the store and the network")
-    if advice := _advice(error, code):
-        return StoreAccessError(f"{failure}: {text}; {advice}")
-    return CheckpointError(f"{failure}: {text}")
 
 
 def _message(error: Exception) -> str:
