@@ -280,8 +280,10 @@ def compare_frozen(
     """
     differing = []
     for index in indices:
-        saved = state.get("frozen", {}).get(str(index), {})
-        weights = training.strategy.local_state_dict(training.models[index]) if saved else {}
+        saved = state.get("frozen", {}).get(str(index))
+        if not saved:
+            continue
+        weights = training.strategy.local_state_dict(training.models[index])
         check_same_model(saved, weights)
         if text := differing_weights(saved, weights):
             differing.append(f"of model {index}, {text}")

@@ -18,8 +18,6 @@ EXTRA_FILES = "extra_files"
 
 def remove_all(store: Store, names: Sequence[str]) -> None:
     """Remove files in the given order; warn about failures, which leave litter but no damage."""
-    if not names:
-        return
     try:
         store.remove_many(names)
     # drivers raise errors of their own types; a file that cannot be removed must not stop the rest

@@ -94,7 +94,8 @@ class Commit:
         # change in between is a conflict and not overlooked.
         self._lock.enter_context(self._store.lock())
         self._token = self._store.token(MANIFEST)
-        self._previous = _current_manifest(self._store)
+        # Without a token there is none to read, and a new folder is not listed for its sake.
+        self._previous = _current_manifest(self._store) if self._token else None
         named = {entry.name for entry in self._previous.files} if self._previous else set()
         # Leftovers are listed now, not when they are removed: a file that appears later may belong
         # to a save in progress, where there is no lock.
@@ -194,7 +195,8 @@ class Commit:
             # a copy that its save could not remove; as that save was committed, it names no run
             copied = [name for name in self._leftovers if name == temporary_name(self._previous.id)]
             remove_all(self._store, [*replaced, *copied])
-        remove_all(self._store, self._probes)
+        if self._probes:
+            remove_all(self._store, self._probes)
         if self._leftovers and self._run_id is not None:
             try:
                 remove_saves(self._store, self._leftovers, self._run_id)

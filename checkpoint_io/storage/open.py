@@ -39,12 +39,12 @@ def open_store(
     text = os.fspath(url)
     if not isinstance(text, str) or not text:
         raise ValueError(f"a checkpoint's location must be a path or a URL, not {url!r}")
-    protocol = protocol_of(text)
     options = dict(storage_options or {})
     if not options and os.name == "posix" and ":" not in text:
         return LocalStore(text)  # as fsspec would say, after ten times as long
     if os.sep == "\\" and (local := local_path(text)) is not None:
         return LocalStore(local)  # drives and shares; fsspec takes some of them for relative paths
+    protocol = protocol_of(text)
     transfer = _transfer(options.pop("transfer", "auto"), protocol)
     if protocol in OBJECT_STORES:
         # a cached listing hides what other processes wrote
