@@ -187,6 +187,7 @@ class BackgroundSaves:
     Attributes:
         pending: True while a save is in progress or its end was not observed yet; the same on all
             ranks.
+        control: the group in which ranks agree before they save.
     """
 
     def __init__(self, fire: Callable[..., None]) -> None:
@@ -196,14 +197,9 @@ class BackgroundSaves:
     def _reset(self) -> None:
         self.pending = False
         self._group = SaveGroup()
-        self._control = SaveControl(self._group)
+        self.control = SaveControl(self._group)
         self._saver: BackgroundSaver | None = None
         self._url, self._callbacks = "", SaveCallbacks()
-
-    @property
-    def control(self) -> SaveControl:
-        """The group in which ranks agree before they save."""
-        return self._control
 
     def make_room(self, when_busy: str = "wait") -> bool:
         """Collective while a save is pending: return whether another one may start.
@@ -317,7 +313,7 @@ class BackgroundSaves:
         if self._saver is None:
             import checkpoint_io
 
-            self._saver = checkpoint_io.BackgroundSaver(group=self._control)
+            self._saver = checkpoint_io.BackgroundSaver(group=self.control)
         return self._saver
 
     def _observe(self, ask: Callable[[], bool]) -> bool:

@@ -148,7 +148,6 @@ class Checkpointer:
         """
         require_neighbour("checkpoint_io")
         import checkpoint_io
-        from checkpoint_io.saver.commit import fixed_or_next
 
         check_when_busy(when_busy)
         loop = self.training.loop
@@ -187,7 +186,7 @@ class Checkpointer:
                 job = checkpoint_io.prepare_save(
                     url,
                     shared,
-                    next_generation=fixed_or_next(generation),
+                    next_generation=generation,
                     storage_options=storage_options,
                     **options,
                 )

@@ -26,7 +26,6 @@ from checkpoint_io.group import (
     failed_ranks,
     raise_failure,
 )
-from checkpoint_io.saver.commit import fixed_or_next
 from checkpoint_io.saver.save import SaveJob, prepare_save
 from checkpoint_io.warning import warn
 
@@ -290,7 +289,7 @@ class BackgroundSaver:
             metadata=metadata,
             group=self._group,
             max_shard_size=max_shard_size,
-            next_generation=fixed_or_next(generation),
+            next_generation=generation,
             replicated=replicated,
             storage_options=storage_options,
         )

@@ -148,15 +148,12 @@ class CheckpointFolder:
         before_write: Callable[[], None] | None = None,
     ) -> SaveJob:
         """Return a job that does the rest of a `save`, now or in the background; collective."""
-        path = self.path(step) if name is None else self._path_of(name)
-
-        def next_generation(previous: Any) -> int:
-            return self.next_generation() if generation is None else generation
-
+        # The folder is looked into at the commit, as late as it can be.
+        newest = (lambda _: self.next_generation()) if generation is None else generation
         return prepare_save(
-            path,
+            self.path(step) if name is None else self._path_of(name),
             state,
-            next_generation=next_generation,
+            next_generation=newest,
             local_state=local_state,
             metadata={"step": step, **(metadata or {})},
             group=group,

@@ -46,24 +46,19 @@ from checkpoint_io.storage.open import Store
 from checkpoint_io.threads import collector_paused
 from checkpoint_io.warning import warn
 
-__all__ = ["Commit", "NextGeneration", "fixed_or_next"]
+__all__ = ["Commit", "NextGeneration"]
 
-NextGeneration = Callable[["Manifest | None"], int]
-
-
-def fixed_or_next(generation: int | None) -> NextGeneration:
-    """Number a save as given, or one above the checkpoint that it replaces."""
-
-    def choose(previous: Manifest | None) -> int:
-        return (
-            generation if generation is not None else 1 + (previous.generation if previous else 0)
-        )
-
-    return choose
+#: The number that orders checkpoints, or what returns it for the manifest that is replaced; None
+#: for one more than the number of that.
+NextGeneration = Callable[["Manifest | None"], int] | int | None
 
 
 class Commit:
-    """Rank 0's part in one save; a context manager that releases the lock of the folder."""
+    """Rank 0's part in one save.
+
+    Attributes:
+        lock: the lock of the folder, once the save has begun; released when its block ends.
+    """
 
     def __init__(
         self,
@@ -78,7 +73,7 @@ class Commit:
         self._save_id = save_id
         self._run_id = run_id
         self._metadata = metadata
-        self._lock = ExitStack()
+        self.lock = ExitStack()
         self._token = ""
         self._previous: Manifest | None = None
         self._leftovers: list[str] = []
@@ -92,7 +87,7 @@ class Commit:
         # stores and some network filesystems have no lock; there the token alone detects another
         # save, when the manifest is replaced. It is taken before the manifest is read, so that a
         # change in between is a conflict and not overlooked.
-        self._lock.enter_context(self._store.lock())
+        self.lock.enter_context(self._store.lock())
         self._token = self._store.token(MANIFEST)
         # Without a token there is none to read, and a new folder is not listed for its sake.
         self._previous = _current_manifest(self._store) if self._token else None
@@ -104,17 +99,15 @@ class Commit:
             self._leftovers = [name for name in present if save_id_of(name) and name not in named]
             self._probes = stale_probes(present)
 
-    def __enter__(self) -> Commit:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self._lock.close()
-
     def publish(
         self, next_generation: NextGeneration, reports: Sequence[Mapping[str, Any]]
     ) -> Manifest:
         """Check that rank 0 sees the files of every rank, then replace the manifest."""
-        generation = next_generation(self._previous)
+        generation = next_generation
+        if callable(generation):
+            generation = generation(self._previous)
+        elif generation is None:
+            generation = 1 + (self._previous.generation if self._previous else 0)
         with collector_paused():
             document = _assemble(self._save_id, generation, self._metadata, reports)
             data = seal(document)

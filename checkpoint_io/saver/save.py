@@ -37,7 +37,7 @@ from checkpoint_io.group import (
     raise_failure,
 )
 from checkpoint_io.progress import TransferProgress
-from checkpoint_io.saver.commit import Commit, NextGeneration, fixed_or_next
+from checkpoint_io.saver.commit import Commit, NextGeneration
 from checkpoint_io.saver.plan import RankPlan
 from checkpoint_io.saver.writer import RankReport, RankWriter
 from checkpoint_io.sharding.local_tensors import Replicated
@@ -110,7 +110,7 @@ def save(
     job = prepare_save(
         url,
         state,
-        next_generation=fixed_or_next(generation),
+        next_generation=generation,
         local_state=local_state,
         metadata=metadata,
         group=group,
@@ -125,7 +125,7 @@ def prepare_save(
     url: str | os.PathLike[str],
     state: Mapping[str, Any],
     *,
-    next_generation: NextGeneration,
+    next_generation: NextGeneration = None,
     local_state: Mapping[str, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
     group: ProcessGroupLike | None = None,
@@ -142,8 +142,9 @@ def prepare_save(
     Args:
         url: a folder: a local path or any fsspec URL.
         state: the state that all ranks share.
-        next_generation: returns the number that orders checkpoints; called on rank 0 at the commit,
-            with the manifest that is replaced, or None.
+        next_generation: the number that orders checkpoints, or a function that returns it; called
+            on rank 0 at the commit, with the manifest that is replaced, or None. Default: one more
+            than that of the replaced checkpoint.
         local_state: this rank's own state.
         metadata: plain values kept in the manifest; rank 0's is used.
         group: the ranks that save together; default None: this process alone.
@@ -163,7 +164,7 @@ def prepare_save(
         >>> import torch
         >>> from checkpoint_io import load, prepare_save
         >>> weight = torch.ones(2)
-        >>> job = prepare_save("memory://doc-job/a", {"w": weight}, next_generation=lambda old: 1)
+        >>> job = prepare_save("memory://doc-job/a", {"w": weight})
         >>> job.rebind([tensor.clone() for tensor in job.tensors])
         >>> _ = weight.zero_()  # training goes on
         >>> _ = job.run()
@@ -209,9 +210,7 @@ class SaveJob:
     Example:
         >>> import torch
         >>> from checkpoint_io import prepare_save
-        >>> job = prepare_save(
-        ...     "memory://doc-job/b", {"w": torch.ones(2)}, next_generation=lambda old: 1
-        ... )
+        >>> job = prepare_save("memory://doc-job/b", {"w": torch.ones(2)})
         >>> [tensor.shape for tensor in job.tensors], job.nbytes >= 8
         ([torch.Size([2])], True)
         >>> job.run().id == job.save_id
@@ -304,7 +303,9 @@ class SaveJob:
 
     def _save(self) -> Manifest:
         """Begin, write and publish; return the committed manifest."""
-        with self._commit:  # rank 0 holds the lock of the folder until the old files are removed
+        with (
+            self._commit.lock
+        ):  # rank 0 holds the lock of the folder until the old files are removed
             # Each step ends in an all-gather, which is also a barrier. The first one: no rank
             # writes a tensor before rank 0 holds the lock and the file that names the run is
             # durable. The second: rank 0 commits only when the files of all ranks are durable.
