@@ -240,6 +240,7 @@ class BackgroundSaves:
             checkpoint_io.CheckpointError: the save before has failed, or there is no memory.
         """
         self.wait()
+        # Here and not in the thread: to make a group is a collective of the training threads.
         self._group.acquire()
         try:
             handle = self._background().submit(job, afterwards=lambda: _clean_up(callbacks.cleanup))

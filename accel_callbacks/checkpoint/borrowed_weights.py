@@ -192,6 +192,7 @@ def _kept(training: TrainingState, indices: Sequence[int]) -> Iterator[None]:
     finally:
         for model, state in states:
             strategy.load_model_state_dict(model, state)
+        # The buffer object too: a forward may have assigned another one.
         for module, name, buffer in buffers:
             module._buffers[name] = buffer
         for key, tensor in tensors.items():

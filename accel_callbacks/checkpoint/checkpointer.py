@@ -168,6 +168,7 @@ class Checkpointer:
         else:
             url = target.path(step) if name is None else path_in(target.url, name)
         if loop.window.is_open:
+            # Inside of a window FSDP holds gradients back that parameter.grad does not show.
             self.training.strategy.reduce_gradients()
         folders = self._folders(target, storage_options)
         try:
@@ -257,6 +258,8 @@ class Checkpointer:
             shared, local = training.capture()
             before_hooks, _ = training.random_state()
             extra = ExtraFiles(url) if training.pre_hooks.save_some else None
+        # A block of its own: hooks and fingerprints may be collective, and a rank that has failed
+        # above would not come to them.
         with shared_failure("save_state"):
             training.choose_weights(shared, url, trainable_only=trainable_only)
             training.loop.fire("on_save_checkpoint", shared)

@@ -111,6 +111,7 @@ def together(label: str, action: Callable[[], T], *, changes: bool = False) -> T
     Raises:
         LoadFailed: on all ranks, if the action failed on one.
     """
+    # NCCL's default of ten minutes would end the others while one rank reads from a slow store.
     group = SaveGroup()
     group.acquire()
     error: Exception | None = None

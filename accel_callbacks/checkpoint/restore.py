@@ -414,6 +414,7 @@ def _fit(load: _PendingLoad) -> None:
         if selection.takes("callbacks"):
             training.loop.fire("on_load_checkpoint", load.state)  # which may edit it
         part = load.part = selection.apply(load.state)
+    # Again, as hooks may have edited the state since it was checked.
     weights = _fitting_weights(load, load.report)
     warn_of_names(load.report, strict)
     states = _fitting_optimizer_states(load)
@@ -505,12 +506,14 @@ def place_optimizer_state(
         )
         for position, state in saved["state"].items()
     }
+    # The groups apart: a learning rate may be a tensor, and belongs to no parameter.
     return {**reads.replace({**saved, "state": {}}), "state": states}
 
 
 def _read_in_place(load: _PendingLoad) -> None:
     """Read into the memory of models and optimizers; after a failure the run refuses to step."""
     loop = load.training.loop
+    # Set before the first byte: an interrupt leaves a mixture as an error does.
     before, loop.half_loaded = loop.half_loaded, load.reader.path
     try:
         together(_WHERE, partial(load.reads.run, load.options.progress), changes=load.reads.changes)

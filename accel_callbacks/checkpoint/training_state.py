@@ -313,6 +313,7 @@ class TrainingState:
         }
 
         def replicated(key: str) -> bool:
+            # Keys are escaped as JSON Pointers are, since names of parameters may have a slash.
             section, *path = (p.replace("~1", "/").replace("~0", "~") for p in key.split("/"))
             if section == "models" and len(path) == 2:
                 return path[1] in names.get(path[0], ())
@@ -329,6 +330,7 @@ def _dotted(kind: type) -> str:
 
 
 def _numbered(items: Sequence[Any]) -> dict[str, Any]:
+    # By text, as keys are paths: "models/0/weight" is stable if a later object is added.
     return {str(index): item for index, item in enumerate(items)}
 
 

@@ -143,6 +143,7 @@ class TreeEncoder:
 
     def _set(self, value: Any, path: Path) -> Any:
         """Encode a set under its tag, in an order independent of hashing."""
+        # Python's hashes of text differ from process to process; a state's bytes must not.
         items = self._items(value, path)
         return {f"${type(value).__name__}": sorted(items, key=lambda i: jsonio.dumps(i, "a set"))}
 

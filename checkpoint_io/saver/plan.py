@@ -194,6 +194,7 @@ class RankPlan:
     def settle(self, group: ProcessGroupLike, drafts: Sequence[dict[str, Any]]) -> None:
         """Agree with the other ranks on who writes which boxes; collective."""
         self.run_id = drafts[0]["run_id"]
+        # Not kept: it refers to all tensors of the state, also to those of other ranks' files.
         proposal, self._proposal = self._proposal, None
         if proposal is None:
             return
