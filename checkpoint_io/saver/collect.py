@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from checkpoint_io.format.tree import Path
 from checkpoint_io.sharding.dtensor import is_dtensor, local_of
+from checkpoint_io.sharding.local_tensors import WriteBox
 
 _LOCAL_ROOT = "ranks"
 
@@ -155,18 +156,7 @@ def untied(collected: TensorCollector) -> dict[str, torch.Tensor]:
     return {key: tensor for key, tensor in collected.tensors.items() if key not in tied}
 
 
-class HasBytes(Protocol):
-    """A tensor or box, as `pack` sees it: a size and a number of dimensions."""
-
-    @property
-    def nbytes(self) -> int:
-        """Length in bytes."""
-
-    def dim(self) -> int:
-        """Number of dimensions."""
-
-
-T = TypeVar("T", bound=HasBytes)
+T = TypeVar("T", torch.Tensor, WriteBox)
 
 
 def pack(

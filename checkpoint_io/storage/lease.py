@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 from checkpoint_io.errors import CheckpointConflictError, CorruptCheckpointError, LeaseError
 from checkpoint_io.local_files import make_folders
@@ -135,7 +135,9 @@ class Lease:
         folder = local_folder(store)
         # a folder and a link to it are one: their leases in this process are too
         self.url = store.url if folder is None else os.path.realpath(folder)
-        self._record: _Record = _ObjectRecord(store) if folder is None else _FileRecord(self.url)
+        self._record: _FileRecord | _ObjectRecord = (
+            _ObjectRecord(store) if folder is None else _FileRecord(self.url)
+        )
         self._run_id, self._run_name = run_id, run_name
         self._interval = interval
         self._watch = _Watch()
@@ -320,7 +322,7 @@ _exit_hook: list[Callable[[], None]] = []
 class _Grant:
     """A lease that this process holds, and the thread that renews it."""
 
-    def __init__(self, record: _Record, holder: LeaseHolder, url: str) -> None:
+    def __init__(self, record: _FileRecord | _ObjectRecord, holder: LeaseHolder, url: str) -> None:
         self.own = holder
         self.lost: LeaseHolder | None = None
         self.users = 0
@@ -512,30 +514,14 @@ def _now() -> float:
 # --- the record --------------------------------------------------------------------------------
 
 
-class _Record(Protocol):
-    """Where a lease is written."""
-
-    is_local: bool
-    pause: float  # seconds between two looks
-
-    @property
-    def compares(self) -> bool:
-        """True where a change is one step, as seen by other processes."""
-
-    def read(self) -> LeaseHolder | None:
-        """Return the holder; None without a record."""
-
-    def change(self, decide: Decide, *, create: bool) -> None:
-        """Replace the holder by the one that a function makes of it, unless that is None.
-
-        Without `create`, do nothing where there is no record. The function may be called again.
-        """
-
-
 class _FileRecord:
     """A record on a local disk, changed in place under a lock of its file.
 
     It is not synced to the disk: after a power cut the process that wrote it is dead too.
+
+    Attributes:
+        compares: a change is one step, as seen by other processes.
+        pause: seconds between two looks.
     """
 
     is_local = compares = True
@@ -554,7 +540,10 @@ class _FileRecord:
             return None
 
     def change(self, decide: Decide, *, create: bool) -> None:
-        """Change the record under the lock."""
+        """Replace the holder, under the lock, by what a function makes of it, unless that is None.
+
+        Without `create`, do nothing where there is no record.
+        """
         flags = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
         if create:
             make_folders(self._folder)
@@ -602,7 +591,7 @@ class _ObjectRecord:
         raise AssertionError("not reached")
 
     def change(self, decide: Decide, *, create: bool) -> None:
-        """Change the record, again if another process has changed it meanwhile."""
+        """Do the same; call the function again if another process has changed it meanwhile."""
         for attempt in range(_TRIES):
             token = self._store.token(LEASE)  # first: a change between the two is a conflict
             if not token and not create:

@@ -67,13 +67,14 @@ class LocalStore:
         """Return the full path of a file in this folder."""
         return os.path.join(self._path, name)
 
-    def create(self, name: str, size: int | None = None) -> AbstractContextManager[Write]:
-        """Write a file that must not exist yet; remove it again if the block raises."""
-        return self._create(name, size)
-
     @contextmanager
-    def _create(self, name: str, size: int | None, *, sync_name: bool = True) -> Iterator[Write]:
-        """Create a file; without `sync_name`, its name is not durable yet."""
+    def create(
+        self, name: str, size: int | None = None, *, sync_name: bool = True
+    ) -> Iterator[Write]:
+        """Write a file that must not exist yet; remove it again if the block raises.
+
+        Without `sync_name`, its name is not durable yet.
+        """
         path, batch, kept = self._at(name), self._batch, False
         with explained(path):
             make_folders(self._path)
@@ -185,7 +186,7 @@ class LocalStore:
         `expected` is compared right before the rename; only the caller's lock makes the two atomic.
         """
         # The name of the temporary file need not be durable: the rename replaces it.
-        with self._create(temporary, len(data), sync_name=False) as write:
+        with self.create(temporary, len(data), sync_name=False) as write:
             write(memoryview(data))
         try:
             if expected is not None and self.token(name) != expected:

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import Protocol
 
 from checkpoint_io.local_files import FILE_IN_USE, windows_advice
 from checkpoint_io.storage.buffers import BufferPool, copy_into
@@ -40,20 +39,9 @@ _ADVICE = {
 }
 
 
-class Output(Protocol):
-    """A writer of the bytes of one file."""
-
-    def write(self, data: memoryview[int]) -> None:
-        """Copy some bytes; raise the first error of earlier writes."""
-
-    def finish(self) -> None:
-        """Pass all remaining bytes to the kernel."""
-
-    def close(self) -> None:
-        """Stop in any state; nothing uses the descriptor afterwards."""
-
-
-def open_output(descriptor: int, path: str, size: int | None, pool: BufferPool) -> Output:
+def open_output(
+    descriptor: int, path: str, size: int | None, pool: BufferPool
+) -> PlainOutput | RingOutput:
     """Return the writer for a file of `size` bytes (None if not known)."""
     first = None if size is not None and size < SMALL_FILE else pool.take()
     if first is None:
