@@ -138,7 +138,7 @@ class LocalStore:
             yield
 
     def fetch(self, spans: Sequence[Span], deliver: Deliver) -> None:
-        """Read spans on several threads, including the calling one, without following links."""
+        """Read spans, long ones on several threads, without following links."""
         local_read.fetch(self._path, spans, deliver)
 
     def fetch_into(

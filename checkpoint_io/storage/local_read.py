@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import io
-import itertools
 import os
 import stat
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
@@ -15,7 +15,7 @@ from checkpoint_io.errors import CorruptCheckpointError
 from checkpoint_io.storage.base import Deliver, Span, missing_error, truncated_error
 from checkpoint_io.storage.buffers import aligned, copy_into
 from checkpoint_io.storage.local_write import ALIGNMENT, NOT_DIRECT, switch_direct
-from checkpoint_io.threads import Worker, start_worker, wait_for_workers
+from checkpoint_io.threads import for_each
 
 # a folder may be hostile. O_NONBLOCK: opening a planted FIFO must not hang
 _READ = (
@@ -176,7 +176,7 @@ def can_read_into() -> bool:
 
 def fetch(folder: str, spans: Sequence[Span], deliver: Deliver) -> None:
     """Read spans and pass each to `deliver`, see `Store.fetch`."""
-    _Shared(folder, spans, lambda index, files: deliver(index, files.read(spans[index]))).run()
+    _use_each(folder, spans, lambda index, files: deliver(index, files.read(spans[index])))
 
 
 def fetch_into(
@@ -191,49 +191,21 @@ def fetch_into(
         files.read_into(spans[index], views[index])
         filled(index)
 
-    _Shared(folder, spans, use).run()
+    _use_each(folder, spans, use)
 
 
-class _Shared:
-    """Spans that several threads, including the calling one, read and use."""
+def _use_each(folder: str, spans: Sequence[Span], use: Callable[[int, _SpanReader], None]) -> None:
+    """Use every span, on several threads if they are long, each with a reader of its own."""
+    of_thread = threading.local()
+    with ExitStack() as readers:
 
-    def __init__(
-        self, folder: str, spans: Sequence[Span], use: Callable[[int, _SpanReader], None]
-    ) -> None:
-        self._folder = folder
-        self._spans = spans
-        self._use = use
-        self._indices = itertools.count()  # shared by the threads; next() is atomic in CPython
-        self._error: BaseException | None = None
+        def use_one(index: int) -> None:
+            if not hasattr(of_thread, "reader"):
+                of_thread.reader = readers.enter_context(_SpanReader(folder))
+            use(index, of_thread.reader)
 
-    def run(self) -> None:
-        """Use every span; no thread still runs when this returns or raises."""
-        total = sum(span.end - span.begin for span in self._spans)
-        extra = min(THREADS, len(self._spans)) - 1 if total > _SINGLE_THREAD else 0
-        workers: list[Worker] = []
-        try:
-            for _ in range(extra):
-                if worker := start_worker(self._work):
-                    workers.append(worker)
-            self._work()
-            wait_for_workers(workers)
-        except BaseException as error:
-            # an interrupt: wait all the same, since the threads write into the caller's memory
-            self._error = self._error or error
-            wait_for_workers(workers)
-        if self._error is not None:
-            raise self._error
-
-    def _work(self) -> None:
-        """Read spans until none is left or a thread failed."""
-        try:
-            with _SpanReader(self._folder) as files:
-                for index in self._indices:
-                    if index >= len(self._spans) or self._error is not None:
-                        return
-                    self._use(index, files)
-        except BaseException as error:
-            self._error = self._error or error
+        total = sum(span.end - span.begin for span in spans)
+        for_each(use_one, range(len(spans)), THREADS if total > _SINGLE_THREAD else 1)
 
 
 class _SpanReader:
