@@ -8,16 +8,21 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = [
     "ThreadForEach",
     "Worker",
     "collector_paused",
     "for_each",
+    "mapped",
     "start_worker",
     "wait_for_workers",
 ]
+
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class _Pauses:
@@ -170,6 +175,17 @@ def for_each(
         raise
     if queue.error is not None:
         raise queue.error
+
+
+def mapped(action: Callable[[T], R], items: Sequence[T], threads: int) -> list[R]:
+    """Return what `action` returns for each item, called as by `for_each`."""
+    results: dict[int, R] = {}
+
+    def act(index: int) -> None:
+        results[index] = action(items[index])
+
+    for_each(act, range(len(items)), threads)
+    return [results[index] for index in range(len(items))]
 
 
 class _IndexQueue:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -15,6 +14,7 @@ from checkpoint_io.format.names import MANIFEST, save_id_of
 from checkpoint_io.loader.files import check_sizes, manifest_of
 from checkpoint_io.storage.local import local_folder
 from checkpoint_io.storage.open import Store
+from checkpoint_io.threads import mapped
 
 __all__ = ["CheckpointInfo", "FolderEntry"]
 
@@ -178,10 +178,7 @@ class Scanner:
 
     def _each(self, action: Callable[[str], T], names: Sequence[str]) -> list[T]:
         """Apply an action to each name, concurrently where each call is a round trip."""
-        if len(names) < 2 or local_folder(self._store) is not None:
-            return [action(name) for name in names]
-        with ThreadPoolExecutor(min(_AT_ONCE, len(names)), "checkpoint-scan") as pool:
-            return list(pool.map(action, names))
+        return mapped(action, names, 1 if local_folder(self._store) is not None else _AT_ONCE)
 
     def _entry(self, name: str) -> FolderEntry:
         """Return the entry of one folder."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import xxhash
@@ -13,7 +13,7 @@ from checkpoint_io.format import json as jsonio
 from checkpoint_io.format.manifest import digest_matches
 from checkpoint_io.format.manifest import seal as with_digest
 from checkpoint_io.local_files import replace, sync_folder, sync_path
-from checkpoint_io.threads import for_each
+from checkpoint_io.threads import mapped
 
 __all__ = ["SEAL", "check_seal", "seal_folder"]
 
@@ -39,8 +39,8 @@ def seal_folder(folder: str | os.PathLike[str], metadata: Mapping[str, Any]) -> 
         sync_path(os.path.join(place, name))
         return checksum
 
-    checksums = _on_threads(read_and_sync, sizes)
-    files = {name: [sizes[name], checksum] for name, checksum in checksums.items()}
+    checksums = mapped(read_and_sync, list(sizes), _THREADS)
+    files = {name: [sizes[name], checksum] for name, checksum in zip(sizes, checksums, strict=True)}
     for below, _, _ in os.walk(place):
         sync_folder(below)
     document = {
@@ -93,27 +93,17 @@ def check_seal(folder: str | os.PathLike[str], *, full: bool = True) -> dict[str
                 "older checkpoint"
             )
     sealed = {name: checksum for name, (_, checksum) in document["files"].items()}
-    read = _on_threads(lambda name: _checksum(place, name), sealed) if full else sealed
-    for name in sealed:
-        if read[name] != sealed[name]:
+    if not full:
+        sealed = {}
+    read = mapped(lambda name: _checksum(place, name), list(sealed), _THREADS)
+    for name, checksum in zip(sealed, read, strict=True):
+        if checksum != sealed[name]:
             raise CorruptCheckpointError(
                 f"{place}: the bytes of {name} are not those that were sealed; take an older "
                 "checkpoint"
             )
     metadata: dict[str, Any] = document["metadata"]
     return metadata
-
-
-def _on_threads(call: Callable[[str], str], files: Mapping[str, Any]) -> dict[str, str]:
-    """Return what a call returns for each file."""
-    names = list(files)
-    results: dict[str, str] = {}
-
-    def keep(index: int) -> None:
-        results[names[index]] = call(names[index])
-
-    for_each(keep, range(len(names)), _THREADS)
-    return {name: results[name] for name in names}
 
 
 def _sizes(place: str) -> dict[str, int]:

@@ -27,7 +27,7 @@ from checkpoint_io.storage.base import (
     truncated_error,
 )
 from checkpoint_io.storage.retry import TRANSIENT_STATUS, RetryPolicy, retry
-from checkpoint_io.threads import for_each
+from checkpoint_io.threads import for_each, mapped
 
 T = TypeVar("T")
 
@@ -288,13 +288,8 @@ class FsspecStore(ObjectStore):
     def versions(self, name: str) -> dict[str, str]:
         """List the folders, each with the token of its file of this name."""
         folders = self.folders()
-        tokens = dict.fromkeys(folders, "")
-
-        def look(index: int) -> None:
-            tokens[folders[index]] = self.child(folders[index]).token(name)
-
-        for_each(look, range(len(folders)), self._driver.threads)
-        return tokens
+        tokens = mapped(lambda at: self.child(at).token(name), folders, self._driver.threads)
+        return dict(zip(folders, tokens, strict=True))
 
     def remove(self, name: str) -> None:
         """Delete one object."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +16,7 @@ from checkpoint_io.storage.base import Span
 from checkpoint_io.storage.local import LocalStore, local_folder
 from checkpoint_io.storage.local_read import can_read_into
 from checkpoint_io.storage.open import RangeReader
+from checkpoint_io.threads import mapped
 from checkpoint_io.weights.source import (
     STAGING,
     Destination,
@@ -63,7 +63,10 @@ class SafetensorsSource:
         self.files = files
         self._slots: dict[str, tuple[int, Slot]] = {}
         self.tied: dict[str, str] = {}
-        for number, (metadata, slots) in enumerate(_headers(files)):
+        # at once where each read is a round trip
+        local = files and local_folder(files[0].store) is not None
+        headers = mapped(read_header, files, 1 if local else _AT_ONCE)
+        for number, (metadata, slots) in enumerate(headers):
             label = files[number].label
             for key, slot in slots.items():
                 if weight_map is None or weight_map.get(key) == label:
@@ -135,14 +138,6 @@ class SafetensorsSource:
                 as_bytes(host),
                 lambda rows=rows, host=host: destination.put(rows, host),  # type: ignore[misc]
             )
-
-
-def _headers(files: Sequence[WeightFile]) -> Iterable[tuple[dict[str, str], dict[str, Slot]]]:
-    """Read all headers, concurrently where each read is a round trip."""
-    if len(files) < 2 or local_folder(files[0].store) is not None:
-        return [read_header(file) for file in files]
-    with ThreadPoolExecutor(min(_AT_ONCE, len(files)), "checkpoint-headers") as pool:
-        return list(pool.map(read_header, files))
 
 
 def read_header(file: WeightFile) -> tuple[dict[str, str], dict[str, Slot]]:
