@@ -8,9 +8,9 @@ from checkpoint_io.errors import CheckpointWarning, CorruptCheckpointError
 from checkpoint_io.format import json as jsonio
 from checkpoint_io.format.manifest import Manifest
 from checkpoint_io.format.names import MANIFEST, kind_of, save_id_of, stale_probes
-from checkpoint_io.format.safetensors import MAX_HEADER
+from checkpoint_io.format.safetensors import header_bytes
 from checkpoint_io.storage.local import local_folder
-from checkpoint_io.storage.open import RangeReader, Store, child_name
+from checkpoint_io.storage.open import Store, child_name
 from checkpoint_io.warning import warn
 
 EXTRA_FILES = "extra_files"
@@ -133,7 +133,11 @@ def _label(store: Store, name: str) -> str | None:
     """Return the run that a file names, "" if it names none, None if it is cut off."""
     try:
         with store.open(name) as reader:
-            document = jsonio.loads(_head(reader, name), name)
+            if kind_of(name) == "objects":
+                data = bytes(reader.read(0, min(reader.size, jsonio.MAX_JSON_BYTES)))
+            else:
+                data = header_bytes(reader)
+        document = jsonio.loads(data, name)
     except (CorruptCheckpointError, FileNotFoundError):
         return None
     if not isinstance(document, dict):
@@ -141,13 +145,3 @@ def _label(store: Store, name: str) -> str | None:
     labels = document.get("__metadata__", document)
     owner = labels.get("run_id") if isinstance(labels, dict) else None
     return owner if isinstance(owner, str) else ""
-
-
-def _head(reader: RangeReader, name: str) -> bytes:
-    """Return the JSON header of a tensor file, or all of an objects file."""
-    if kind_of(name) == "objects":
-        return bytes(reader.read(0, min(reader.size, jsonio.MAX_JSON_BYTES)))
-    length = int.from_bytes(bytes(reader.read(0, min(8, reader.size))), "little")
-    if length > min(MAX_HEADER, reader.size - 8):
-        return b""
-    return bytes(reader.read(8, 8 + length))

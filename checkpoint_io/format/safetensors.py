@@ -179,6 +179,13 @@ def dtype_of(name: str, key: str) -> torch.dtype:
     return dtype
 
 
+def header_bytes(reader: Any) -> bytes:
+    """Return the JSON header of an open file (`size`, `read`); empty if it cannot be one."""
+    length = int.from_bytes(bytes(reader.read(0, min(8, reader.size))), "little")
+    fits = length <= min(MAX_HEADER, reader.size - 8)
+    return bytes(reader.read(8, 8 + length)) if fits else b""
+
+
 def parse_header(data: bytes, size: int, label: str) -> tuple[dict[str, str], dict[str, Slot]]:
     """Parse a header (without its 8 length bytes); return metadata and slots."""
     document = jsonio.loads(data, label)

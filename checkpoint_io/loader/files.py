@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from typing import TypeVar
 
 from checkpoint_io.errors import (
@@ -103,36 +104,43 @@ def _absence(store: Store) -> str:
 
 def check_sizes(store: Store, manifest: Manifest, files: Collection[int] | None = None) -> None:
     """Check that every file (or those given by index) is a regular file of the saved size."""
+    for index, size in other_sizes(store, manifest, files):
+        entry, held = manifest.files[index], _held_in(manifest, index)
+        problem = f"{size} bytes long, {entry.size} were saved (truncated or replaced)"
+        if size is None:
+            problem = (
+                "missing, though the manifest names it; copy it again or load an older checkpoint"
+            )
+        raise CorruptCheckpointError(f"{store.url}/{entry.name}: {problem}{held}")
+
+
+def other_sizes(
+    store: Store, manifest: Manifest, files: Collection[int] | None = None
+) -> Iterator[tuple[int, int | None]]:
+    """Yield the files (by index) that have not the saved size, each with its size, None if gone.
+
+    Raises:
+        CorruptCheckpointError: one is a link, or no regular file.
+    """
     present = store.sizes()
     for index in range(len(manifest.files)) if files is None else sorted(files):
         entry = manifest.files[index]
         if present.get(entry.name) == entry.size:
             continue
-        # The listing can be wrong about a file, or leave it out (a link). Only then is opening it,
-        # another request, worth it: it gives the exact error.
+        # A listing can be wrong about a file, as network filesystems cache it, or leave it out (a
+        # link). Only then is opening it, another request, worth it.
+        size: int | None = None
         try:
-            size = _opened_size(store, entry.name)
+            with suppress(FileNotFoundError), store.open(entry.name) as reader:
+                size = reader.size
         except CorruptCheckpointError as error:
-            held = in_tensors(key for key, _ in manifest.tensors_of_file(index))
-            raise CorruptCheckpointError(f"{error}{held}") from None
+            raise CorruptCheckpointError(f"{error}{_held_in(manifest, index)}") from None
         if size != entry.size:
-            held = in_tensors(key for key, _ in manifest.tensors_of_file(index))
-            raise CorruptCheckpointError(
-                f"{store.url}/{entry.name}: {size} bytes long, {entry.size} were saved "
-                f"(truncated or replaced){held}"
-            )
+            yield index, size
 
 
-def _opened_size(store: Store, name: str) -> int:
-    """Return the size of a file by opening it; CorruptCheckpointError if it is missing."""
-    try:
-        with store.open(name) as reader:
-            return reader.size
-    except FileNotFoundError:
-        raise CorruptCheckpointError(
-            f"{store.url}/{name}: missing, though the manifest names it; "
-            "copy it again or load an older checkpoint"
-        ) from None
+def _held_in(manifest: Manifest, index: int) -> str:
+    return in_tensors(key for key, _ in manifest.tensors_of_file(index))
 
 
 def in_tensors(labels: Iterable[str]) -> str:

@@ -41,7 +41,7 @@ from checkpoint_io.format.names import (
 )
 from checkpoint_io.format.parse import parse_document, parse_manifest
 from checkpoint_io.group import Outcome
-from checkpoint_io.loader.files import manifest_of
+from checkpoint_io.loader.files import manifest_of, other_sizes
 from checkpoint_io.storage.open import Store
 from checkpoint_io.threads import collector_paused
 from checkpoint_io.warning import warn
@@ -112,7 +112,13 @@ class Commit:
             document = _assemble(self._save_id, generation, self._metadata, reports)
             data = seal(document)
             manifest = _manifest(document, data, self._store.url, reports)
-        _check_files(self._store, manifest)
+        for index, _ in other_sizes(self._store, manifest):
+            # It happens where ranks save to local paths of different machines.
+            entry = manifest.files[index]
+            raise CheckpointError(
+                f"rank 0 does not see {entry.name} of rank {entry.rank} whole in "
+                f"{self._store.url}: save to a place that all ranks share"
+            )
         self._before_write()  # again, as files may take long to write
         # From here on an error does not imply that nothing was committed: see `verdict`.
         self._data = data
@@ -285,24 +291,3 @@ def _current_manifest(store: Store) -> Manifest | None:
         return manifest_of(store, tensors=False)
     except (CheckpointNotFoundError, CorruptCheckpointError):
         return None
-
-
-def _check_files(store: Store, manifest: Manifest) -> None:
-    """Raise if rank 0 does not see a file, or not at its full size.
-
-    It happens where ranks save to local paths of different machines.
-    """
-    present = store.sizes()
-    for entry in manifest.files:
-        if present.get(entry.name) == entry.size:
-            continue
-        try:  # network filesystems may cache listings, but opening a file bypasses the cache
-            with store.open(entry.name) as reader:
-                size: int | None = reader.size
-        except FileNotFoundError:
-            size = None
-        if size != entry.size:
-            raise CheckpointError(
-                f"rank 0 does not see {entry.name} of rank {entry.rank} whole in {store.url}: "
-                "save to a place that all ranks share"
-            )

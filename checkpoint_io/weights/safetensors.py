@@ -10,7 +10,13 @@ import numpy as np
 import torch
 
 from checkpoint_io.errors import CorruptCheckpointError
-from checkpoint_io.format.safetensors import MAX_HEADER, Slot, as_bytes, dtype_of, parse_header
+from checkpoint_io.format.safetensors import (
+    Slot,
+    as_bytes,
+    dtype_of,
+    header_bytes,
+    parse_header,
+)
 from checkpoint_io.progress import TransferProgress
 from checkpoint_io.storage.base import Span
 from checkpoint_io.storage.local import LocalStore, local_folder
@@ -148,10 +154,9 @@ def read_header(file: WeightFile) -> tuple[dict[str, str], dict[str, Slot]]:
 
 def header_of(reader: RangeReader, location: str) -> tuple[dict[str, str], dict[str, Slot]]:
     """Read and check the header of an open file."""
-    length = int.from_bytes(bytes(reader.read(0, min(8, reader.size))), "little")
-    if length > min(MAX_HEADER, reader.size - 8):
+    if not (header := header_bytes(reader)):
         raise CorruptCheckpointError(f"{location}: its header does not fit the file")
-    return parse_header(bytes(reader.read(8, 8 + length)), reader.size, location)
+    return parse_header(header, reader.size, location)
 
 
 def _transfer(file: WeightFile, reads: Sequence[_Read], progress: TransferProgress) -> None:
