@@ -27,6 +27,7 @@ LIBRARIES = (
     "lightning.pytorch",
     "multiprocessing.connection",
     "numpy",
+    "s3fs",
     "safetensors.torch",
     "pytest",
     "sklearn.datasets",
