@@ -512,7 +512,7 @@ def loads_counting(layout: str, path: str) -> list:
     return [tensors_of_counting(accel, model, optimizer), {"calls": model.calls}]
 
 
-@pytest.mark.parametrize("before", ["fsdp2", "fsdp4", "hsdp2x2"])
+@pytest.mark.parametrize("before", ["fsdp2", "hsdp2x2"])
 def test_background_saves_hold_the_state_of_their_call(pools, run_on, tmp_path, before):
     """And a model with a state of its own, which tensors cannot be written into directly."""
     path = str(tmp_path / "c")
@@ -561,7 +561,7 @@ def loads_averages(layout: str, path: str) -> dict[str, list]:
     return found
 
 
-@pytest.mark.parametrize("before", ["one", "fsdp2", "fsdp4", "hsdp2x2"])
+@pytest.mark.parametrize("before", ["one", "fsdp4", "hsdp2x2"])
 def test_averages_of_sharded_weights_load_on_every_layout(run_on, tmp_path, before):
     wanted = run_on(before, saves_averages, str(tmp_path / "c"))
     for layout in LAYOUTS:
@@ -670,7 +670,7 @@ def loads_by_accelerates_names(layout: str, folder: str) -> dict[str, list]:
     return tensors_of((accel, model, optimizer))
 
 
-@pytest.mark.parametrize("before", ["fsdp2", "fsdp4", "hsdp2x2"])
+@pytest.mark.parametrize("before", ["fsdp2", "hsdp2x2"])
 def test_models_and_optimizers_by_accelerates_names(run_on, tmp_path, before):
     wanted = run_on(before, saves_by_accelerates_names, str(tmp_path))
     for layout in LAYOUTS:
