@@ -35,8 +35,11 @@ class EventFile:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         # Not the names of tensorboard's writers, of which a script may have some in this folder.
-        parts = (int(time.time()), socket.gethostname(), os.getpid(), next(_numbers))
-        name = "events.out.tfevents.{:010d}.{}.{}.{}.loggers".format(*parts)
+        # TensorBoard reads files in the order of their names: those of one second, as of a run that
+        # was resumed at once, differ in the microseconds, since neither pids nor "9" and "10" sort.
+        microseconds = time.time_ns() // 1000
+        parts = (*divmod(microseconds, 10**6), socket.gethostname(), os.getpid(), next(_numbers))
+        name = "events.out.tfevents.{:010d}.{:06d}.{}.{}.{}.loggers".format(*parts)
         self._folder = folder
         self._file: LineFile = open_lines(folder, name + suffix, every_s)
         self._records = RecordWriter(self)

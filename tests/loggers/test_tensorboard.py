@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import signal
 import subprocess
@@ -269,3 +270,20 @@ def test_a_store_that_is_away_for_a_while(
     assert report.failures > 0
     assert (report.rows, report.lost_rows) == (2, 0)
     assert _steps_in_store("memory", "/store-away/tensorboard") == [1, 2]
+
+
+def test_files_of_one_second_are_read_in_the_order_of_their_starts(
+    run_info: Callable[..., RunInfo],
+    accumulator: Callable[[str], Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A run that is resumed at once writes file 10 after file 9."""
+    monkeypatch.setattr("loggers.trackers.event_file._numbers", itertools.count(9))
+    for resumed_step, losses in ((None, {1: 1.0, 2: 2.0}), (1, {2: 20.0, 3: 30.0})):
+        tracker = TensorBoardTracker()
+        tracker.start(run_info(resumed_step))
+        for step, loss in losses.items():
+            tracker.log({"loss": loss}, step)
+        tracker.finish()
+    events = accumulator(run_info().logging_dir).Scalars("loss")
+    assert [(event.step, event.value) for event in events] == [(1, 1.0), (2, 20.0), (3, 30.0)]
