@@ -5,7 +5,9 @@
 Each round trains the same tiny GPT-2 in a fresh process of each contender, in random order, and
 compares the processor time of their steps; the losses must be the same. --width makes the step
 longer. Then the Python calls of a step, which no load disturbs, and the milliseconds that
-`import accelerate` adds to `import torch`. It needs transformers.
+`import accelerate` adds to `import torch`. --instructions counts those of the processor in place of
+time, by valgrind: times of fresh processes differ by more than the contenders do. It needs
+transformers.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import json
 import os
 import pstats
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -50,7 +53,7 @@ Row = dict[str, Any]
 # --- in a process of one contender ------------------------------------------------------------
 
 
-def train(case: str, steps: int, width: int) -> Row:
+def train(case: str, steps: int, width: int, *callbacks: Any) -> Row:
     """Return milliseconds of processor time of a steady step, and the losses."""
     import torch
     from transformers import (
@@ -84,7 +87,11 @@ def train(case: str, steps: int, width: int) -> Row:
             **CASES[case],
         )
         trainer = Trainer(
-            model, arguments, train_dataset=rows, eval_dataset=rows[:4], callbacks=[clock]
+            model,
+            arguments,
+            train_dataset=rows,
+            eval_dataset=rows[:4],
+            callbacks=[clock, *callbacks],
         )
         trainer.train()
     marks = clock.marks[WARM_UP:]
@@ -93,6 +100,20 @@ def train(case: str, steps: int, width: int) -> Row:
     # The mean of all but the longest tenth, which a median would not see the evaluations of.
     step = statistics.mean(sorted(times)[: len(times) * 9 // 10])
     return {"step": step * 1e3, "losses": losses}
+
+
+def count_instructions(case: str, steps: int, width: int) -> Row:
+    """Have valgrind count the instructions of steady steps."""
+    import transformers
+
+    class Counter(transformers.TrainerCallback):
+        def on_step_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            if state.global_step in (WARM_UP, WARM_UP + steps):
+                switch = "on" if state.global_step == WARM_UP else "off"
+                subprocess.run(["callgrind_control", "-i", switch, str(os.getpid())], check=True)
+
+    train(case, steps + 1, width, Counter())
+    return {"steps": steps}
 
 
 def calls(case: str, width: int) -> Row:
@@ -155,6 +176,22 @@ def measure_calls(case: str, peers: dict[str, list[str]], width: int) -> None:
     print(f"{case}: {line} calls a step{ratio}", flush=True)
 
 
+def measure_instructions(case: str, peers: dict[str, list[str]], args: argparse.Namespace) -> None:
+    valgrind = ["valgrind", "--tool=callgrind", "--instr-atstart=no"]
+    words = [__file__, "--one", case, "--instructions", "--steps", "10", "--width", str(args.width)]
+    counts: dict[str, float] = {}
+    for name, command in peers.items():
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "counts")
+            child(*valgrind, f"--callgrind-out-file={path}", *command, *words)
+            total = re.search(r"^totals: (\d+)", path.read_text(), re.M)
+            assert total is not None, "valgrind has counted nothing"
+            counts[name] = int(total[1]) / 10
+    line = ", ".join(f"{name} {count / 1e6:.2f}" for name, count in counts.items())
+    ratio = f": {counts['ours'] / counts['accelerate']:.3f}" if "accelerate" in counts else ""
+    print(f"{case}: {line} million instructions a step{ratio}", flush=True)
+
+
 def measure_imports(snippet: str, peers: dict[str, list[str]], rounds: int) -> None:
     rows: dict[str, list[float]] = {name: [] for name in peers}
     for number in range(rounds + 1):  # the first one compiles
@@ -174,10 +211,15 @@ def main() -> None:
     parser.add_argument("--peer", help="the interpreter of an environment that has Accelerate")
     parser.add_argument("--only", default=",".join(CASES))
     parser.add_argument("--calls", action="store_true", help="count the calls of a step alone")
+    parser.add_argument("--instructions", action="store_true", help="count those of a step alone")
     parser.add_argument("--one", choices=CASES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        row = calls(args.one, args.width) if args.calls else train(args.one, args.steps, args.width)
+        if args.calls:
+            row = calls(args.one, args.width)
+        else:
+            measure = count_instructions if args.instructions else train
+            row = measure(args.one, args.steps, args.width)
         print(json.dumps(row))
         return
     # The same interpreter, so that nothing but the word of the command differs.
@@ -186,6 +228,10 @@ def main() -> None:
     if args.peer:
         peers["accelerate"] = [python]
     cases = args.only.split(",")
+    if args.instructions:
+        for case in cases:
+            measure_instructions(case, peers, args)
+        return
     for case in cases:
         measure_calls(case, peers, args.width)
     if args.calls:

@@ -66,7 +66,9 @@ def main() -> None:
     options = ["-q", "-m", _MARKERS, "-n", "3", "--dist", "loadfile"]
     options += ["--durations", "40"]  # all of CI has 15 minutes
     options += ["--cache-clear"]  # of failures before this run
-    tests = ["--doctest-modules", *_PACKAGES, "tests"]
+    # Those run with all the packages that they are about, by scripts/test_adapters.
+    elsewhere = ["--ignore", "tests/integrations"]
+    tests = ["--doctest-modules", *elsewhere, *_PACKAGES, "tests"]
     begin = time.monotonic()
     say("pytest")
     code = subprocess.call([str(word) for word in (*run, "pytest", *options, *tests)], cwd=ROOT)

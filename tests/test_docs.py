@@ -110,6 +110,15 @@ def assert_prints(shown: str | None, printed: str) -> None:
     assert shown is None or is_alike(shown, printed, ELLIPSIS | NORMALIZE_WHITESPACE), printed
 
 
+_WARM_PROCESSES = """
+import subprocess
+
+from tests.support import warm
+
+subprocess.Popen._execute_child = warm.Popen._execute_child
+"""
+
+
 @pytest.mark.distributed
 @pytest.mark.timeout(300)  # they start processes that import torch, one after the other
 @pytest.mark.parametrize("page", [page for page in TUTORIALS if runnable(page)])
@@ -120,14 +129,17 @@ def test_tutorials_run_as_notebooks_and_print_what_the_page_shows(
     nbclient = pytest.importorskip("nbclient", reason="pip install ipykernel nbclient jupytext")
     pytest.importorskip("jupytext", reason="pip install ipykernel nbclient jupytext")
     monkeypatch.syspath_prepend(ROOT / "docs" / "_ext")
+    from nbformat.v4 import new_code_cell
     from notebooks import as_notebook
 
     monkeypatch.setenv("ACCEL_CPU", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = as_notebook(ROOT / page)
+    # Processes that a cell starts are forked from one that has imported torch.
+    notebook.cells.insert(0, new_code_cell(_WARM_PROCESSES))
     resources = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=250, resources=resources).execute()
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    cells = [cell for cell in notebook.cells[1:] if cell.cell_type == "code"]
     for cell, (_, block, shown) in zip(cells, runnable(page), strict=True):
         assert cell.source == block.rstrip()
         streams = [output for output in cell.outputs if output.output_type == "stream"]

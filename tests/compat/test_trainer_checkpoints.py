@@ -30,6 +30,7 @@ def run(*command: str, expected: int = 0) -> str:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="forks")
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_kill_at_any_moment_of_a_save_changes_no_weight(tmp_path):
     pytest.importorskip("transformers")
