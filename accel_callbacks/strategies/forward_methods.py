@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -21,9 +22,34 @@ class DistributedDataParallel(TorchDDP):
 
     Methods that are marked run through the wrapper's forward, so that gradients are averaged.
     Others run as they are; those that would train parameters behind the wrapper's back are refused.
+
+    Gradients are laid out once, in the reverse order of their parameters. torch lays them out for
+    the first backward, and anew for all others. Three or more ranks add up a gradient in an order
+    that follows from its place, so the first step after a resume would have other bits.
+
+    Args:
+        *args: those of torch's wrapper.
+        **options: likewise.
     """
 
     _forward_methods: frozenset[str] = frozenset()
+    lays_out_once = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        # With unused parameters, torch lays them out once too.
+        again = options.get("static_graph") or not options.get("find_unused_parameters")
+        self.lays_out_once = bool(again) and dist.get_world_size() > 2
+        super().__init__(*args, **options)
+        if self.lays_out_once:
+            self.reducer._push_all_rebuilt_params()
+            self._has_rebuilt_buckets = self.reducer._rebuild_buckets()
+
+    def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
+        """Return the parameters in the order in which their gradients are to be laid out."""
+        parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        if self.lays_out_once:
+            return parameters[::-1], sparse[::-1]
+        return parameters, sparse
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the forward of the model inside, after its last gradients were reduced."""

@@ -106,6 +106,8 @@ def _missing(model: DistributedDataParallel, error: RuntimeError) -> list[str]:
         for name, parameter in model.module.named_parameters()
         if parameter.requires_grad and name not in model.parameters_to_ignore
     ]
+    if getattr(model, "lays_out_once", False):
+        names.reverse()
     match = _INDICES.search(str(error))
     indices = range(len(names)) if match is None else map(int, match[1].split())
     return [names[index] for index in indices if index < len(names)]

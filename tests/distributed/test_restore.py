@@ -16,8 +16,14 @@ import pytest
 import torch
 
 import checkpoint_io
-from accel_callbacks import Accelerator, ResumeError
+from accel_callbacks import (
+    Accelerator,
+    DistributedDataParallelKwargs,
+    ResumeError,
+    collectives,
+)
 from accel_callbacks.strategies.single_device import SingleDevice
+from tests.distributed.conftest import Pool
 from tests.support.rounding import reordered
 from tests.support.strategies import strategy
 
@@ -51,6 +57,44 @@ def digest(accel: Accelerator) -> list:
         for model in accel.bare_models
     ]
     return [models, optimizers]
+
+
+# --- bitwise ---------------------------------------------------------------------------------
+
+
+def goes_on(folder: str, static_graph: bool) -> list[bool]:
+    """Whether the gradients of each step after a load are those of the steps after the save."""
+    inputs = torch.randn(6, 2, 16, generator=torch.Generator().manual_seed(collectives.rank()))
+
+    def train(first: int) -> list[list[torch.Tensor]]:
+        torch.manual_seed(0)
+        options = DistributedDataParallelKwargs(static_graph=static_graph)
+        accel = Accelerator(cpu=True, kwargs_handlers=[options], timeout=timedelta(seconds=60))
+        model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(8)])
+        model, optimizer = accel.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if first:
+            accel.load_state(folder)
+        gradients = []
+        for number in range(first, len(inputs)):
+            accel.backward(model(inputs[number]).square().sum())
+            gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 2 and not first:
+                accel.save_state(folder)
+        return gradients
+
+    unbroken, resumed = train(0), train(3)
+    return [all(map(torch.equal, *pair)) for pair in zip(unbroken[3:], resumed, strict=True)]
+
+
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_the_first_step_after_a_load_adds_up_as_an_unbroken_run(
+    pool_of_4: Pool, tmp_path: Path, static_graph: bool
+) -> None:
+    """Of four numbers, whose sum depends on the order."""
+    for equal in pool_of_4.run(goes_on, str(tmp_path / "c"), static_graph):
+        assert equal == [True] * 3
 
 
 # --- agreed ----------------------------------------------------------------------------------
