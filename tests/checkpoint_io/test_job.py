@@ -54,6 +54,26 @@ def named_by(manifest: Manifest) -> set[str]:
     return {MANIFEST, *(entry.name for entry in manifest.files)}
 
 
+def test_a_save_has_the_number_that_it_is_given(tmp_path: Path) -> None:
+    jobs = (prepare_save(tmp_path, {"n": 1}, next_generation=number) for number in (7, None, 2))
+    assert [job.run().generation for job in jobs] == [7, 8, 2]
+
+
+def test_a_new_folder_is_not_asked_for_a_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, bool]] = []
+    usual = LocalStore.open
+
+    def noted(self: LocalStore, name: str) -> Any:
+        asked.append((name, (tmp_path / "c" / name).exists()))
+        return usual(self, name)
+
+    monkeypatch.setattr(LocalStore, "open", noted)
+    save(tmp_path / "c", {"n": 1})
+    assert asked == [(MANIFEST, True)]  # its own, which it reads back
+
+
 def test_preparing_writes_nothing_and_takes_plain_values_over(tmp_path: Path) -> None:
     state: dict[str, Any] = {"w": torch.zeros(3), "list": [1]}
     own, metadata = {"seen": [1]}, {"tags": ["a"]}

@@ -305,6 +305,21 @@ def test_a_load_takes_no_second_copy_of_the_state(tmp_path):
     assert float(run("load")) < 150  # MiB; the state has 288, and the buffers in flight far less
 
 
+def test_no_file_is_read_again_to_look_for_a_window_that_is_not_open(tmp_path, monkeypatch):
+    accel, *_ = prepared()
+    path = accel.save_state(tmp_path / "c")
+    names = []
+    fetch = LocalStore.fetch
+
+    def noted(self, spans, deliver):
+        names.extend(span.name for span in spans if span.name.startswith("objects"))
+        fetch(self, spans, deliver)
+
+    monkeypatch.setattr(LocalStore, "fetch", noted)
+    accel.load_state(path)
+    assert len(names) == len(set(names)) == 2  # of the shared state, and of this rank
+
+
 # --- all or nothing --------------------------------------------------------------------------
 
 
