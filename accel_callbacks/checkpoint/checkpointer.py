@@ -77,12 +77,17 @@ class Checkpointer:
         *,
         metadata: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
-        max_shard_size: int | str = "5GB",
-        async_save: bool = False,
-        when_busy: str = "wait",
-        trainable_only: bool = False,
+        **options: Any,
     ) -> str:
-        """Save to a path, or to the next place of the project; see ``Accelerator.save_state``."""
+        """Save to a path, or to the next place of the project; see ``Accelerator.save_state``.
+
+        Args:
+            output_dir: the path.
+            safe_serialization: must be True.
+            metadata: JSON values for the manifest.
+            storage_options: for the filesystem behind the path.
+            **options: of :meth:`write`.
+        """
         _refuse_pickle(safe_serialization)
         refuse_aborted_group("save_state")
         training = self.training
@@ -98,11 +103,8 @@ class Checkpointer:
             name=place.name,
             metadata={**place.metadata, **(metadata or {})},
             storage_options=storage_options,
-            max_shard_size=max_shard_size,
-            async_save=async_save,
-            when_busy=when_busy,
-            trainable_only=trainable_only,
             callbacks=place.callbacks,
+            **options,
         )
         if path:
             place.started()
