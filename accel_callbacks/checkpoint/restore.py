@@ -394,11 +394,10 @@ def _fit(load: _PendingLoad) -> None:
     if not selection.renames:  # the fingerprints have the names of the save
         compare_frozen(training, part, indices["models"], strict)
     hooked = training.pre_hooks.load_some and bool(indices["models"])
-    if not hooked:
-        _fitting_weights(load, RestoreReport(load.reader.path))
+    weights = {} if hooked else _fitting_weights(load)
     load.local = rank_part(training, load.reader.manifest, part, load.local, selection, strict)
     check_classes(training, part, indices, strict)
-    _fitting_optimizer_states(load)
+    states = _fitting_optimizer_states(load)
     if not selection.partial:
         require_saved(training, _WHERE, ResumeError)
     if selection.takes("callbacks"):
@@ -410,14 +409,14 @@ def _fit(load: _PendingLoad) -> None:
                 id(model) for model in training.pre_hooks.load(training.models, load.reader.path)
             }
             indices["models"] = [i for i in indices["models"] if id(training.models[i]) in left]
-            _fitting_weights(load, RestoreReport(load.reader.path))
+            _fitting_weights(load)
         if selection.takes("callbacks"):
-            training.loop.fire("on_load_checkpoint", load.state)  # which may edit it
+            training.loop.fire("on_load_checkpoint", load.state)
+        # Again, as hooks may have edited the state since it was checked.
         part = load.part = selection.apply(load.state)
-    # Again, as hooks may have edited the state since it was checked.
-    weights = _fitting_weights(load, load.report)
+        load.report = RestoreReport(load.reader.path)
+        weights, states = _fitting_weights(load), _fitting_optimizer_states(load)
     warn_of_names(load.report, strict)
-    states = _fitting_optimizer_states(load)
     load.reads.into_new(load.shards)
     load.weights = place_weights(training, weights, load.reads)
     load.optimizer_states = {
@@ -433,10 +432,10 @@ def _fit(load: _PendingLoad) -> None:
     )
 
 
-def _fitting_weights(load: _PendingLoad, report: RestoreReport) -> dict[int, dict[str, Any]]:
+def _fitting_weights(load: _PendingLoad) -> dict[int, dict[str, Any]]:
     selection = load.options.selection
     return {
-        index: fitting_weights(load.training, load.part, index, selection, report)
+        index: fitting_weights(load.training, load.part, index, selection, load.report)
         for index in load.indices["models"]
     }
 
