@@ -305,6 +305,20 @@ def test_a_load_takes_no_second_copy_of_the_state(tmp_path):
     assert float(run("load")) < 150  # MiB; the state has 288, and the buffers in flight far less
 
 
+def test_a_load_without_hooks_fits_each_state_once(tmp_path, monkeypatch):
+    accel, *_ = prepared()
+    path = accel.save_state(tmp_path / "c")
+    fit, calls = accel.strategy.fit_optimizer_state, []
+
+    def counted(*arguments):
+        calls.append(arguments)
+        return fit(*arguments)
+
+    monkeypatch.setattr(accel.strategy, "fit_optimizer_state", counted)
+    accel.load_state(path)
+    assert len(calls) == 1
+
+
 def test_no_file_is_read_again_to_look_for_a_window_that_is_not_open(tmp_path, monkeypatch):
     accel, *_ = prepared()
     path = accel.save_state(tmp_path / "c")
