@@ -12,6 +12,7 @@ _HOME = {
     "CallbackReport": "dispatch.ledger",
     "CallbackTime": "dispatch.ledger",
     "Checkpoint": "checkpoint",
+    "Control": "control",
     "DeviceStats": "device_stats",
     "EMA": "weight_averaging",
     "EarlyStopping": "early_stopping",
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     )
     from accel_callbacks.callbacks.base import Callback as Callback
     from accel_callbacks.callbacks.checkpoint import Checkpoint as Checkpoint
+    from accel_callbacks.callbacks.control import Control as Control
     from accel_callbacks.callbacks.device_stats import DeviceStats as DeviceStats
     from accel_callbacks.callbacks.dispatch.functions import CallbackHandle as CallbackHandle
     from accel_callbacks.callbacks.dispatch.functions import FunctionHandle as FunctionHandle

@@ -86,6 +86,8 @@ class Callback:
         before: callbacks, their classes or state keys, that this one is called before; one or a
             tuple.
         after: those that it is called after.
+        settable: what ``accel ctl RUN set NAME=VALUE`` may change, by its name: the attribute that
+            holds it; a whole number stays at least 1. Needs a :class:`Control` callback.
         name_option: the option of the constructor that gives instances of the class different
             ``state_key``; messages about several of them name it.
 
@@ -115,6 +117,7 @@ class Callback:
     on_error: str = "raise"
     before: Any = ()
     after: Any = ()
+    settable: Mapping[str, str] = {}
     name_option: str = ""
 
     def __init_subclass__(cls, **options: Any) -> None:

@@ -8,7 +8,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,6 +80,8 @@ class DeviceStats(Callback):
         >>> values["device/process_rss_gib"] > 0, values["device/disk_free_gib"] >= 0
         (True, True)
     """
+
+    settable: Mapping[str, str] = {"log_every": "every_n_steps"}
 
     def __init__(
         self,

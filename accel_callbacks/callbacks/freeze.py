@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,12 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from accel_callbacks.callbacks.base import Callback
+from accel_callbacks.callbacks.group_rates import (
+    SCHEDULER_RATES,
+    scale_group,
+    scale_schedulers,
+    schedulers_of,
+)
 from accel_callbacks.callbacks.interval import Interval
 from accel_callbacks.collectives.sharded import class_of
 from accel_callbacks.errors import nearest
@@ -22,9 +28,7 @@ __all__ = ["Freeze", "split_param_groups"]
 
 Target = str | torch.nn.Module  # a pattern of parameter names, or a module
 
-_GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
-# Attributes of a scheduler with one entry for each parameter group.
-_SCHEDULER_RATES = ("base_lrs", "_last_lr", "max_lrs", "min_lrs")
+# Attributes of a scheduler with one entry for each parameter group, beside its rates.
 _OTHER_SCHEDULER_LISTS = ("lr_lambdas", "base_momentums", "max_momentums")
 
 
@@ -326,19 +330,19 @@ def split_param_groups(
     """
     wanted = {id(parameter) for parameter in parameters}
     for optimizer in optimizers:
-        followers = _schedulers_of(optimizer, schedulers)
+        followers = schedulers_of(optimizer, schedulers)
         for index, group in enumerate(list(optimizer.param_groups)):
             moved = [p for p in group["params"] if id(p) in wanted]
             wanted -= {id(p) for p in moved}
             if moved and len(moved) == len(group["params"]):
-                _scale_group(group, factor)
-                _scale_schedulers(followers, index, factor)
+                scale_group(group, factor)
+                scale_schedulers(followers, index, factor)
             elif moved:
                 group["params"] = [p for p in group["params"] if all(p is not m for m in moved)]
                 _add_group(optimizer, followers, index, moved, factor)
     left = [parameter for parameter in parameters if id(parameter) in wanted]
     if left and optimizers:
-        _add_group(optimizers[0], _schedulers_of(optimizers[0], schedulers), 0, left, factor)
+        _add_group(optimizers[0], schedulers_of(optimizers[0], schedulers), 0, left, factor)
 
 
 def _add_group(
@@ -350,36 +354,11 @@ def _add_group(
 ) -> None:
     """Add a group with the options of the one at index ``like``, to its schedulers too."""
     group = {**optimizer.param_groups[like], "params": parameters}
-    _scale_group(group, factor)
+    scale_group(group, factor)
     optimizer.add_param_group(group)
     for scheduler in schedulers:
-        for name in (*_SCHEDULER_RATES, *_OTHER_SCHEDULER_LISTS):
+        for name in (*SCHEDULER_RATES, *_OTHER_SCHEDULER_LISTS):
             values = getattr(scheduler, name, None)
             if isinstance(values, list) and len(values) > like:
                 values.append(values[like])
-    _scale_schedulers(schedulers, len(optimizer.param_groups) - 1, factor)
-
-
-def _scale_group(group: dict[str, Any], factor: float) -> None:
-    for name in _GROUP_RATES:
-        if name in group:
-            group[name] = group[name] * factor  # not in place: groups may share a tensor
-
-
-def _scale_schedulers(schedulers: Sequence[Any], index: int, factor: float) -> None:
-    for scheduler in schedulers:
-        for name in _SCHEDULER_RATES:
-            values = getattr(scheduler, name, None)
-            if isinstance(values, list) and len(values) > index:
-                values[index] = values[index] * factor
-
-
-def _schedulers_of(optimizer: torch.optim.Optimizer, schedulers: Iterable[Any]) -> list[Any]:
-    """Return those of some schedulers, and of those nested in them, that follow an optimizer."""
-    followers = []
-    for scheduler in schedulers:
-        owner = getattr(scheduler, "optimizer", None)
-        if owner is optimizer or getattr(owner, "optimizer", None) is optimizer:
-            followers.append(scheduler)
-        followers += _schedulers_of(optimizer, getattr(scheduler, "_schedulers", ()))
-    return followers
+    scale_schedulers(schedulers, len(optimizer.param_groups) - 1, factor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +55,7 @@ class GradientNorm(Callback):
     collective = True  # the norm of sharded gradients is reduced over the ranks
     name_option = "log_name"
     after = (Freeze,)  # which drops the gradients of frozen parameters
+    settable: Mapping[str, str] = {"log_every": "every_n_steps"}
 
     def __init__(
         self,

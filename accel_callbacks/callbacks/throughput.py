@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -78,6 +78,7 @@ class Throughput(ResumableState):
     """
 
     saves_alike = True  # its hook stops the clock, and leaves the checkpoint as it is
+    settable: Mapping[str, str] = {"log_every": "log_every_n_steps"}
 
     def __init__(
         self,

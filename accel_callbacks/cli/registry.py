@@ -36,6 +36,7 @@ class Command:
 COMMANDS: Mapping[str, Command] = {
     "ckpt": Command("accel_callbacks.cli.ckpt", "list, verify, copy and remove checkpoints"),
     "config": Command("accel_callbacks.cli.config", "write, update and show the config file"),
+    "ctl": Command("accel_callbacks.cli.ctl", "save, evaluate, stop or set in a run that goes on"),
     "data": Command("accel_callbacks.cli.data", "show the samples of a step of a run"),
     "env": Command("accel_callbacks.cli.env", "print versions and devices, to paste in a report"),
     "estimate-memory": Command(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from accel_callbacks import collectives
 __all__ = ["KINDS", "Trigger", "Votes"]
 
 #: The kinds of requests, in the order in which they are carried out.
-KINDS = ("save", "preempt", "stop", "end_epoch")
+KINDS = ("control", "save", "preempt", "stop", "end_epoch")
 _WHERE = "the vote at the end of the step"
 Agreed = dict[str, tuple[str, int]]  # kind of request: its reason, and the rank that asked
 
@@ -75,7 +75,7 @@ class Votes:
         ballot, self._ballot = self._ballot, None
         if ballot is None or not ballot.is_any():
             return {}
-        # All ranks read the same flags, so all of them gather here, or none does.
+        # All ranks read the same flag, so all of them gather here, or none does.
         asked, self.asked, self._sent = {**self.asked, **self._sent}, {}, {}
         return _chosen(collectives.all_objects(asked, operation="votes"))
 
@@ -103,17 +103,17 @@ def _chosen(requests: Sequence[Mapping[str, str]]) -> Agreed:
 
 
 class _Ballot:
-    """An all-reduce of what each rank asks for."""
+    """An all-reduce of whether a rank asks for something."""
 
     @collectives.explained(_WHERE)
-    def __init__(self, asked: Container[str]) -> None:
+    def __init__(self, asked: Collection[str]) -> None:
         collectives.begin("votes")
-        flags = torch.tensor([int(k in asked) for k in KINDS], dtype=torch.int32, device="cpu")
-        # One all-reduce of four flags a step; reasons are gathered only if a flag is set, which
-        # all ranks see alike.
-        self._flags = collectives.on_backend(flags)
-        group = collectives.group_for(self._flags)
-        self._work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, group=group, async_op=True)
+        flag = torch.tensor([len(asked)], dtype=torch.int32, device="cpu")
+        # One all-reduce of one number a step; what was asked for is gathered only if it is not
+        # zero, which all ranks see alike.
+        self._flag = collectives.on_backend(flag)
+        group = collectives.group_for(self._flag)
+        self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=group, async_op=True)
 
     @collectives.explained(_WHERE)
     def is_any(self) -> bool:
@@ -121,7 +121,7 @@ class _Ballot:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        return any(self._flags.tolist())
+        return bool(self._flag.item())
 
 
 class Trigger:

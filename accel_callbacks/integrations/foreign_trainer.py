@@ -60,6 +60,8 @@ class HostedCallback:
         reason = None
         if "Preemption" in {base.__name__ for base in type(self.callback).__mro__}:
             reason = None if host.can_save else _NO_SAVE
+        if "Control" in {base.__name__ for base in type(self.callback).__mro__}:
+            reason = "it steers the loop of `accel.run`"
         if self._entry.saves:
             reason = _OWN_SAVES
         if getattr(self.callback, "lightning_callback", None) is not None:

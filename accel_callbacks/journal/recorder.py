@@ -16,6 +16,7 @@ import torch
 from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.errors import LostRankError
+from accel_callbacks.local_files import local_path
 from accel_callbacks.logging import notice
 from accel_callbacks.precision.base import StepFinding
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from accel_callbacks.loop.first_steps import FirstSteps
     from accel_callbacks.loop.loop import Loop
     from accel_callbacks.loop.run import TrainingRun
+    from checkpoint_io import Lease
     from loggers import TrackerHub
 
 __all__ = ["Recorder"]
@@ -63,6 +65,7 @@ class Recorder:
         self._facts = facts
         self._hub: TrackerHub | None = None
         self._writer: JournalWriter | None = None
+        self._lease: Lease | None = None
         self._began = 0.0
         self._forget()
 
@@ -120,6 +123,9 @@ class Recorder:
             **asdict(TrackerConfig()),
         )
         hub.start()
+        local = local_path(folder)
+        if run.is_global_zero and local is not None:
+            self._lease = _lease_of(local, run)
         self._forget()
         self._hub, self._writer, self._step = hub, writer, run.global_step
         start = {"kind": "start", "time": now, "attempt": attempt, "name": run.name}
@@ -149,6 +155,9 @@ class Recorder:
         finally:
             self._hub = self._writer = None
             hub.finish(status)
+            if self._lease is not None:
+                self._lease.release()
+                self._lease = None
         long = time.time() - self._began >= _LONG
         return self._goodput(run) if long and run.is_global_zero else {}
 
@@ -343,6 +352,20 @@ class Recorder:
             return (state,)
         # Its state is kept on the host: two numbers, which no kernel changes.
         return state, torch.cuda.default_generators[self._device.index or 0].get_state()
+
+
+def _lease_of(folder: str, run: TrainingRun) -> Lease | None:
+    """Return a lease by which others see that the run goes on, None if it cannot be written."""
+    require_neighbour("checkpoint_io")
+    from checkpoint_io import Lease
+
+    lease = Lease(folder, run_id=run.run_id, run_name=run.name)
+    try:
+        # It guards nothing, as each start has files of its own: the newest one has it.
+        lease.attempt("take_over")
+    except OSError:
+        return None
+    return lease
 
 
 def _copied(value: torch.Tensor) -> Any:

@@ -254,7 +254,13 @@ class Replay:
             for mark in self.journal.marks
             if mark.get("kind") == "rollback"
         }
-        request = replace(request, step=self.step, checkpoint=self.checkpoint, rollbacks=rollbacks)
+        request = replace(
+            request,
+            step=self.step,
+            checkpoint=self.checkpoint,
+            rollbacks=rollbacks,
+            commands=_commands(self.journal),
+        )
         request.write(place)
         environment = {**_environment(self.start), VARIABLE: str(place)}
         command = self._words()
@@ -334,6 +340,18 @@ def _place(journal: Journal, rows: np.ndarray[Any, Any], step: int) -> tuple[str
             "copy a checkpoint of the run back to where it was saved."
         )
     return None, 1
+
+
+def _commands(journal: Journal) -> list[dict[str, Any]]:
+    """Return the marks of commands that changed what the rows hold, in order."""
+    commands: list[dict[str, Any]] = []
+    for mark in journal.marks:
+        # Where a start or a load goes back behind commands, their effects are gone.
+        if mark.get("kind") == "commands":
+            commands = [command for command in commands if command["number"] <= mark["number"]]
+        elif mark.get("kind") == "control":
+            commands.append(mark)
+    return [command for command in commands if command["action"] in ("set", "evaluate")]
 
 
 def _checkpoints(attempt: Attempt, step: int) -> Iterator[tuple[str, int]]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 __all__ = ["VARIABLE", "ReplayRequest"]
 
@@ -25,6 +26,7 @@ class ReplayRequest:
         modules: glob pattern for the names of modules whose outputs are dumped.
         stop: open the debugger in the step.
         rollbacks: the checkpoints that the run went back to, by the number of its steps then.
+        commands: marks of what `accel ctl` had changed, in order.
 
     Example:
         >>> from accel_callbacks.journal.replay_request import ReplayRequest
@@ -39,6 +41,7 @@ class ReplayRequest:
     modules: str = "*"
     stop: bool = False
     rollbacks: Mapping[str, str] = field(default_factory=dict)
+    commands: Sequence[Mapping[str, Any]] = ()
 
     @classmethod
     def requested(cls, environment: Mapping[str, str]) -> ReplayRequest | None:

@@ -32,7 +32,8 @@ _COLUMNS = {
 }
 _MEANS = ("step_s", "data_s")  # of the rows of each rank
 # Marks that are no event of the run for a reader, or are told in another way.
-_PLAIN = {"start", "train", "pass", "compile", "end"}
+_PLAIN = {"start", "train", "pass", "compile", "commands", "end"}
+_TEXTS = ("reason", "error", "path", "command")
 _LABELS = {"save": "checkpoint", "lost_rank": "lost rank"}
 
 
@@ -181,7 +182,7 @@ def _marks(journal: Journal, rows: np.ndarray[Any, Any], began: float) -> Iterat
         for mark in attempt.marks:
             kind = str(mark.get("kind"))
             if kind not in _PLAIN and "step" in mark and "time" in mark:
-                text = next((mark[key] for key in ("reason", "error", "path") if key in mark), None)
+                text = next((mark[key] for key in _TEXTS if key in mark), None)
                 label = _LABELS.get(kind, kind)
                 yield _mark(label, int(mark["step"]), float(mark["time"]) - began, text)
         part = rows[rows["attempt"] == attempt.number]

@@ -47,6 +47,7 @@ CASES: dict[str, Case] = {
     "Checkpoint in the foreground": Case(
         lambda: callbacks.Checkpoint(every_n_epochs=1, async_save=False), slow=True
     ),
+    "Control": Case(lambda: callbacks.Control(settings={"noise": 0.5})),
     "DeviceStats": Case(lambda: callbacks.DeviceStats(every_n_steps=1)),
     "EMA": Case(lambda: callbacks.EMA(0.5)),
     "EMA that copies buffers": Case(
