@@ -443,6 +443,7 @@ class Writer:
             return None
         error = self.guard.call("start", self._run)
         self.guard.open = not isinstance(error, BaseException)
+        self._dirty = self.guard.open and self.guard.tracker.unflushed
         self.guard.broken = self.guard.disabled = not self.guard.open
         if self.guard.open:
             self._update_state()

@@ -21,6 +21,7 @@ SMALL = {
     "checkpoint_s3.py": "--mib 8 --rounds 1 --servers sink",
     "checkpoint_scale.py": "--ranks 4 --layers 2 --rounds 1",
     "hooks.py": "--rounds 1 --calls 2",
+    "journal.py": "--rounds 2",
     "log_overhead.py": "--rounds 1 --calls 10 --rows 10",
     "loop_overhead.py": "--rounds 2",
     "plan.py": "--units 100 --layers 10 --rounds 1",

@@ -7,6 +7,7 @@ import math
 import random
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import torch
 from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.errors import LostRankError
+from accel_callbacks.journal.format import SKIPPED
 from accel_callbacks.local_files import local_path
 from accel_callbacks.logging import notice
 from accel_callbacks.precision.base import StepFinding
@@ -30,7 +32,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Recorder"]
 
-# Steps between two looks at the generators of Python and NumPy, whose states are slow to read.
+# Steps between two looks at random generators, which take as long as the rest of a row: at those of
+# torch, and at those of Python and NumPy. Both are looked at too where a replay may begin.
+_GENERATORS_EVERY = 8
 _HOST_GENERATORS_EVERY = 64
 _LONG = 60.0  # seconds of an attempt after which its goodput is worth a line
 _UNREADABLE = ("xla", "meta")  # devices whose values a thread cannot read beside the loop
@@ -66,6 +70,8 @@ class Recorder:
         self._hub: TrackerHub | None = None
         self._writer: JournalWriter | None = None
         self._lease: Lease | None = None
+        self._waiting: deque[tuple[Any, ...]] = deque()  # of the writer
+        self._direct = False  # what a row has is on the host, and needs no hub to be read
         self._began = 0.0
         self._forget()
 
@@ -75,9 +81,10 @@ class Recorder:
         self._rates: list[Any] = []
         self._norm: Any = None
         self._step = self._rows = 0
-        self._until_host = 0
+        self._looks_at_generators = True
+        self._reads_rates = True  # they are no plain numbers, as far as was seen last
         self._finding: StepFinding | None = None  # of the last step that had one
-        self._unread: list[tuple[dict[Any, Any], StepFinding]] = []
+        self._unread: list[tuple[tuple[Any, ...], StepFinding]] = []
         self._evaluation_s = self._evaluation_began = 0.0
         self._evaluations = 0
         self._new_pass = True  # also where a resumed one goes on
@@ -128,6 +135,7 @@ class Recorder:
             self._lease = _lease_of(local, run)
         self._forget()
         self._hub, self._writer, self._step = hub, writer, run.global_step
+        self._waiting, self._direct = writer.waiting, self._device.type == "cpu"
         start = {"kind": "start", "time": now, "attempt": attempt, "name": run.name}
         start |= {"run_id": run.run_id, "step": run.global_step, "epoch": run.current_epoch}
         start["in_window"] = run.in_window
@@ -227,7 +235,7 @@ class Recorder:
         if loss.is_cpu and not loss.dim():
             self._losses.append(loss.item())
         else:
-            self._losses.append(_copied(loss))
+            self._losses.append(self._copied(loss))
         if self._loop.window.sync:
             self._rates = [
                 group.get("lr")
@@ -240,16 +248,19 @@ class Recorder:
     ) -> None:
         """Note the row of the step, if one was taken or left out."""
         # Hot path: most batches take a step, of which the host knows.
-        if run._global_step == self._step or self._unread or self._loop.unsettled:
+        step = run._global_step
+        if step == self._step or self._unread or self._loop.unsettled:
             if self._loop.window.stepped:
                 self._note_unusual(run)
             return
-        self._step = run._global_step
-        self._rows += 1
+        self._step = step
         if self._new_pass:
             self._note_pass()
-        if self._hub is not None:
-            self._hub.put(self._row(run), self._rows)
+        row = self._row(run)
+        if self._direct:
+            self._waiting.append(row)
+        else:
+            self._put(row)
 
     def on_validation_start(self, run: TrainingRun, model: Any) -> None:
         """Begin the clock of evaluations."""
@@ -270,6 +281,7 @@ class Recorder:
         """Write all rows up to the checkpoint: a resume from it does not repeat them."""
         self.on_train_batch_end(run, model, None, None, -1)
         self._read_findings(keep=0)
+        self._looks_at_generators = True
         if self._hub is not None:
             self._hub.flush(timeout=0.0)
 
@@ -297,61 +309,86 @@ class Recorder:
             self._read_findings(keep=0)
             if (outcome is False and self._losses) or run._global_step != self._step:
                 self._step = run._global_step
-                self._put({**self._row(run), "skipped": outcome is False})
+                self._put((*self._row(run)[:-1], SKIPPED * (outcome is False)))
 
     def _read_findings(self, keep: int) -> None:
         """Put the rows of steps of which only the device knew whether they were taken."""
         while len(self._unread) > keep:
             row, finding = self._unread.pop(0)
             self._step += finding.stepped
-            self._put({**row, "step": self._step, "skipped": not finding.stepped})
+            self._put((self._step, *row[1:-1], SKIPPED * (not finding.stepped)))
 
-    def _put(self, row: dict[Any, Any]) -> None:
-        if self._hub is not None:
+    def _put(self, row: tuple[Any, ...]) -> None:
+        """Leave a row to the writer, or to the hub that reads values from their device for it."""
+        if self._direct:
+            self._waiting.append(row)
+        elif self._hub is not None:
             # Numbered by themselves: a load may bring the steps back, which a hub warns of.
             self._rows += 1
-            self._hub.put(row, self._rows)
+            *_, losses, norm, _ = row
+            values: dict[Any, Any] = {"row": row, "norm": norm}
+            values.update(enumerate(losses))
+            self._hub.put(values, self._rows)
 
-    def _row(self, run: TrainingRun) -> dict[Any, Any]:
-        """Return what is known of a step that was taken; losses are named by their number."""
-        losses, rates, loader = self._losses, self._rates, self._loop.outer
-        if rates and type(rates[0]) is not float:
-            rates = list(map(_number, rates))
-        self._until_host -= 1
-        row: dict[Any, Any] = {
-            "step": self._step,
-            "epoch": run.current_epoch if loader is None else loader.epoch,
-            "batch": run.batch_idx,
-            "position": None if loader is None else loader.position,
-            "data": run.data_wait_s,
-            "save": run.save_s,
-            "evaluation": self._evaluation_s,
-            "count": len(losses),
-            "rates": rates,
-            "generators": self._generators(),
-            "host_generators": () if self._until_host >= 0 else self._host_states(),
-            "skipped": False,
-        }
-        row.update(enumerate(losses))
-        if self._norm is not None:
-            row["norm"] = self._norm.item() if self._norm.is_cpu else _copied(self._norm)
-            self._norm = None
+    def _row(self, run: TrainingRun) -> tuple[Any, ...]:
+        """Return what is known of a step that was taken, as :class:`JournalWriter` describes it."""
+        losses, rates, norm, loader = self._losses, self._rates, self._norm, self._loop.outer
         self._losses = []
-        return row
+        if norm is not None:
+            self._norm = None
+            norm = norm.item() if norm.is_cpu else self._copied(norm)
+        states: tuple[Any, ...] = ()
+        if self._looks_at_generators or not self._step % _GENERATORS_EVERY:
+            states = self._random_states()
+            self._reads_rates = bool(rates) and type(rates[0]) is not float
+        if self._reads_rates:
+            rates = list(map(_number, rates))
+        return (
+            self._step,
+            run.current_epoch if loader is None else loader.epoch,
+            run.batch_idx,
+            None if loader is None else loader.position,
+            run.data_wait_s,
+            run.save_s,
+            self._evaluation_s,
+            time.time(),
+            rates,
+            states,
+            losses,
+            norm,
+            0,
+        )
 
-    def _host_states(self) -> tuple[Any, ...]:
-        """Return the states of the generators of Python and, if it is imported, NumPy."""
-        self._until_host = _HOST_GENERATORS_EVERY - 1
-        numpy: Any = sys.modules.get("numpy")
-        return random.getstate(), None if numpy is None else numpy.random.get_state()
+    def _random_states(self) -> tuple[Any, ...]:
+        """Return the states of torch's generators, and now and then those of Python and NumPy."""
+        states: list[Any] = [torch.default_generator.get_state()]
+        if self._device.type == "cuda":
+            # Its state is kept on the host: two numbers, which no kernel changes.
+            generators = torch.cuda.default_generators
+            states.append(generators[self._device.index or 0].get_state())
+        host: tuple[Any, ...] = ()
+        if self._looks_at_generators or not self._step % _HOST_GENERATORS_EVERY:
+            numpy: Any = sys.modules.get("numpy")
+            host = random.getstate(), None if numpy is None else numpy.random.get_state()
+        self._looks_at_generators = False
+        return states, host
 
-    def _generators(self) -> tuple[torch.Tensor, ...]:
-        """Return the states of torch's generators on the host and on the device of this rank."""
-        state = torch.default_generator.get_state()
-        if self._device.type != "cuda":
-            return (state,)
-        # Its state is kept on the host: two numbers, which no kernel changes.
-        return state, torch.cuda.default_generators[self._device.index or 0].get_state()
+    def _copied(self, value: torch.Tensor) -> Any:
+        """Return a number, or a copy on the device: a graph of CUDA writes its outputs again."""
+        value = value.detach()
+        if value.device.type in _UNREADABLE:
+            return math.nan
+        value = value.sum() if value.dim() else value
+        if value.is_cpu:
+            return value.item()
+        self._direct = False
+        if value.device.type == "cuda":
+            from loggers.values import order_before_reads
+
+            value = value.clone()
+            order_before_reads(value.device)
+            return value
+        return value.clone()
 
 
 def _lease_of(folder: str, run: TrainingRun) -> Lease | None:
@@ -366,19 +403,6 @@ def _lease_of(folder: str, run: TrainingRun) -> Lease | None:
     except OSError:
         return None
     return lease
-
-
-def _copied(value: torch.Tensor) -> Any:
-    """Return a number, or a copy on the device: a graph of CUDA writes its outputs again."""
-    value = value.detach()
-    if value.device.type in _UNREADABLE:
-        return math.nan
-    value = (value.sum() if value.dim() else value).clone()
-    if value.device.type == "cuda":
-        from loggers.values import order_before_reads
-
-        order_before_reads(value.device)
-    return value
 
 
 def _number(rate: Any) -> float:

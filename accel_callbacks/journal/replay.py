@@ -39,6 +39,7 @@ _KINDS = (
     ("gradient", ("gradient_norm",)),
     ("skipped step", ("flags",)),
 )
+_AFTER_DRAWS = ("loss", "gradient", "skipped step")
 # Of the micro-batches of a step, of which a run that resumes inside of its window sees the last.
 _OF_THE_WINDOW = {"micro_batches", "loss", "losses"}
 _LOG_END = 3000  # characters of the processes' output in an error
@@ -123,9 +124,31 @@ def first_difference(then: Journal, now: Journal, first: int, last: int) -> Diff
                     return Difference(step, rank, "missing", {"row": "written"}, {"row": "none"})
                 partial = _began_inside(then, old) or _began_inside(now, new)
                 compared = [n for n in names if not (partial and n in _OF_THE_WINDOW)]
-                if changed := [name for name in compared if _differs(old[name], new[name])]:
+                if changed := [name for name in compared if _differs(name, old, new)]:
+                    drawn = None
+                    if kind in _AFTER_DRAWS:
+                        drawn = _other_draws(before[rank], after[rank], step, rank, last)
                     values = [{name: row[name].item() for name in changed} for row in (old, new)]
-                    return Difference(step, rank, kind, *values)
+                    return drawn or Difference(step, rank, kind, *values)
+    return None
+
+
+def _other_draws(
+    before: Mapping[int, Any], after: Mapping[int, Any], step: int, rank: int, last: int
+) -> Difference | None:
+    """Return that random numbers differ, if the next rows that have the generators say so.
+
+    Most rows do not have them, because they take long to read. What a step draws does not follow
+    from its loss, so where they differ a few steps later they are the cause.
+    """
+    for later in range(step, last + 1):
+        old, new = before.get(later), after.get(later)
+        if old is not None and new is not None and old["generators"] and new["generators"]:
+            if not _differs("generators", old, new):
+                return None
+            name = f"generators at step {later}"
+            values = [{name: row["generators"].item()} for row in (old, new)]
+            return Difference(step, rank, "random numbers", *values)
     return None
 
 
@@ -155,8 +178,10 @@ def _rows_by_step(rows: np.ndarray[Any, Any], first: int, last: int) -> dict[int
     return {int(row["step"]): row for row in chosen}
 
 
-def _differs(old: Any, new: Any) -> bool:
-    return bool(old.tobytes() != new.tobytes())
+def _differs(name: str, old: Any, new: Any) -> bool:
+    if name == "generators" and not (old[name] and new[name]):
+        return False  # not looked at in both
+    return bool(old[name].tobytes() != new[name].tobytes())
 
 
 def host_generators_differ(then: Journal, now: Journal, first: int, last: int) -> bool:
@@ -167,7 +192,7 @@ def host_generators_differ(then: Journal, now: Journal, first: int, last: int) -
     before, after = (
         _rows_by_step(journal.rows(repeated=False), first, last) for journal in (then, now)
     )
-    # They are in each 64th row of an attempt, which a replay may have elsewhere.
+    # Few rows have them, and those of a replay may be others.
     pairs = [
         (int(before[step]["host_generators"]), int(after[step]["host_generators"]))
         for step in before.keys() & after.keys()

@@ -8,6 +8,7 @@ import os
 import struct
 import sys
 import time as clock
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,6 @@ import xxhash
 
 from accel_callbacks.checkpoint.project import path_in
 from accel_callbacks.journal.format import (
-    SKIPPED,
     UNKNOWN,
     Header,
     pack_header,
@@ -30,6 +30,8 @@ __all__ = ["JournalWriter", "attempt_names", "next_attempt"]
 _MARKS = "attempt-{:04}.jsonl"
 _ROWS = "attempt-{:04}-rank-{:05}.rows"
 _MOST_ATTEMPTS = 9999
+_BLOCK = 512  # rows that are packed together
+_MOST_WAITING = 1 << 17  # rows that are not packed yet: more than a full disk lets wait as bytes
 _COMPILED = "_compile.compile_inner"  # torch's name of all that torch.compile does
 
 
@@ -46,6 +48,9 @@ class JournalWriter(Tracker):
 
     Attributes:
         began: when the span of the first row begins, in Unix seconds.
+        waiting: rows whose values are all on the host, which its thread packs: step, epoch, batch,
+            position, seconds of data, saves and evaluations so far, time, learning rates, states
+            of generators, losses, norm, flags.
     """
 
     name = "journal"
@@ -60,9 +65,19 @@ class JournalWriter(Tracker):
         self._facts = facts
         self._rows: LineFile | None = None
         self._marks: LineFile | None = None
-        self._totals = (0.0, 0.0, 0.0)  # seconds of data, saves and evaluations so far
+        self._totals: Sequence[float] = (
+            0.0,
+            0.0,
+            0.0,
+        )  # seconds of data, saves and evaluations so far
         self._compiled = self._compiled_before = 0.0
         self.began = header.time
+        self.waiting: deque[tuple[Any, ...]] = deque(maxlen=_MOST_WAITING)
+
+    @property
+    def unflushed(self) -> bool:
+        """True while it is open: rows may wait, of which the hub does not know."""
+        return self._rows is not None
 
     def start(self, run: RunInfo) -> None:
         """Create the files, which an attempt has for itself."""
@@ -84,27 +99,46 @@ class JournalWriter(Tracker):
         self.log_rows([(scalars, step, clock.time() if time is None else time)])
 
     def log_rows(self, rows: Sequence[tuple[Mapping[str, Scalar], int, float]]) -> None:
-        """Add rows, and marks, which come as JSON; they reach the files at the next flush."""
+        """Add rows with values of a device, after those that waited; and marks, which are JSON.
+
+        They reach the files at the next flush.
+        """
+        self._pack_waiting()
         assert self._rows is not None
         self._rows.make_room()  # before adding, because a call that fails is retried
-        steps = [self._row(values, time) for values, _, time in rows if "mark" not in values]
-        self._rows.add(b"".join(steps))
+        self._add([_read(values) for values, _, _ in rows if "mark" not in values])
         for values, _, _ in rows:
             if "mark" in values:
                 self._mark(json.loads(str(values["mark"])))
 
+    def _pack_waiting(self) -> None:
+        """Add the rows that wait, which reach the file at the next flush."""
+        while self.waiting:
+            assert self._rows is not None
+            self._rows.make_room()
+            count = min(len(self.waiting), _BLOCK)
+            self._add([self.waiting.popleft() for _ in range(count)])
+
+    def _add(self, rows: Sequence[tuple[Any, ...]]) -> None:
+        assert self._rows is not None
+        self._rows.add(b"".join(map(self._packed, rows)))
+
     def flush(self) -> None:
         """Append what is pending."""
         self._note_compiled()
+        self._pack_waiting()
         for file in self._files():
             file.flush()
 
     def finish(self, status: Status = "success") -> None:
         """Append the rest, sync and close."""
         self._note_compiled()
-        files, self._rows, self._marks = self._files(), None, None
-        for file in files:
-            file.close()
+        try:
+            self._pack_waiting()
+        finally:
+            files, self._rows, self._marks = self._files(), None, None
+            for file in files:
+                file.close()
 
     def _files(self) -> list[LineFile]:
         return [file for file in (self._rows, self._marks) if file is not None]
@@ -114,31 +148,29 @@ class JournalWriter(Tracker):
             line = json.dumps(_finite(plain_config(facts)), separators=(",", ":"), allow_nan=False)
             self._marks.add(line.encode() + b"\n")
 
-    def _row(self, values: Mapping[Any, Any], time: float) -> bytes:
-        losses = [values[index] for index in range(values["count"]) if index in values]
-        rates = values["rates"]
-        totals = values["data"], values["save"], values["evaluation"]
+    def _packed(self, row: tuple[Any, ...]) -> bytes:
+        step, epoch, batch, position, *totals, time, rates, states, losses, norm, flags = row
+        generators, host_generators = states or ((), ())
         # A run that starts over counts from zero again.
         pairs = zip(totals, self._totals, strict=True)
         spent = [now - before if now >= before else now for now, before in pairs]
         step_s = max(time - self.began - sum(spent), 0.0)
         self._totals, self.began = totals, time
-        position = values["position"]
         return pack_row(
             (
-                *(values["step"], max(values["epoch"], 0), max(values["batch"], 0)),
+                *(step, max(epoch, 0), max(batch, 0)),
                 UNKNOWN if position is None else position,
                 sum(losses) / len(losses) if losses else math.nan,
-                values.get("norm", math.nan),
+                math.nan if norm is None else norm,
                 rates[0] if rates else math.nan,
                 time,
                 _digest(struct.pack(f"<{len(losses)}d", *losses)),
                 _digest(struct.pack(f"<{len(rates)}d", *rates)),
-                _digest(*(state.numpy() for state in values["generators"])),
-                _digest(*map(_state_bytes, values["host_generators"])),
+                _digest(*(state.numpy() for state in generators)),
+                _digest(*map(_state_bytes, host_generators)),
                 *(*spent, step_s),
-                min(values["count"], 65535),
-                SKIPPED * values["skipped"],
+                min(len(losses), 65535),
+                flags,
             )
         )
 
@@ -156,6 +188,13 @@ def _compiled_s() -> float:
     dynamo = sys.modules.get("torch._dynamo.utils")
     metrics = getattr(dynamo, "compilation_time_metrics", None) or {}
     return math.fsum(list(metrics.get(_COMPILED, ())))
+
+
+def _read(values: Mapping[Any, Any]) -> tuple[Any, ...]:
+    """Return a row with the numbers that a hub has read from a device."""
+    *known, losses, _, flags = values["row"]
+    numbers = [values.get(index, math.nan) for index in range(len(losses))]
+    return (*known, numbers, values.get("norm"), flags)
 
 
 def _digest(*parts: Any) -> int:

@@ -89,7 +89,7 @@ class StepEngine:
             hook(loop.run, loop.model, loss)
         window = loop.window
         # As the user computed it, before any division; kept only for a callback that gets it.
-        if hooks["on_train_batch_end"]:
+        if loop.dispatch.keeps_loss:
             loop.last_loss = loss.detach()
         divisor = window.divisor
         if normalizer is not None or window.normalizer.active:

@@ -16,12 +16,7 @@ import pytest
 import torch
 
 import checkpoint_io
-from accel_callbacks import (
-    Accelerator,
-    DistributedDataParallelKwargs,
-    ResumeError,
-    collectives,
-)
+from accel_callbacks import Accelerator, DistributedDataParallelKwargs, ResumeError
 from accel_callbacks.strategies.single_device import SingleDevice
 from tests.distributed.conftest import Pool
 from tests.support.rounding import reordered
@@ -64,7 +59,6 @@ def digest(accel: Accelerator) -> list:
 
 def goes_on(folder: str, static_graph: bool) -> list[bool]:
     """Whether the gradients of each step after a load are those of the steps after the save."""
-    inputs = torch.randn(6, 2, 16, generator=torch.Generator().manual_seed(collectives.rank()))
 
     def train(first: int) -> list[list[torch.Tensor]]:
         torch.manual_seed(0)
@@ -75,6 +69,8 @@ def goes_on(folder: str, static_graph: bool) -> list[bool]:
         if first:
             accel.load_state(folder)
         gradients = []
+        own = torch.Generator().manual_seed(accel.process_index)
+        inputs = torch.randn(6, 2, 16, generator=own)
         for number in range(first, len(inputs)):
             accel.backward(model(inputs[number]).square().sum())
             gradients.append([parameter.grad.clone() for parameter in model.parameters()])

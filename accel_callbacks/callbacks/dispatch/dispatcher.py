@@ -57,6 +57,7 @@ class Dispatcher:
             callbacks have one call together, except in ``on_exception`` and ``teardown``.
         can_vote: a callback may request a stop, a save or a preemption within an epoch.
         ends_batches: a callback votes, or has a hook, at the end of each training batch.
+        keeps_loss: a callback gets the loss of each training batch at its end.
         ledger: number and time of the calls.
 
     Raises:
@@ -70,7 +71,7 @@ class Dispatcher:
         self.entries: list[Entry] = []
         self.hooks: dict[str, tuple[Hook, ...]] = dict.fromkeys(HOOKS, ())
         self.ledger = Ledger()
-        self.can_vote = self.ends_batches = False
+        self.can_vote = self.ends_batches = self.keeps_loss = False
         self._observer: Any = None
         self._order: list[Entry] = []
         self._unclaimed: dict[str, Any] = {}  # loaded states of callbacks not registered
@@ -151,6 +152,8 @@ class Dispatcher:
                 self.hooks[hook] = (_timed_together(methods, self.ledger),)
             else:
                 self.hooks[hook] = tuple(entry.calls[hook] for entry in called)
+            if hook == "on_train_batch_end":
+                self.keeps_loss = bool(self.hooks[hook])  # an observer has noted it before
             if hasattr(self._observer, hook):
                 self.hooks[hook] = (getattr(self._observer, hook), *self.hooks[hook])
         self.ends_batches = self.can_vote or bool(self.hooks["on_train_batch_end"])

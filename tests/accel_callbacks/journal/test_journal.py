@@ -27,6 +27,7 @@ from loggers.trackers import line_file
 from tests.support import warm
 
 ROOT = Path(__file__).resolve().parents[3]
+_GENERATORS = ("generators", "host_generators")
 
 
 def train(folder: Path, *, stop_after: int = 0, epochs: int = 2, **options: Any) -> Accelerator:
@@ -77,8 +78,10 @@ def test_a_row_says_what_the_loop_saw(tmp_path: Path) -> None:
     assert rows["loss"][5] == seen.losses[10]
     assert rows["learning_rate"][:5].tolist() == pytest.approx([0.1, 0.1, 0.01, 0.01, 0.001])
     assert (rows["gradient_norm"] > 0).all()
-    assert len(set(rows["generators"].tolist())) == 12, "dropout draws in each step"
-    assert rows["host_generators"][0] != 0
+    looked = np.flatnonzero(rows["generators"])
+    assert rows["step"][looked].tolist() == [1, 8], "the first, and each eighth"
+    assert len(set(rows["generators"][looked].tolist())) == 2, "dropout draws"
+    assert np.flatnonzero(rows["host_generators"]).tolist() == [0]
     assert (rows["flags"] == 0).all()
     assert not rows["repeated"].any()
     assert accel.callbacks == [seen], "the recorder is no callback"
@@ -131,8 +134,11 @@ def test_a_resumed_run_tells_the_attempts_apart(tmp_path: Path) -> None:
     assert kept["step"].tolist() == list(range(1, 13))
     train(tmp_path / "whole")
     whole = Journal.read(tmp_path / "whole").rows()
-    same = ["step", "position", "loss", "gradient_norm", "learning_rate", "generators"]
+    same = ["step", "position", "loss", "gradient_norm", "learning_rate"]
     assert (kept[same] == whole[same]).all(), "the resume is bitwise"
+    looked = [kept["step"][np.flatnonzero(kept[name])].tolist() for name in _GENERATORS]
+    # The first of an attempt and those after a save too: a replay may begin there.
+    assert looked == [[1, 4, 7, 8, 10], [1, 4, 7, 10]]
     ends = [mark for mark in journal.marks if mark["kind"] == "end"]
     assert [mark["status"] for mark in ends] == ["interrupted", "success"]
     assert journal.attempts[1].start["resumed_from"].endswith("step-00000003")
