@@ -88,6 +88,7 @@ class Recorder:
         self._evaluation_s = self._evaluation_began = 0.0
         self._evaluations = 0
         self._new_pass = True  # also where a resumed one goes on
+        self._may_begin_here = True  # a replay, with the next row
 
     # --- the life of a journal ----------------------------------------------------------------
 
@@ -213,7 +214,7 @@ class Recorder:
 
     def on_train_epoch_start(self, run: TrainingRun, model: Any) -> None:
         """Note with the next row how the samples of the pass are chosen."""
-        self._new_pass = True
+        self._new_pass = self._may_begin_here = True
 
     def on_train_epoch_end(self, run: TrainingRun, model: Any) -> None:
         """Note it again for a sampler that has drawn in the middle of the pass."""
@@ -228,6 +229,16 @@ class Recorder:
         if loader is not None:
             self._layout = loader.layout()
             self.note("pass", epoch=loader.epoch, layout=self._layout)
+
+    def _note_beginning(self, batch: Any) -> None:
+        """Note, where a pass begins and after a save, what a replay is compared with first."""
+        from accel_callbacks.journal.content import content_digest
+
+        self._may_begin_here = False
+        if self._new_pass:
+            self._note_pass()
+        if self._loop.run.is_global_zero and (digest := content_digest(batch)) is not None:
+            self.note("batch", content=digest)
 
     def on_before_backward(self, run: TrainingRun, model: Any, loss: torch.Tensor) -> None:
         """Note the loss as the user computed it, and the rates of the step that follows."""
@@ -254,8 +265,8 @@ class Recorder:
                 self._note_unusual(run)
             return
         self._step = step
-        if self._new_pass:
-            self._note_pass()
+        if self._may_begin_here:
+            self._note_beginning(batch)
         row = self._row(run)
         if self._direct:
             self._waiting.append(row)
@@ -281,7 +292,7 @@ class Recorder:
         """Write all rows up to the checkpoint: a resume from it does not repeat them."""
         self.on_train_batch_end(run, model, None, None, -1)
         self._read_findings(keep=0)
-        self._looks_at_generators = True
+        self._looks_at_generators = self._may_begin_here = True
         if self._hub is not None:
             self._hub.flush(timeout=0.0)
 

@@ -115,6 +115,8 @@ def first_difference(then: Journal, now: Journal, first: int, last: int) -> Diff
                 if changed := [name for name in shared if facts[0][name] != facts[1][name]]:
                     values = [{name: order[name] for name in changed} for order in facts]
                     return Difference(step, 0, "data", *values)
+        if then_and_now := _contents(then, now, step):
+            return Difference(step, 0, "data", *then_and_now)
         for kind, names in _KINDS:
             for rank in ranks:
                 old, new = before[rank].get(step), after[rank].get(step)
@@ -131,6 +133,16 @@ def first_difference(then: Journal, now: Journal, first: int, last: int) -> Diff
                     values = [{name: row[name].item() for name in changed} for row in (old, new)]
                     return drawn or Difference(step, rank, kind, *values)
     return None
+
+
+def _contents(then: Journal, now: Journal, step: int) -> list[dict[str, Any]]:
+    """Return the digests of the batch of a step on rank 0, nothing if they are equal or unknown."""
+    digests = []
+    for journal in (then, now):
+        marks = (m for m in journal.marks if (m["kind"], m.get("step")) == ("batch", step))
+        digests.append([{"content of the batch": mark["content"]} for mark in marks][-1:])
+    before, after = digests
+    return [*before, *after] if before and after and before != after else []
 
 
 def _other_draws(

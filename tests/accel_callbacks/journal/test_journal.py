@@ -334,7 +334,7 @@ def test_marks_that_are_cut_or_damaged(rows_file: Path, tmp_path: Path) -> None:
     marks = rows_file.parent / "attempt-0001.jsonl"
     text = marks.read_bytes()
     marks.write_bytes(text[:-10])
-    assert Journal.read(tmp_path).marks[-1]["kind"] == "pass"
+    assert Journal.read(tmp_path).marks[-1]["kind"] == "batch"
     marks.write_bytes(b"{" + text)
     with pytest.raises(JournalError, match="line 1 is damaged"):
         Journal.read(tmp_path)

@@ -197,11 +197,22 @@ PLANTED: dict[str, tuple[Plant, int, tuple[str, ...]]] = {
     "initial weights": (unseen(weight=0.1), 2, ("step 1, rank 0: the loss differs", FILES)),
     "flipped bit": (unseen(flip=28), 2, ("step 1, rank 0: the gradient differs", FILES)),
     "Python's generator": (unseen(order=1, python_seed=1), 2, ("generators of Python or NumPy",)),
-    "values of the data": (edit("data.txt", "0.5", "0.6"), 2, ("differ", FILES)),
+    "values of the data": (
+        *(edit("data.txt", "0.", "0.0"), 2),
+        ("step 1, rank 0: the data differ first: content of the batch", FILES),
+    ),
+    "values of the data, behind a checkpoint": (
+        *(edit("data.txt", "0.", "0.0"), 6),
+        ("step 5, rank 0: the data differ first: content of the batch", FILES),
+    ),
     "a sample more": (add("data.txt", "\n1 1 1 1"), 2, ("data differ", FILES)),
     "script": (
         edit("job.py", "loss = model", "torch.rand(1); loss = model"),
         *(2, ("random numbers differ", "script digest")),
+    ),
+    "draws between two looks at the generators": (
+        edit("job.py", "loss = model", "run.global_step == 5 and torch.rand(1); loss = model"),
+        *(8, ("step 6, rank 0: the random numbers differ first: generators at step 8", "script")),
     ),
     "module of the script": (
         edit("job_model.py", "Linear(8, 1)", "Linear(8, 1, bias=False)"),
