@@ -30,6 +30,7 @@ from accel_callbacks.error_text import (
 )
 from accel_callbacks.errors import LostRankError, RemoteError
 from accel_callbacks.local_files import replace
+from accel_callbacks.recurrence import fingerprint, reason_to_recur, step_of
 
 __all__ = ["CONSEQUENCES", "install_excepthook", "is_default_hook", "report_error"]
 
@@ -62,7 +63,7 @@ def report_error(error: Exception, trace: TracebackType | None) -> None:
     if is_default_hook(hook):
         _print(error, trace, place, place.title())
         return
-    place.write(error, _Report(whole_text(error, trace)))
+    place.write(error, trace, _Report(whole_text(error, trace)))
     if sys.stderr is not None:
         sys.stderr.write(place.title())
         hook(type(error), error, trace)
@@ -109,7 +110,7 @@ def _excepthook(
 def _print(error: Exception, trace: TracebackType | None, place: _Place, title: str) -> None:
     """Write the record, and print the report in one call: other ranks write to the same screen."""
     report = _report(error, trace, place)
-    place.write(error, report)
+    place.write(error, trace, report)
     if sys.stderr is not None:
         sys.stderr.write(title * (report.told_by is None) + report.text)
         sys.stderr.flush()
@@ -180,7 +181,7 @@ class _Place(NamedTuple):
                 return int(rank or self.rank)
         return self.rank
 
-    def write(self, error: Exception, report: _Report) -> None:
+    def write(self, error: Exception, trace: TracebackType | None, report: _Report) -> None:
         """Write the record that torch's launcher reads, unless the script has written one."""
         if self.folder is None:
             return
@@ -191,6 +192,9 @@ class _Place(NamedTuple):
             "seconds": f"{now:.6f}",
             "told_by": report.told_by,
             "follows": report.follows,
+            "step": step_of(error),
+            "fingerprint": fingerprint(error, trace),
+            "recurs": reason_to_recur(error, trace),
         }
         summary = traceback.format_exception_only(type(error), error)[-1].strip()
         with suppress(OSError):  # such as a full disk: the error is still printed

@@ -30,6 +30,8 @@ FORBIDDEN_ARROWS = {
 MAY_UNPICKLE_TENSORS = {"checkpoint_io/weights/torch_pickle.py"}
 MAY_WRITE_ENVIRON = {
     "accel_callbacks/launch/environment.py",
+    # A forked worker takes the variables of its rank.
+    "accel_callbacks/launch/fork_server_main.py",
     # Processes that one standing in for Accelerate starts stand in too.
     "accel_callbacks/compat/finder.py",
     # Functions of Accelerate by which scripts change variables themselves.
@@ -398,7 +400,7 @@ def unguarded_names(tree: ast.Module) -> set[str]:
     """Names that Windows or macOS lacks, used where nothing beside them looks at the system.
 
     A look is ``sys.platform``, ``hasattr``, ``suppress`` or ``try`` in the same function, or around
-    a statement of the module.
+    a statement of the module, or in an ``assert`` of the module.
     """
     names = _real_names(tree)
     absent = {
@@ -420,7 +422,7 @@ def unguarded_names(tree: ast.Module) -> set[str]:
         for inner in ast.iter_child_nodes(node):
             visit(inner, guarded)
 
-    visit(tree, False)
+    visit(tree, any(isinstance(one, ast.Assert) and _looks_at_the_system(one) for one in tree.body))
     return found
 
 
@@ -742,6 +744,7 @@ def test_walker_sees_splits_at_slashes() -> None:
         ("def f():\n    import os as o\n    o.fork()", {"os.fork"}),
         ("import fcntl", {"fcntl"}),
         ("import os, sys\nif sys.platform != 'win32':\n    os.fork()", set()),
+        ("import os, sys\nassert sys.platform == 'linux'\nos.fork()", set()),
         ("import os\ndef f():\n    if hasattr(os, 'fork'):\n        os.fork()", set()),
         ("try:\n    import fcntl\nexcept ImportError:\n    pass", set()),
         ("import os, sys\nif x:\n    os.fork()", {"os.fork"}),

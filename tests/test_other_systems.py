@@ -16,10 +16,11 @@ IMPORTS = """
     import accel_callbacks, checkpoint_io, loggers
 
     assert not hasattr(os, "sched_getaffinity") and sys.platform != "linux"
-    outside = ("accel_callbacks.integrations", "accel_callbacks.launch.worker", "__main__")
+    outside = ("accel_callbacks.integrations", "accel_callbacks.launch.worker",
+               "accel_callbacks.launch.fork_server")
     for package in (accel_callbacks, checkpoint_io, loggers):
         for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-            if not found.name.startswith(outside[:2]) and not found.name.endswith(outside[2]):
+            if not found.name.startswith(outside) and not found.name.endswith("__main__"):
                 importlib.import_module(found.name)
     from accel_callbacks.cli.main import main
     for words in (["--help"], ["launch", "--help"], ["test", "--help"], ["env"],

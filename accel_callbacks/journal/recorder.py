@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import sys
 import time
@@ -101,6 +102,7 @@ class Recorder:
         from accel_callbacks.journal.facts import process_began, start_facts
         from accel_callbacks.journal.format import Header
         from accel_callbacks.journal.writer import JournalWriter, next_attempt
+        from accel_callbacks.launch_notes import JOURNAL, leave_note
         from loggers import RunInfo, TrackerConfig, TrackerHub
 
         folder = path_in(self._project_dir, "journal", run.run_id)
@@ -132,6 +134,9 @@ class Recorder:
         )
         hub.start()
         local = local_path(folder)
+        if run.is_global_zero:
+            place = folder if local is None else os.path.abspath(local)
+            leave_note(JOURNAL, {"folder": place, "run_id": run.run_id})
         if run.is_global_zero and local is not None:
             self._lease = _lease_of(local, run)
         self._forget()

@@ -45,7 +45,7 @@ _OF_THE_WINDOW = {"micro_batches", "loss", "losses"}
 _LOG_END = 3000  # characters of the processes' output in an error
 # Set by a launcher for one process or one start alone.
 _OF_A_RANK = (
-    *("ACCEL_REPLAY", "ACCEL_DISTRIBUTED_TYPE", "ACCEL_LAUNCH_ID"),
+    *("ACCEL_REPLAY", "ACCEL_DISTRIBUTED_TYPE", "ACCEL_LAUNCH_"),
     *("TORCHELASTIC", "TORCH_NCCL_ASYNC"),
 )
 _STARTS = (
@@ -235,7 +235,7 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 _ABSENT = "(absent)"
-_EXPECTED = (VARIABLE, "ACCEL_LAUNCH_ID", "MASTER_PORT", "TORCHELASTIC_")
+_EXPECTED = (VARIABLE, "ACCEL_LAUNCH_", "MASTER_PORT", "TORCHELASTIC_")
 _OPTIONS = (
     *("world_size", "mixed_precision", "gradient_accumulation_steps"),
     *("distributed_type", "device", "data_world"),

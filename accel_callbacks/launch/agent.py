@@ -8,12 +8,18 @@ import os
 import sys
 import uuid
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from accel_callbacks.launch import worker
+from accel_callbacks.launch.environment import changed_environment
 from accel_callbacks.launch.plan import AgentPlan, escaped
 from accel_callbacks.launch.report import code_of, exit_code, failure_report, root_cause
+from accel_callbacks.launch_notes import VARIABLE as NOTES
 from accel_callbacks.plugins.option import SettingsError
 
 _REPORTED_HERE = ("multiprocessing.api", "agent.server.api", "agent.server.local_elastic_agent")
@@ -43,7 +49,7 @@ def run_agent(plan: AgentPlan) -> int:
         # They log every failure before our report, which names the rank that failed first.
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     try:
-        _run_elastic(settings)
+        _run_elastic(settings, plan)
     except ChildFailedError as error:
         failures: Any = error.failures
         if not plan.quiet:
@@ -65,11 +71,13 @@ def run_agent(plan: AgentPlan) -> int:
     return 0
 
 
-def _run_elastic(settings: Namespace) -> None:
-    """Run torch's launcher as ``torchrun`` does, with stores that listen at one address."""
-    from torch.distributed.launcher.api import elastic_launch
+def _run_elastic(settings: Namespace, plan: AgentPlan) -> None:
+    """Run torch's launcher as ``torchrun`` does, with our agent, stores and starts of workers."""
+    from torch.distributed.elastic.multiprocessing import api
+    from torch.distributed.launcher import api as launcher
     from torch.distributed.run import config_from_args as untyped_config
 
+    from accel_callbacks.launch.attempts import Attempts, RestartingAgent
     from accel_callbacks.launch.rendezvous_handler import listen_at_one_address
 
     if settings.standalone:
@@ -78,7 +86,36 @@ def _run_elastic(settings: Namespace) -> None:
     config_from_args: Callable[[Namespace], tuple[Any, Any, list[str]]] = untyped_config
     config, command, arguments = config_from_args(settings)
     listen_at_one_address(config)
-    elastic_launch(config, command)(*arguments)
+    with ExitStack() as stack:
+        notes = stack.enter_context(TemporaryDirectory(prefix="accel-", ignore_cleanup_errors=True))
+        stack.enter_context(changed_environment({NOTES: notes}))
+        restarts = int(config.max_restarts)
+        attempts = Attempts(restarts, plan.max_preemptions, plan.quiet, Path(notes))
+        server = None
+        if sys.platform == "linux" and restarts and plan.warm_workers and isinstance(command, str):
+            from accel_callbacks.launch.fork_server import ForkServer, start_worker
+
+            server = ForkServer(Path(notes))
+            stack.callback(server.close)
+            start = partial(start_worker, server)
+            stack.enter_context(_replaced(api, "get_subprocess_handler", start))
+        agent = partial(RestartingAgent, attempts, server)
+        stack.enter_context(_replaced(launcher, "LocalElasticAgent", agent))
+        try:
+            launcher.elastic_launch(config, command)(*arguments)
+        finally:
+            attempts.close("stopped")
+
+
+@contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace a part of torch's launcher, which has no option for it, during the block."""
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
 
 
 def _import_torch() -> None:

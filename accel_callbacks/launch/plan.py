@@ -84,6 +84,8 @@ class AgentPlan:
     log_dir: str | None = None
     quiet: bool = False
     extras: Mapping[str, Any] = field(default_factory=dict)
+    warm_workers: bool = False
+    max_preemptions: int = 0
 
     def as_shell(self) -> str:
         """Return the equivalent torchrun command, and the variables that it adds for each rank."""
@@ -178,7 +180,28 @@ def build_plan(
         chosen |= recorder_variables(settings.log_dir, host.environment)
     env |= {name: value for name, value in chosen.items() if name not in host.environment}
     torchrun = _torchrun_words(resolved, rendezvous, extras)
-    return AgentPlan(torchrun, program, env, rendezvous, settings.log_dir, quiet, extras)
+    return AgentPlan(
+        torchrun,
+        program,
+        env,
+        rendezvous,
+        settings.log_dir,
+        quiet,
+        extras,
+        _forks_workers(settings, program, host),
+        settings.max_preemptions,
+    )
+
+
+def _forks_workers(settings: LaunchSettings, program: Program, host: Host) -> bool:
+    """Return whether the processes of a restart are forked from one with their imports."""
+    # A process that is bound to cores is started by another command, or from a bound thread.
+    bound = settings.numa_binding is not None
+    if not settings.max_restarts or program.kind == "program" or bound:
+        return False
+    if settings.warm_workers is None:
+        return settings.use_cpu or not host.count_devices()
+    return settings.warm_workers
 
 
 def _check_mesh(settings: LaunchSettings, processes: int) -> None:

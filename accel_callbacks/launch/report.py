@@ -86,7 +86,7 @@ def code_of(failure: Failure) -> int:
     """Return the exit code of a process; 1 if it was stopped while it ended with an error."""
     code = failure.exitcode
     stopped = code == -signal.SIGTERM or status_of(code) == _CTRL_C
-    return 1 if stopped and "told_by" in _extra(failure) else code
+    return 1 if stopped and "told_by" in record_of(failure) else code
 
 
 def root_cause(failures: Mapping[int, Failure]) -> int:
@@ -105,7 +105,7 @@ def root_cause(failures: Mapping[int, Failure]) -> int:
         status = status_of(failure.exitcode)
         crashed = -failure.exitcode in _ROOT_SIGNALS if status is None else status != _CTRL_C
         killed = crashed and not late
-        kind = late or _follows(failure), not killed, _told_by(failure) >= 0
+        kind = late or is_consequence(failure), not killed, _told_by(failure) >= 0
         return *kind, _seconds(failure), seen.index(rank)
 
     return min(candidates, key=order)
@@ -114,12 +114,12 @@ def root_cause(failures: Mapping[int, Failure]) -> int:
 def _seconds(failure: Failure) -> float:
     """Return the time of the failure: as recorded by our worker, or torch's, in whole seconds."""
     try:
-        return float(_extra(failure).get("seconds", failure.timestamp))
+        return float(record_of(failure).get("seconds", failure.timestamp))
     except (ValueError, TypeError):
         return float(failure.timestamp)
 
 
-def _follows(failure: Failure) -> bool:
+def is_consequence(failure: Failure) -> bool:
     """Return whether the error is a consequence of the failure of another rank."""
     text = "\n".join(_message(failure))
     return any(words in text for words in CONSEQUENCES)
@@ -127,11 +127,11 @@ def _follows(failure: Failure) -> bool:
 
 def _told_by(failure: Failure) -> int:
     """Return the rank that has shown the error of this one, or its cause; -1 if it has itself."""
-    rank = _extra(failure).get("told_by")
+    rank = record_of(failure).get("told_by")
     return rank if isinstance(rank, int) else -1
 
 
-def _extra(failure: Failure) -> Mapping[str, Any]:
+def record_of(failure: Failure) -> Mapping[str, Any]:
     """Return what our worker has recorded; empty for another program's record, or none."""
     extra = failure.message.get("extraInfo") if isinstance(failure.message, Mapping) else None
     return extra if isinstance(extra, Mapping) else {}
@@ -151,16 +151,16 @@ def failure_report(failures: Mapping[int, Failure], script: str, log_dir: str | 
     failed = []
     for peer in others:
         if not _stopped(failures[peer]):
-            same = _told_by(failures[peer]) >= 0 and not _follows(failures[peer])
+            same = _told_by(failures[peer]) >= 0 and not is_consequence(failures[peer])
             relation = " with the same error" if same else ""
-            failed.append(f"rank {peer} {_how(code_of(failures[peer]))}{relation}")
+            failed.append(f"rank {peer} {describe_ending(code_of(failures[peer]))}{relation}")
     stopped = [f"rank {p}" for p in others if _stopped(failures[p])]
     lines = [
-        f"accel launch: {script} failed: rank {rank} {_how(code_of(failure))} "
+        f"accel launch: {script} failed: rank {rank} {describe_ending(code_of(failure))} "
         f"(local rank {failure.local_rank}, pid {failure.pid})"
     ]
     teller = _told_by(failure)  # the rank that shows the error
-    teller = rank if teller not in failures or _follows(failure) else teller
+    teller = rank if teller not in failures or is_consequence(failure) else teller
     reason = failures[teller]
     log = _log_file(log_dir, reason.local_rank)
     # A single traceback on the screen is easy to find; among several, or in a log, it is not.
@@ -174,7 +174,7 @@ def failure_report(failures: Mapping[int, Failure], script: str, log_dir: str | 
     return "\n".join(lines)
 
 
-def _how(code: int) -> str:
+def describe_ending(code: int) -> str:
     """Describe how a process ended."""
     status = status_of(code)
     if status is not None:
@@ -192,6 +192,11 @@ def _message(failure: Failure) -> list[str]:
     return []
 
 
+def first_line(failure: Failure) -> str:
+    """Return the first line of the recorded error; empty for none."""
+    return next(iter(_message(failure)), "") if isinstance(failure.message, Mapping) else ""
+
+
 def _summary(failure: Failure) -> list[str]:
     """Return the first line of the message, which is whole in the output of the rank."""
     lines = _message(failure)
@@ -200,7 +205,7 @@ def _summary(failure: Failure) -> list[str]:
 
 def _traceback(failure: Failure) -> list[str]:
     """Return the recorded traceback of the rank; the end of a very long one."""
-    lines = str(_extra(failure).get("py_callstack", "")).splitlines()
+    lines = str(record_of(failure).get("py_callstack", "")).splitlines()
     return lines if len(lines) <= _MOST_LINES else ["...", *lines[-_MOST_LINES:]]
 
 

@@ -147,6 +147,18 @@ class Running:
         most=10**6,
         torchrun=True,
     )
+    max_preemptions: int = option(
+        100,
+        "restarts after a SIGTERM to a process, or its exit code 75, that max_restarts does not "
+        "count",
+        least=0,
+        most=10**6,
+    )
+    warm_workers: bool | None = option(
+        None,
+        "restart from a process that has the imports of the script, on Linux; default: where no "
+        "GPU is used",
+    )
     monitor_interval: float = option(
         0.1, "seconds between two polls of the processes", least=0, most=10**6, torchrun=True
     )

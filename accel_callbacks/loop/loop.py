@@ -33,6 +33,7 @@ from accel_callbacks.loop.own_batches import OwnBatches
 from accel_callbacks.loop.run import TrainingRun, length_of
 from accel_callbacks.loop.unprepared_steps import UnpreparedSteps
 from accel_callbacks.precision.base import StepFinding
+from accel_callbacks.recurrence import note_step
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.pass_ends import PassEnds
@@ -520,6 +521,7 @@ load_state() takes the newest valid one.
         """Fire the hooks of a run that fails."""
         if self.unsettled:
             self.settle_after_error()
+        note_step(error, self.run.global_step)  # the launcher compares it with the last attempt's
         self.run.interrupted = isinstance(error, KeyboardInterrupt)
         if self._fit_started:
             hooks, left = self.dispatch.hooks, self._pending_teardowns

@@ -95,9 +95,10 @@ def on_two(folder: str, epochs: int, *options: str) -> list[str]:
     return ["--nproc_per_node", "2", *options, *script(folder, epochs)]
 
 
-def node(number: int, port: int) -> list[str]:
+def node(number: int, port: int, last_call: int = 1) -> list[str]:
     """The options of one of two launchers on this machine, either of which may be alone."""
-    conf = f"is_host={number == 0},join_timeout=100,last_call_timeout=1,keep_alive_interval=1"
+    conf = f"is_host={number == 0},join_timeout=100,keep_alive_interval=1"
+    conf += f",last_call_timeout={last_call}"
     where = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_id", "run"]
     alike = ["--nproc_per_node", "1", "--local_addr", "127.0.0.1", "--max_restarts", "3"]
     return ["--nnodes", "1:2", *alike, *where, "--rdzv_conf", conf]
@@ -145,7 +146,9 @@ def test_launchers_that_count_restarts_differently_find_each_other(
     if shared and launcher == "accel":
         pytest.skip("accel launch gives each attempt a store of its own")
     lost = script("lost", 2, "--lose", "worker")
-    nodes = [start(launcher, *node(one, free_port), *lost, shared=shared) for one in range(2)]
+    # A restart takes less than a second, and would else go on alone before the other is there.
+    both_nodes = [node(number, free_port, last_call=30) for number in range(2)]
+    nodes = [start(launcher, *words, *lost, shared=shared) for words in both_nodes]
     printed = [printed_by(one) for one in nodes]
     whole = printed_by(start(launcher, *on_two("whole", 2)))
     assert {begin for one in printed for begin in begins_in(one)} & {(2, 40), (2, 50)}

@@ -1,0 +1,127 @@
+"""Seconds from the loss of a process to the next step, cold and from the fork server.
+
+    python benchmarks/restart.py --rounds 5
+
+Two processes train a small model with AdamW and a checkpoint in the background; rank 1 kills itself
+after step 57, and all resume at step 40. In each round, launches with and without `--warm_workers`
+run one after the other, in a random order; the ratio is that of the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+SCRIPT = """
+import json, os, signal, sys, time
+marks = {"script": time.time()}
+import torch
+marks["torch"] = time.time()
+from accel_callbacks import Accelerator, set_seed
+from accel_callbacks.callbacks import Checkpoint
+marks["library"] = time.time()
+attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.environ["RANK"]
+set_seed(0)
+accel = Accelerator(project_dir=sys.argv[1], callbacks=[Checkpoint(every_n_steps=20)])
+marks["group"] = time.time()
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+optimizer = torch.optim.AdamW(model.parameters())
+marks["optimizer"] = time.time()
+data = torch.utils.data.DataLoader(torch.randn(2048, 64), batch_size=8, shuffle=True)
+model, optimizer, data = accel.prepare(model, optimizer, data)
+marks["prepare"] = time.time()
+note = os.path.join(os.environ.get("ACCEL_LAUNCH_NOTES", "."), "warm.json")
+with accel.run("restart") as run:
+    marks["run"] = time.time()
+    for batch in data:
+        accel.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if "step" not in marks:
+            marks["step"] = time.time()
+            marks["at"] = run.global_step
+        if attempt == 0 and run.global_step == 57:
+            for _ in range(600):
+                if sys.argv[2] == "cold" or os.path.exists(note):
+                    break
+                time.sleep(0.1)
+            time.sleep(1.0)  # the checkpoint of step 40 is written
+            if rank == "1":
+                with open("killed.json", "w") as file:
+                    json.dump(time.time(), file)
+                os.kill(os.getpid(), signal.SIGKILL)
+        if run.global_step == 60:
+            break
+with open(f"{attempt}-{rank}.json", "w") as file:
+    json.dump(marks, file)
+accel.end_training()
+"""
+WAYS = {"cold": "--no_warm_workers", "warm": "--warm_workers"}
+PARTS = ("script", "torch", "library", "group", "optimizer", "prepare", "run", "step")
+
+
+def restart(way: str, folder: str) -> dict[str, float]:
+    """Return the seconds of each part, and from the kill to the end of the next step."""
+    place = Path(folder)
+    (place / "train.py").write_text(SCRIPT)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCEL_HOME": folder}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # nobody compiles a package at each start
+    words = ["--cpu", "--num_processes", "2", "--max_restarts", "1", WAYS[way]]
+    done = subprocess.run(
+        [sys.executable, "-m", "accel_callbacks.cli", "launch", *words, "train.py", "runs", way],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode != 0:
+        raise SystemExit(done.stderr)
+    killed = json.loads((place / "killed.json").read_text())
+    ranks = [json.loads((place / f"1-{rank}.json").read_text()) for rank in range(2)]
+    if {marks["at"] for marks in ranks} != {41}:
+        raise SystemExit(f"resumed elsewhere: {ranks}")
+    seconds, before = {}, killed
+    for part in PARTS:
+        reached = max(marks[part] for marks in ranks)
+        seconds["to the script" if part == "script" else part] = reached - before
+        before = reached
+    seconds["sum"] = before - killed
+    return seconds
+
+
+def main() -> None:
+    """Measure, and print a table of medians."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    measured: list[dict[str, dict[str, float]]] = []
+    for number in range(rounds + 1):
+        ways = random.sample(list(WAYS), len(WAYS))
+        results = {}
+        for way in ways:
+            with tempfile.TemporaryDirectory() as folder:
+                results[way] = restart(way, folder)
+            time.sleep(1.0)
+        if number:  # the first round fills the caches
+            measured.append(results)
+    print(f"{'':16}{'cold':>8}{'warm':>8}")
+    for part in measured[0]["cold"]:
+        medians = [statistics.median(results[way][part] for results in measured) for way in WAYS]
+        print(f"{part:16}{medians[0]:8.3f}{medians[1]:8.3f}")
+    sums = {way: sorted(results[way]["sum"] for results in measured) for way in WAYS}
+    for way, values in sums.items():
+        print(f"{way}: {values[0]:.2f} to {values[-1]:.2f} s")
+    ratios = [results["cold"]["sum"] / results["warm"]["sum"] for results in measured]
+    print(f"{statistics.median(ratios):.1f} times sooner ({min(ratios):.1f} to {max(ratios):.1f})")
+
+
+if __name__ == "__main__":
+    main()
