@@ -86,6 +86,19 @@ def forward(
     )
 
 
+def measure(
+    folder: str, width: int = 1280, depth: int = 12, tokens: int = 96
+) -> dict[str, tuple[list[Span], list[Span], float]]:
+    """Return `forward` without and with a block ahead, of a model saved to an empty folder."""
+    Accelerator(cpu=True).save_model(
+        nn.Sequential(*(Block(width, []) for _ in range(depth))), folder
+    )
+    return {
+        "each block is read when it is needed": forward(folder, width, depth, tokens, ahead=0),
+        "one block ahead": forward(folder, width, depth, tokens, ahead=1),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output")
@@ -95,14 +108,7 @@ def main() -> None:
     parser.add_argument("--folder", default=None, help="on the disk to read from")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        weights = nn.Sequential(*(Block(args.width, []) for _ in range(args.depth)))
-        Accelerator(cpu=True).save_model(weights, folder)
-        del weights
-        sizes = args.width, args.depth, args.tokens
-        runs = {
-            "each block is read when it is needed": forward(folder, *sizes, ahead=0),
-            "one block ahead": forward(folder, *sizes, ahead=1),
-        }
+        runs = measure(folder, args.width, args.depth, args.tokens)
     figure, rows = plt.subplots(2, 1, sharex=True, sharey=True, figsize=(7, 5))
     for row, (title, (spans, read, took)) in zip(rows, runs.items(), strict=True):
         for number, (begin, end) in enumerate(spans):

@@ -29,7 +29,7 @@ PICTURES = {
     "elastic": "order.svg",
     "gpt2": "losses.svg",
     "own_callback": "hooks.svg",
-    "plot_offload": "offload.png",
+    "plot_offload": "offload.svg",
 }
 
 

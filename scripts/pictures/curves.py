@@ -1,4 +1,4 @@
-"""Curves of the losses that runs of `examples/gpt2.py` logged, as `record.py` has kept them."""
+"""Curves of what runs of examples logged or measured, as `record.py` has kept them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ WIDTH, LEFT, RIGHT = 640, 74, 24
 LEAST, MOST = -8, -4  # powers of ten of the lower panel
 
 
-def losses() -> Picture:
-    """Draw losses over steps above, and their distances from the first run below."""
-    recording = read("losses")
+def losses(name: str, title: str) -> Picture:
+    """Draw losses over steps above, and their distances from the first run below.
+
+    Args:
+        name: of the recording.
+        title: in one line.
+    """
+    recording = read(name)
     runs = {name: [float(loss) for loss in values] for name, values in recording["runs"].items()}
     first = next(iter(runs.values()))
     worst = max(
@@ -27,7 +32,7 @@ def losses() -> Picture:
         f"Losses of a GPT-2 over {len(first)} steps in {len(runs)} layouts: one curve; they are "
         f"at most {worst:.0e} apart",
     )
-    picture.text(20, 32, "The loss of one GPT-2 in all layouts", "text title")
+    picture.text(20, 32, title, "text title")
     across = (WIDTH - LEFT - RIGHT) / (len(first) - 1)
     low, high = math.floor(min(first)), math.ceil(max(first))
 
@@ -63,4 +68,44 @@ def losses() -> Picture:
         x = LEFT + max(step - 1, 0) * across
         picture.text(x, 434, str(max(step, 1)), "muted small", "middle")
     picture.text(WIDTH - RIGHT, 456, "step", "muted small", "end")
+    return picture
+
+
+def offload() -> Picture:
+    """Draw the bytes that one forward had read at each moment, over the blocks that computed."""
+    runs = read("offload")["runs"]
+    seconds = max(run["seconds"] for run in runs.values())
+    megabytes = max(count for run in runs.values() for _, count in run["read"])
+    times = ", ".join(f"{name}: {run['seconds']:.2f} s" for name, run in runs.items())
+    title = f"Bytes read and blocks that compute, over the seconds of one forward; {times}"
+    picture = Picture(WIDTH, 440, title)
+    picture.text(20, 32, "One forward of a model on disk", "text title")
+    picture.rect(346, 20, 26, 14, "warm", radius=2)
+    picture.text(380, 32, "a block computes", "text small")
+    picture.line([(500, 27), (528, 27)], "line-1")
+    picture.text(536, 32, "bytes read", "text small")
+    across, high = (WIDTH - LEFT - RIGHT) / (math.ceil(seconds * 20) / 20), 120
+
+    for number, (name, run) in enumerate(runs.items()):
+        top = 78 + number * 176
+        low = top + high
+        picture.text(LEFT, top - 12, f"{name}: {run['seconds']:.2f} s", "text bold")
+        for begin, end in run["computed"]:
+            left = LEFT + begin * across
+            picture.rect(left, top, max((end - begin) * across, 1), high, "warm", radius=0)
+        for part in (0, 0.5, 1):
+            y = low - part * high
+            picture.line([(LEFT, y), (WIDTH - RIGHT, y)])
+            label = f"{part * megabytes:.0f} MB" if part else "0"
+            picture.text(LEFT - 10, y + 5, label, "muted small", "end")
+        points = [(LEFT + at * across, low - high * count / megabytes) for at, count in run["read"]]
+        picture.line(points, "line-1")
+        end = LEFT + run["seconds"] * across
+        picture.line([(end, top - 4), (end, low)], "cut")
+    for tick in range(math.ceil(seconds * 20) + 1):
+        if tick % 2 == 0:
+            picture.text(
+                LEFT + tick / 20 * across, 394, f"{tick / 20:.1f}", "muted small", "middle"
+            )
+    picture.text(WIDTH - RIGHT, 420, "seconds", "muted small", "end")
     return picture

@@ -4,7 +4,7 @@
     python scripts/pictures/draw.py --check    # say which differ from what would be written
 
 Bars come from `benchmarks/results`, terminals from `record.py`, diagrams from `diagrams.py`. The
-rooms of the packages are drawn by `scripts/rooms.py`, other losses by `examples/plot_losses.py`.
+rooms of the packages are drawn by `scripts/rooms.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs" / "images"
 PICTURES: dict[str, Callable[[], Picture]] = {
     "step-cost": bars.step_cost,
     "layouts": diagrams.layouts,
-    "losses": curves.losses,
+    "losses": partial(curves.losses, "losses", "The loss of one GPT-2 in all layouts"),
+    "cut-layouts": partial(
+        curves.losses, "cut-layouts", "The loss of one GPT-2 whose layers or sequences are cut"
+    ),
+    "offload": curves.offload,
     "window": diagrams.window,
     "hooks": diagrams.hooks,
     "order": diagrams.order,

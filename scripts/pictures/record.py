@@ -2,6 +2,8 @@
 
     python scripts/pictures/record.py [kill progress checkpoints files]
     python scripts/pictures/record.py losses "one process=runs/one" "DDP on two=runs/ddp"
+    python scripts/pictures/record.py cut-layouts "one process=runs/one" "TP on two=runs/tp"
+    python scripts/pictures/record.py offload
 
 Each runs in an empty folder, on a terminal of 76 columns. Nothing of the output is made up or
 altered. Lines that are left out are replaced by dots. Losses are
@@ -24,6 +26,7 @@ import termios
 import time
 from fcntl import ioctl
 from pathlib import Path
+from typing import Any
 
 from screen import Screen, Span
 from terminal import PROMPT, RECORDINGS
@@ -136,7 +139,13 @@ RECORDERS = {
 }
 
 
-def keep_losses(runs: list[str]) -> None:
+def keep(recording: str, record: dict[str, Any]) -> None:
+    """Write a recording with its day."""
+    text = json.dumps({"date": time.strftime("%Y-%m-%d"), **record}, indent=1, ensure_ascii=False)
+    (RECORDINGS / f"{recording}.json").write_text(text + "\n", "utf-8")
+
+
+def keep_losses(recording: str, runs: list[str]) -> None:
     """Keep the losses of runs, each given as ``name=folder``."""
     sys.path.insert(0, str(ROOT / "examples"))
     from plot_losses import losses
@@ -147,14 +156,33 @@ def keep_losses(runs: list[str]) -> None:
         curves[name] = [
             float(f"{loss:.9g}") for loss in losses(Path(folder), "train/loss").values()
         ]
-    record = {"date": time.strftime("%Y-%m-%d"), "runs": curves}
-    (RECORDINGS / "losses.json").write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    keep(recording, {"runs": curves})
+
+
+def keep_offload() -> None:
+    """Keep when blocks computed and what was read, as `examples/plot_offload.py` measures them."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    from plot_offload import measure
+
+    runs = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (computed, read, seconds) in measure(folder).items():
+            step = max(len(read) // 200, 1)  # of the samples, as many as the picture shows
+            runs[name] = {
+                "seconds": round(seconds, 4),
+                "computed": [[round(edge, 4) for edge in span] for span in computed],
+                "read": [[round(at, 4), round(count, 2)] for at, count in read[::step]],
+            }
+    keep("offload", {"runs": runs})
 
 
 def main() -> None:
     RECORDINGS.mkdir(exist_ok=True)
-    if sys.argv[1:2] == ["losses"]:
-        keep_losses(sys.argv[2:])
+    if sys.argv[1:2] in (["losses"], ["cut-layouts"]):
+        keep_losses(sys.argv[1], sys.argv[2:])
+        return
+    if sys.argv[1:] == ["offload"]:
+        keep_offload()
         return
     for name in sys.argv[1:] or RECORDERS:
         folder = Path(tempfile.gettempdir(), "demo")  # short, since messages name it
@@ -164,9 +192,7 @@ def main() -> None:
             title, lines = RECORDERS[name](str(folder))
         finally:
             shutil.rmtree(folder)
-        record = {"title": title, "date": time.strftime("%Y-%m-%d"), "lines": lines}
-        text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
-        (RECORDINGS / f"{name}.json").write_text(text, "utf-8")
+        keep(name, {"title": title, "lines": lines})
         print("\n".join("".join(words for words, _ in line) for line in lines))
 
 
