@@ -82,8 +82,8 @@ def offload() -> Picture:
     picture.text(20, 32, "One forward of a model on disk", "text title")
     picture.rect(346, 20, 26, 14, "warm", radius=2)
     picture.text(380, 32, "a block computes", "text small")
-    picture.line([(500, 27), (528, 27)], "line-1")
-    picture.text(536, 32, "bytes read", "text small")
+    picture.line([(510, 27), (534, 27)], "line-1")
+    picture.text(542, 32, "bytes read", "text small")
     across, high = (WIDTH - LEFT - RIGHT) / (math.ceil(seconds * 20) / 20), 120
 
     for number, (name, run) in enumerate(runs.items()):
