@@ -50,6 +50,7 @@ COMMANDS: Mapping[str, Command] = {
     "report": Command(
         "accel_callbacks.cli.report", "print what runs did with their time, or write a page"
     ),
+    "runs": Command("accel_callbacks.cli.runs", "list runs, and what differs between them"),
     "test": Command("accel_callbacks.cli.test", "check what is installed on what is configured"),
     "to-fsdp2": Command(
         "accel_callbacks.cli.to_fsdp2", "turn a config file for FSDP1 into FSDP2's"

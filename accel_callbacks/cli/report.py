@@ -14,7 +14,7 @@ from accel_callbacks.local_files import replace
 from accel_callbacks.terminal_text import printable, size_of, table
 
 if TYPE_CHECKING:
-    from accel_callbacks.journal import Goodput, Journal
+    from accel_callbacks.journal import Attempt, Goodput, Journal
 
 
 def configure(parser: CommandParser) -> None:
@@ -102,11 +102,19 @@ def _attempts(journal: Journal) -> list[tuple[str, ...]]:
     for attempt in journal.attempts:
         part = rows[rows["attempt"] == attempt.number]
         end = next(attempt.marks_of("end"), None)
-        status = "killed, or still running" if end is None else str(end.get("status"))
+        status = _unended(journal, attempt) if end is None else str(end.get("status"))
         steps = f"{part['step'][0]} to {part['step'][-1]}" if len(part) else "none"
         numbers = str(attempt.number), str(attempt.world_size), steps
         lines.append((*numbers, str(int(part["repeated"].sum())), status))
     return lines
+
+
+def _unended(journal: Journal, attempt: Attempt) -> str:
+    """Return how an attempt without an end is."""
+    from accel_callbacks.journal.state import state_of
+
+    state = state_of(journal) if attempt is journal.attempts[-1] else "killed"
+    return "killed, or still running" if state == "unknown" else state
 
 
 def _as_json(journal: Journal, goodput: Goodput, price: float | None) -> dict[str, Any]:

@@ -14,10 +14,11 @@ import numpy as np
 
 from accel_callbacks.journal.format import SKIPPED
 from accel_callbacks.journal.goodput import Goodput
+from accel_callbacks.journal.metrics import metrics_of, project_of
 from accel_callbacks.journal.reader import Attempt, Journal
 from accel_callbacks.journal.report.curves import curve_of
-from accel_callbacks.local_files import base_name, split_path
-from loggers import flat_config, read_jsonl
+from accel_callbacks.local_files import base_name
+from loggers import flat_config
 
 __all__ = ["report_page"]
 
@@ -69,7 +70,7 @@ def _text(folder: Any, name: str) -> str:
 def _labels(journals: Sequence[Journal]) -> list[str]:
     """Return a label for each run: its name, and what tells it from others of that name."""
     names = [journal.name or base_name(journal.folder) for journal in journals]
-    projects = [base_name(_project(journal) or journal.folder) for journal in journals]
+    projects = [base_name(project_of(journal) or journal.folder) for journal in journals]
     pairs = list(zip(names, projects, strict=True))
     return [
         name
@@ -79,12 +80,6 @@ def _labels(journals: Sequence[Journal]) -> list[str]:
             pairs, (base_name(journal.folder) for journal in journals), strict=True
         )
     ]
-
-
-def _project(journal: Journal) -> str | None:
-    """Return the project folder of a run, ``None`` if its journal was copied out of it."""
-    project, parent = split_path(split_path(journal.folder)[0])
-    return project if parent == "journal" else None
 
 
 def _facts(journal: Journal, label: str) -> dict[str, Any]:
@@ -144,32 +139,12 @@ def _curves(
         title: curve_of(taken["step"], times, taken[column].astype(np.float64), _BUCKETS)
         for column, title in _COLUMNS.items()
     }
-    for name, (steps, seconds, values) in _metrics(journal).items():
+    for name, (steps, seconds, values) in metrics_of(journal).items():
         curves.setdefault(
             name,
             curve_of(np.array(steps), np.array(seconds) - began, np.array(values), _METRIC_BUCKETS),
         )
     return {name: curve for name, curve in curves.items() if curve is not None}
-
-
-def _metrics(journal: Journal) -> dict[str, tuple[list[int], list[float], list[float]]]:
-    """Return the steps, times and values of each metric of the run in ``metrics.jsonl``."""
-    metrics: dict[str, tuple[list[int], list[float], list[float]]] = {}
-    project = _project(journal)
-    if project is None:
-        return {}
-    try:
-        records = read_jsonl(f"{project}metrics.jsonl", run_id=base_name(journal.folder))
-    except FileNotFoundError:
-        return {}
-    for record in records:
-        for name, value in record["values"].items():
-            if isinstance(value, (int, float)):
-                steps, times, values = metrics.setdefault(name, ([], [], []))
-                steps.append(int(record["step"]))
-                times.append(float(record.get("time", 0.0)))
-                values.append(float(value))
-    return metrics
 
 
 def _marks(journal: Journal, rows: np.ndarray[Any, Any], began: float) -> Iterator[dict[str, Any]]:
