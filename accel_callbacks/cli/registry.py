@@ -55,6 +55,7 @@ COMMANDS: Mapping[str, Command] = {
     "to-fsdp2": Command(
         "accel_callbacks.cli.to_fsdp2", "turn a config file for FSDP1 into FSDP2's"
     ),
+    "watch": Command("accel_callbacks.cli.watch", "show in a terminal how a run goes on"),
     "migrate": Command("accel_callbacks.cli.migrate", "move a script from accelerate to us"),
     "compat": Command(
         "accel_callbacks.cli.compat", "list what sources use of accelerate, and what of it is here"
