@@ -104,6 +104,7 @@ steps, and action="rollback" goes back to the last checkpoint.
     before = (Averaging,)  # which may put the average into the models for an evaluation
     needs_checkpoints = True  # to roll back
     _rollback_option = '(action="rollback")'
+    _rollback_cause: str | None = None  # its name in the journal, where that says more
 
     def __init__(
         self,
@@ -287,7 +288,7 @@ steps, and action="rollback" goes back to the last checkpoint.
                 "Checkpoint(every_n_steps=...)."
             )
         self.rollbacks += 1
-        run.note("rollback", path=result.path, reason=text)
+        run.note("rollback", path=result.path, reason=text, cause=self._rollback_cause)
         self._avoided = result.avoided
         self._good_step = run.global_step
         count = f"rollback {self.rollbacks} of at most {self.max_rollbacks}"

@@ -99,6 +99,7 @@ class SpikeGuard(NonFinite):
 
     syncs = ("on_train_batch_end",)  # the copies, every snapshot_every_n_steps
     _rollback_option = "(snapshot_every_n_steps=None)"
+    _rollback_cause = "spike"
 
     def __init__(
         self,

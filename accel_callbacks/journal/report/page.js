@@ -5,7 +5,7 @@
   const COLORS = ["#3b82f6", "#f97316", "#10b981", "#e11d48", "#a855f7", "#0891b2", "#ca8a04", "#ec4899", "#65a30d", "#8b7355"];
   const MARKS = {
     checkpoint: ["#64748b", "▲"], resume: ["#10b981", "↻"], kill: ["#e11d48", "✕"],
-    failure: ["#e11d48", "!"], rollback: ["#f97316", "↩"], preempt: ["#a855f7", "◼"],
+    failure: ["#e11d48", "!"], rollback: ["#f97316", "↩"], spike: ["#f97316", "⇑"], preempt: ["#a855f7", "◼"],
     "lost rank": ["#e11d48", "?"],
   };
   const PARTS = {
@@ -281,6 +281,34 @@
     return nodes.length ? [heading("Ranks"), ...nodes] : [];
   }
 
+  function pictures() {
+    const nodes = [];
+    for (const run of runs) {
+      for (const name of new Set(run.pictures.map((picture) => picture.name))) {
+        const figures = run.pictures.filter((picture) => picture.name === name).map((picture) => {
+          const text = `step ${picture.step}${picture.caption ? `: ${picture.caption}` : ""}`;
+          return element("figure", {},
+            element("img", { src: picture.source, alt: `${name}, ${text}` }),
+            element("figcaption", { className: "quiet", textContent: text }));
+        });
+        nodes.push(element("p", {}, named(run), `: ${name}`), element("div", { className: "pictures" }, ...figures));
+      }
+    }
+    return nodes.length ? [heading("Pictures"), ...nodes] : [];
+  }
+
+  function tables() {
+    const nodes = runs.flatMap((run) => run.tables.flatMap((logged) => {
+      const left = logged.count - logged.rows.length;
+      const text = `step ${logged.step}${left ? `, and ${left} more rows` : ""}`;
+      return [
+        element("p", {}, named(run), `: ${logged.name} `, element("span", { className: "quiet", textContent: text })),
+        table(logged.columns, logged.rows),
+      ];
+    }));
+    return nodes.length ? [heading("Tables"), ...nodes] : [];
+  }
+
   function settings() {
     const all = runs.map((run) => ({ ...run.config, ...run.environment }));
     const keys = [...new Set(all.flatMap(Object.keys))];
@@ -341,7 +369,7 @@
   }));
   id("charts").append(...charts.map((chart) => chart.node));
   if (!charts.length) id("charts").append(element("p", { textContent: "No step has been written yet." }));
-  id("sections").append(...goodput(), ...ranks(), ...settings(), ...attempts(), ...events());
+  id("sections").append(...goodput(), ...ranks(), ...pictures(), ...tables(), ...settings(), ...attempts(), ...events());
   for (const control of ["axis", "smoothing", "log", "clip", "marked"]) id(control).addEventListener("input", redraw);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 

@@ -17,6 +17,7 @@ from accel_callbacks.journal.goodput import Goodput
 from accel_callbacks.journal.metrics import metrics_of, project_of
 from accel_callbacks.journal.reader import Attempt, Journal
 from accel_callbacks.journal.report.curves import curve_of
+from accel_callbacks.journal.report.media import pictures_of, tables_of
 from accel_callbacks.local_files import base_name
 from loggers import flat_config
 
@@ -102,6 +103,8 @@ def _facts(journal: Journal, label: str) -> dict[str, Any]:
         },
         "share": goodput.share,
         "ranks": _ranks(journal),
+        "pictures": pictures_of(journal),
+        "tables": tables_of(journal),
         "config": _texts({"config": newest.start.get("config") or {}}),
         "environment": _environment(newest),
     }
@@ -158,7 +161,8 @@ def _marks(journal: Journal, rows: np.ndarray[Any, Any], began: float) -> Iterat
             kind = str(mark.get("kind"))
             if kind not in _PLAIN and "step" in mark and "time" in mark:
                 text = next((mark[key] for key in _TEXTS if key in mark), None)
-                label = _LABELS.get(kind, kind)
+                # A rollback says what it was about, such as a spike.
+                label = str(mark.get("cause") or _LABELS.get(kind, kind))
                 yield _mark(label, int(mark["step"]), float(mark["time"]) - began, text)
         part = rows[rows["attempt"] == attempt.number]
         end = next(attempt.marks_of("end"), None)

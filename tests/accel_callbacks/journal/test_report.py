@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import re
@@ -10,10 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from accel_callbacks import Accelerator
+from accel_callbacks.callbacks import SpikeGuard
 from accel_callbacks.cli.main import main
 from accel_callbacks.journal import Journal
 from accel_callbacks.journal.format import ROW_SIZE
+from accel_callbacks.journal.report import media
 from accel_callbacks.journal.report.curves import curve_of
 from accel_callbacks.journal.report.page import report_page
 from tests.support.journals import write_attempt, write_run
@@ -233,3 +238,95 @@ def test_a_damaged_journal_is_named_and_a_torn_one_is_read(
     assert main(["report", "a", "--html", "page.html"]) == 1
     assert "row 2 is damaged" in capsys.readouterr().err
     assert not (tmp_path / "page.html").exists()
+
+
+def test_pictures_and_tables_of_the_tracker_are_in_the_page(tmp_path: Path) -> None:
+    accel = Accelerator(cpu=True, project_dir=tmp_path, log_with="jsonl")
+    with accel.run("media"):
+        for step in range(10):
+            captions = {"noise": [HOSTILE, "second"]}
+            accel.log_images({"noise": torch.rand(2, 3, 4, 4)}, step=step, captions=captions)
+        accel.log_images({"late": torch.rand(1, 3, 4, 4)}, step=9)
+        accel.log_table("mistakes", columns=["digit"], data=[[HOSTILE], [3]], step=1)
+        accel.log_table("mistakes", columns=["digit"], data=[[n] for n in range(60)], step=2)
+    page = report_page([Journal.read(tmp_path)])
+    (facts,) = facts_of(page)["runs"]
+    pictures = facts["pictures"]
+    assert [picture["name"] for picture in pictures] == ["late"] + ["noise"] * 8
+    assert [picture["step"] for picture in pictures] == [9, 9, 9, 8, 8, 7, 7, 6, 6]
+    assert [picture["caption"] for picture in pictures] == ["", *[HOSTILE, "second"] * 4]
+    for picture in pictures:
+        head, _, data = picture["source"].partition(",")
+        assert head == "data:image/png;base64"
+        assert base64.b64decode(data).startswith(b"\x89PNG")
+    (table,) = facts["tables"]
+    assert (table["step"], table["columns"], table["count"]) == (2, ["digit"], 60)
+    assert table["rows"] == [[str(number)] for number in range(50)]
+    assert "img-src data:" in page
+
+
+@pytest.mark.parametrize(
+    "path", ["../secret.png", "metrics-media/../../secret.png", "/etc/passwd", "secret.png", 7]
+)
+def test_a_record_brings_no_file_from_elsewhere(tmp_path: Path, path: Any) -> None:
+    project = tmp_path / "project"
+    write_run(project)
+    for folder in (tmp_path, project):
+        (folder / "secret.png").write_bytes(b"\x89PNG\r\n\x1a\nsecret")
+    records: list[dict[str, Any]] = [{"type": "run", "run_id": "a1", "resumed_step": None}]
+    records.append({"type": "images", "step": 1, "time": 0.0, "values": {"x": [path]}})
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (project / "metrics.jsonl").write_text(lines)
+    assert page_of(project)["runs"][0]["pictures"] == []
+    folder = project / "metrics-media"
+    folder.mkdir()
+    (folder / "text.png").write_bytes(b"no picture")
+    inside = lines.replace(json.dumps(path), '"metrics-media/text.png"')
+    (project / "metrics.jsonl").write_text(inside)
+    assert page_of(project)["runs"][0]["pictures"] == []
+
+
+def test_pictures_that_do_not_fit_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accel = Accelerator(cpu=True, project_dir=tmp_path, log_with="jsonl")
+    with accel.run("media"):
+        for step in range(3):
+            accel.log_images({"noise": torch.rand(1, 3, 8, 8)}, step=step)
+    sizes = {len(file.read_bytes()) for file in tmp_path.rglob("*.png")}
+    monkeypatch.setattr(media, "_MOST_BYTES", 2 * max(sizes) + 1)
+    steps = [picture["step"] for picture in page_of(tmp_path)["runs"][0]["pictures"]]
+    assert steps == [2, 1]
+
+
+def test_a_spike_and_a_command_are_marks(tmp_path: Path) -> None:
+    spike = {"kind": "rollback", "cause": "spike", "reason": "the loss is 9", "path": "step 4"}
+    command = {"kind": "control", "command": "set lr=0.1"}
+    place = {"time": 1002.0, "step": 2}
+    marks = [{**spike, **place}, {**command, **place}, {"kind": "commands", **place, "number": 0}]
+    write_run(tmp_path, marks=marks)
+    (facts,) = page_of(tmp_path)["runs"]
+    assert [(mark["kind"], mark["text"]) for mark in facts["marks"]] == [
+        ("spike", "the loss is 9"),
+        ("control", "set lr=0.1"),
+    ]
+
+
+def test_a_rollback_of_a_spike_guard_is_a_spike(tmp_path: Path) -> None:
+    guard = SpikeGuard(warmup=5, snapshot_every_n_steps=2)
+    accel = Accelerator(cpu=True, project_dir=tmp_path, callbacks=[guard])
+    inputs = torch.ones(12, 1)
+    inputs[8] = 1e4
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = torch.utils.data.DataLoader(inputs)
+    model, optimizer, data = accel.prepare(model, optimizer, data)
+    with accel.run("spiky"):
+        for batch in data:
+            accel.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    (facts,) = page_of(tmp_path)["runs"]
+    ((kind, text),) = [(mark["kind"], mark["text"]) for mark in facts["marks"]]
+    assert kind == "spike"
+    assert text.startswith("step 9: the loss is ")
