@@ -400,3 +400,18 @@ def test_a_permission_that_is_withdrawn_is_noticed_while_nothing_is_logged() -> 
         hub.log({"loss": 1.0}, 1)
     hub.finish("failed")
     assert len(asked) == 6  # once is enough
+
+
+class Waiting(Recorder):
+    """Has rows that come from elsewhere than its hub."""
+
+    unflushed = True
+
+
+def test_a_tracker_whose_rows_come_from_elsewhere_is_flushed_though_nothing_is_logged() -> None:
+    tracker = Waiting()
+    with TrackerHub([tracker], run=RUN, flush_every_s=0.02):
+        deadline = time.monotonic() + 20
+        while "flush" not in tracker.calls and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert "flush" in tracker.calls
