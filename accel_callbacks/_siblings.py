@@ -7,11 +7,11 @@ import importlib.util
 import sys
 from pathlib import Path
 
-__all__ = ["require_neighbour"]
+__all__ = ["require_neighbor"]
 
 
 @functools.cache
-def require_neighbour(name: str) -> None:
+def require_neighbor(name: str) -> None:
     """Check that ``import name`` finds our package, and not a file next to the script.
 
     Args:
@@ -21,8 +21,8 @@ def require_neighbour(name: str) -> None:
         ImportError: another module of this name is found first; the text names it.
 
     Example:
-        >>> from accel_callbacks._siblings import require_neighbour
-        >>> require_neighbour("loggers")
+        >>> from accel_callbacks._siblings import require_neighbor
+        >>> require_neighbor("loggers")
     """
     ours = Path(__file__).resolve().parent.parent / name
     found = _origin(name)

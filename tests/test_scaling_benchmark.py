@@ -1,4 +1,4 @@
-"""What benchmarks/scaling.py says of its rounds, and that it runs; and its neighbours."""
+"""What benchmarks/scaling.py says of its rounds, and that it runs; and its neighbors."""
 
 from __future__ import annotations
 

@@ -155,8 +155,8 @@ class RichDisplay:
         self._file = file
         self._console: Console = Console(file=file, force_terminal=True, width=self.width())
         utf8 = _encodes(file, "━")
-        coloured = self._console.color_system and not self._console.no_color
-        open_part = "━" if coloured else " "  # told apart by its color
+        colored = self._console.color_system and not self._console.no_color
+        open_part = "━" if colored else " "  # told apart by its color
         self.bar: tuple[str, str] | None = ("━", open_part) if utf8 else ("#", " ")
         # Without a thread: it is drawn as batches are counted.
         self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="visible")

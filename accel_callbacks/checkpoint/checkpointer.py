@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks._siblings import require_neighbour
+from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.checkpoint.async_save import SaveCallbacks, check_when_busy
 from accel_callbacks.checkpoint.folder_leases import Folder
 from accel_callbacks.checkpoint.open import describe_foreign_folder, open_folder
@@ -148,7 +148,7 @@ class Checkpointer:
             checkpoint_io.LeaseError: another run has the folder; nothing was committed.
             RemoteError: a hook or the state of a callback failed on another rank; likewise.
         """
-        require_neighbour("checkpoint_io")
+        require_neighbor("checkpoint_io")
         import checkpoint_io
 
         check_when_busy(when_busy)
@@ -326,7 +326,7 @@ class Checkpointer:
         remote_failure.raise_in("save_model")
         training = self.training
         training.loop.require_loaded("save_model")
-        require_neighbour("checkpoint_io")
+        require_neighbor("checkpoint_io")
         import checkpoint_io
 
         state = training.strategy.weights_to_write(model)
@@ -405,7 +405,7 @@ class Checkpointer:
             )
         if verify not in _VERIFY:
             raise ValueError(f"verify={verify!r} is unknown: use one of {_VERIFY}.")
-        require_neighbour("checkpoint_io")
+        require_neighbor("checkpoint_io")
         refuse_aborted_group("load_state")
         self.training.loop.require_own_weights("load_state")
         options = LoadOptions(Selection(only, rename), strict, verify, progress, storage_options)

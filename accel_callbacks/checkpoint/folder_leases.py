@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks import collectives
-from accel_callbacks._siblings import require_neighbour
+from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.config import OnConflict
 from accel_callbacks.logging import notice
 
@@ -98,7 +98,7 @@ class FolderLeases:
         """
         if not self.is_main_process:
             return 0.0
-        require_neighbour("checkpoint_io")
+        require_neighbor("checkpoint_io")
         from checkpoint_io import Lease, LeaseError
 
         pauses = [0.0]

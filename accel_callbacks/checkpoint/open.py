@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from accel_callbacks import collectives
-from accel_callbacks._siblings import require_neighbour
+from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.checkpoint.async_save import SaveGroup
 from accel_callbacks.error_text import published_text
 from accel_callbacks.errors import RemoteError
@@ -54,7 +54,7 @@ def open_folder(root: str, storage_options: Mapping[str, Any] | None = None) -> 
 
     What a kill has left there is a notice, once, instead of a warning: no line is at fault.
     """
-    require_neighbour("checkpoint_io")
+    require_neighbor("checkpoint_io")
     import checkpoint_io
 
     noticed: set[str] = set()
@@ -170,7 +170,7 @@ def open_one(url: str, storage_options: Mapping[str, Any] | None = None) -> Chec
     Raises:
         LoadFailed: a rank cannot open it.
     """
-    require_neighbour("checkpoint_io")
+    require_neighbor("checkpoint_io")
     import checkpoint_io
 
     def read() -> CheckpointReader:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from accel_callbacks._siblings import require_neighbour
+from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.compat.tensors import (
     set_module_tensor_to_device,
 )
@@ -78,7 +78,7 @@ def offload_weight(
         >>> offload_weight(torch.ones(2), "scale", tempfile.mkdtemp(), {})["scale"]["shape"]
         [2]
     """
-    require_neighbour("checkpoint_io")
+    require_neighbor("checkpoint_io")
     import xxhash
 
     from checkpoint_io.format.safetensors import host_pieces
@@ -156,7 +156,7 @@ class _AsCorrupt:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Replace the error."""
         if isinstance(error, WeightReadError):
-            require_neighbour("checkpoint_io")
+            require_neighbor("checkpoint_io")
             from checkpoint_io import CorruptCheckpointError
 
             raise CorruptCheckpointError(str(error)) from None
@@ -288,7 +288,7 @@ def names_in(path: str) -> dict[int, str]:
 
 
 def _header(path: str) -> Mapping[str, StoredTensor]:
-    require_neighbour("checkpoint_io")
+    require_neighbor("checkpoint_io")
     from checkpoint_io.format.safetensors import DTYPES
     from checkpoint_io.storage.local import LocalStore
     from checkpoint_io.weights.safetensors import read_header

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks._siblings import require_neighbour
+from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.checkpoint.open import process_group
 from accel_callbacks.checkpoint.project import path_in
 from accel_callbacks.checkpoint.restore import InPlaceReads, place_optimizer_state
@@ -146,7 +146,7 @@ def load_fsdp_model(
         >>> bool(model.weight == 0)
         False
     """
-    require_neighbour("checkpoint_io")
+    require_neighbor("checkpoint_io")
     import checkpoint_io
 
     bare = accelerator.strategy.unwrap(model)
@@ -233,7 +233,7 @@ def load_fsdp_optimizer(
         >>> optimizer.param_groups[0]["lr"]
         0.5
     """
-    require_neighbour("checkpoint_io")
+    require_neighbor("checkpoint_io")
     import checkpoint_io
 
     strategy, inner = accelerator.strategy, _bare(optimizer)
@@ -283,7 +283,7 @@ def merge_fsdp_weights(
             "safe_serialization=False means pickle, which runs code when it is loaded: leave it "
             "out; any safetensors reader opens model.safetensors."
         )
-    require_neighbour("checkpoint_io")
+    require_neighbor("checkpoint_io")
     from checkpoint_io.weights import merge_weights
 
     with synchronize("merge_fsdp_weights"):
@@ -326,7 +326,7 @@ def _folder(place: str | os.PathLike[str], name: str, index: int) -> str:
 
 
 def _save(url: str, state: dict[str, Any]) -> None:
-    require_neighbour("checkpoint_io")
+    require_neighbor("checkpoint_io")
     import checkpoint_io
 
     checkpoint_io.save(url, state, group=process_group())

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from accel_callbacks._siblings import require_neighbour
+from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.distributed.topology import own_accelerator
 from accel_callbacks.offload.assignment import Place, device_of, weights_of
 from accel_callbacks.offload.placeholder import is_absent
@@ -377,7 +377,7 @@ def _planned(
 
 def _load(model: torch.nn.Module, rule: _Rule, location: str, devices: Mapping[str, Place]) -> None:
     """Read the weights of a model module by module, and quantize each as it comes."""
-    require_neighbour("checkpoint_io")
+    require_neighbor("checkpoint_io")
     from checkpoint_io import CheckpointError, TransferProgress
     from checkpoint_io.weights import open_weights
 

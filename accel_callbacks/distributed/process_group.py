@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from accel_callbacks import collectives
-from accel_callbacks._siblings import require_neighbour
+from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.collectives import BoundedStore
 from accel_callbacks.distributed.abort import abort_all_groups
 from accel_callbacks.distributed.heartbeat import Heartbeat, start_join_heartbeat, stop_heartbeat
@@ -252,7 +252,7 @@ def _imported_meanwhile(name: str) -> Iterator[None]:
 
     def run() -> None:
         with suppress(ImportError):  # raised again where the package is needed
-            require_neighbour(name)
+            require_neighbor(name)
             importlib.import_module(name)
 
     if name in sys.modules:

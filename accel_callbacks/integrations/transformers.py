@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from accel_callbacks._siblings import require_neighbour
+from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.callbacks.checkpoint import Checkpoint
 from accel_callbacks.integrations.foreign_trainer import HostedCallback
 from accel_callbacks.integrations.host import ForeignHost
@@ -72,12 +72,12 @@ def to_transformers(callback: Any, *, trainer: Any = None) -> Any:
         to_transformers(Checkpoint(...), trainer=trainer), before trainer.train.
     """
     if isinstance(callback, str) or _is_tracker(callback):
-        require_neighbour("loggers")  # which a file beside the script may hide
+        require_neighbor("loggers")  # which a file beside the script may hide
         from accel_callbacks.integrations.hosted_tracker import HostedTracker
 
         callback = HostedTracker(callback)
     elif isinstance(callback, Checkpoint):
-        require_neighbour("checkpoint_io")
+        require_neighbor("checkpoint_io")
         from accel_callbacks.integrations.hosted_checkpoint import HostedCheckpoint
 
         callback = HostedCheckpoint(callback, trainer)

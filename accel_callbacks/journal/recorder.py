@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks._siblings import require_neighbour
+from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.errors import LostRankError
 from accel_callbacks.journal.format import SKIPPED
 from accel_callbacks.local_files import local_path
@@ -97,7 +97,7 @@ class Recorder:
         """Collective: begin the files of a new attempt, once the identity of the run is known."""
         if self._project_dir is None:
             return
-        require_neighbour("loggers")
+        require_neighbor("loggers")
         from accel_callbacks.checkpoint.project import path_in
         from accel_callbacks.journal.facts import process_began, start_facts
         from accel_callbacks.journal.format import Header
@@ -409,7 +409,7 @@ class Recorder:
 
 def _lease_of(folder: str, run: TrainingRun) -> Lease | None:
     """Return a lease by which others see that the run goes on, None if it cannot be written."""
-    require_neighbour("checkpoint_io")
+    require_neighbor("checkpoint_io")
     from checkpoint_io import Lease
 
     lease = Lease(folder, run_id=run.run_id, run_name=run.name)

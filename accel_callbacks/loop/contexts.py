@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks._siblings import require_neighbour
+from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.checkpoint.open import together, unwrapped_failure
 from accel_callbacks.checkpoint.restore import LoadOptions, find, restore_from, restore_newest
 from accel_callbacks.checkpoint.trained_parameters import require_saved
@@ -112,7 +112,7 @@ class Evaluate(AbstractContextManager["Evaluate"]):
         # Few runs evaluate a checkpoint, and it imports the room of offloaded weights.
         from accel_callbacks.checkpoint.borrowed_weights import BorrowedWeights
 
-        require_neighbour("checkpoint_io")
+        require_neighbor("checkpoint_io")
         refuse_aborted_group("evaluate")
         loop, options = self._training.loop, self._storage_options
         loop.settle()

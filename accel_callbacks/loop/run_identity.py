@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from types import SimpleNamespace
 from typing import Any
 
-from accel_callbacks._siblings import require_neighbour
+from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.redaction import HIDDEN, redacted
 
 __all__ = ["RunIdentity", "config_fields"]
@@ -82,7 +82,7 @@ class RunIdentity:
         keys = (may_change,) if isinstance(may_change, str) else tuple(may_change)
         if config is None or (isinstance(config, Mapping) and not config):
             return cls(name, {}, keys)
-        require_neighbour("loggers")
+        require_neighbor("loggers")
         from loggers import plain_config
 
         return cls(name, plain_config(config), keys)

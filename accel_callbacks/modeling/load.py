@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks._siblings import require_neighbour
+from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.modeling.absent_weights import absent_weights
 from accel_callbacks.modeling.compile import original
@@ -193,7 +193,7 @@ def _load(
     mapped: bool = False,
 ) -> list[str]:
     """Load on this rank; return the names of the model that the checkpoint does not have."""
-    require_neighbour("checkpoint_io")
+    require_neighbor("checkpoint_io")
     import checkpoint_io
 
     missing, unexpected = checkpoint_io.load_model(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accel_callbacks._siblings import require_neighbour
+from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.offload.assignment import Assigned, Assignment, Place, Weight, assign
 from accel_callbacks.offload.origins import detach, note
 from accel_callbacks.offload.placeholder import ON_DISK, AbsentWeight, on_meta, placeholder
@@ -53,7 +53,7 @@ def load_spread(
         ValueError: the map does not cover the model, or a folder is needed.
         checkpoint_io.CheckpointError: weights are missing, damaged, or do not fit the model.
     """
-    require_neighbour("checkpoint_io")
+    require_neighbor("checkpoint_io")
     import checkpoint_io
     from checkpoint_io.weights import open_weights
 

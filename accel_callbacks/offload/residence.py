@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel_callbacks._siblings import require_neighbour
+from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.offload.contents import Filler, host_memory, lay_out
 from accel_callbacks.offload.device_copies import device_copies, pinned
 from accel_callbacks.offload.file_pages import is_supported
@@ -410,7 +410,7 @@ class _Progress:
 
 def _fit_page_cache(nbytes: int) -> bool:
     """Return whether files of this size are likely to stay in the page cache."""
-    require_neighbour("checkpoint_io")
+    require_neighbor("checkpoint_io")
     from checkpoint_io.memory import free_memory
 
     free = free_memory()

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import torch
 
-from accel_callbacks._siblings import require_neighbour
+from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.offload.source import StoredWeights
 
 __all__ = ["Spill", "spill"]
@@ -28,7 +28,7 @@ class Spill:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        require_neighbour("checkpoint_io")
+        require_neighbor("checkpoint_io")
         import xxhash
 
         from checkpoint_io.format.names import new_save_id

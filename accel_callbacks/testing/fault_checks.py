@@ -37,7 +37,7 @@ _STAGES = ("train", "validation", "test")
 _ERROR_LINE = re.compile(r"^(?!Traceback)[A-Za-z_][\w.]*(?:Error|Exception|Exit)\b.*", re.M)
 
 
-def neighbour_raises(subject: Subject, *, before: bool) -> None:
+def neighbor_raises(subject: Subject, *, before: bool) -> None:
     """Check the callback after errors of another one, called before or after it, in each hook."""
     faulty = _FaultyTraining(subject, before=before)
     with memory_folder() as root:
@@ -284,7 +284,7 @@ _ASPECTS: dict[str, tuple[_Read, _Describe]] = {
 
 
 CHECKS: dict[str, Callable[[Subject], None]] = {
-    "error_before": partial(neighbour_raises, before=True),
-    "error_after": partial(neighbour_raises, before=False),
+    "error_before": partial(neighbor_raises, before=True),
+    "error_after": partial(neighbor_raises, before=False),
     "error_in_loop": loop_raises,
 }

@@ -24,7 +24,7 @@ from accel_callbacks.testing.training import TinyTraining
 __all__ = [
     "CHECKS",
     "Injected",
-    "Neighbour",
+    "Neighbor",
     "Raises",
     "SavesEachPosition",
     "Subject",
@@ -292,7 +292,7 @@ def with_other_callbacks(subject: Subject) -> None:
     for place in ("before", "after"):
         instances = subject.make()
         names = {name_of(callback) for callback in (instances[0], *instances[1])}
-        others = [neighbour for neighbour in _others() if name_of(neighbour) not in names]
+        others = [neighbor for neighbor in _others() if name_of(neighbor) not in names]
         _, training = subject.training(made=instances, **{place: others})
         training.play()
 
@@ -321,7 +321,7 @@ CHECKS = {
 }
 
 
-class Neighbour:
+class Neighbor:
     """A callback that is called next to the checked one, also if that has ``runs_last``.
 
     Args:
@@ -334,7 +334,7 @@ class Neighbour:
         self.state_key = name
 
 
-class Raises(Neighbour):
+class Raises(Neighbor):
     """Raise in one hook, once after it was armed.
 
     Args:
@@ -365,7 +365,7 @@ class Raises(Neighbour):
         self.hook, self.raised = hook, False
 
 
-class WeightRecorder(Neighbour):
+class WeightRecorder(Neighbor):
     """Record the trained weights, whenever no evaluation may have replaced them.
 
     Args:

@@ -16,7 +16,7 @@ from enum import Enum
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from accel_callbacks._siblings import require_neighbour
+from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.callbacks.dispatch.dispatcher import in_hook
 from accel_callbacks.errors import nearest
 from accel_callbacks.logging import notice
@@ -463,7 +463,7 @@ def _print_losses(hub: TrackerHub) -> None:
 @functools.cache
 def _loggers() -> ModuleType:
     """Return the package `loggers`, unless a file of the user shadows it."""
-    require_neighbour("loggers")
+    require_neighbor("loggers")
     import loggers
 
     return loggers

@@ -2,7 +2,7 @@
 
 Trains twice on the same digits, with windows of three small batches and with big batches, and
 shows that the weights are the same. (All small batches have the same size here; where they do not,
-see token_normalised_accumulation.py.)
+see token_normalized_accumulation.py.)
 
     python examples/by_feature/gradient_accumulation.py
     accel launch --num_processes 2 examples/by_feature/gradient_accumulation.py

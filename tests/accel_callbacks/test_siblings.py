@@ -16,7 +16,7 @@ NAMES = ("loggers", "checkpoint_io")
 both = pytest.mark.parametrize("name", NAMES)
 
 # What the library does before it imports one of them; it costs no import of torch.
-REQUIRE = "from accel_callbacks._siblings import require_neighbour\nrequire_neighbour({!r})\n"
+REQUIRE = "from accel_callbacks._siblings import require_neighbor\nrequire_neighbor({!r})\n"
 
 SCRIPT = """
 import torch

@@ -104,7 +104,7 @@ def test_every_dtype_is_bitwise(tmp_path: Path, name: str) -> None:
         (np.arange(3, dtype=">i4"), np.arange(3, dtype="<i4")),
     ],
 )
-def test_values_that_are_normalised(tmp_path: Path, value: Any, expected: Any) -> None:
+def test_values_that_are_normalized(tmp_path: Path, value: Any, expected: Any) -> None:
     save(tmp_path, {"v": value})
     assert same(load(tmp_path).state["v"], expected)
 

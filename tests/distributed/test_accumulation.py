@@ -177,7 +177,7 @@ def gradients_with_contexts_that_are_kept() -> list[float]:
     return seen
 
 
-def test_the_last_micro_batch_synchronises_although_the_contexts_are_kept(pool):
+def test_the_last_micro_batch_synchronizes_although_the_contexts_are_kept(pool):
     assert pool.run(gradients_with_contexts_that_are_kept) == [[0.5, 1.5], [1.0, 1.5]]
 
 
@@ -196,7 +196,7 @@ def one_backward_for_three_forwards(trigger: bool) -> tuple[float, float]:
     return first, accel.unwrap_model(model).weight.grad.item()
 
 
-def test_trigger_sync_in_backward_synchronises_forwards_of_no_sync(pool):
+def test_trigger_sync_in_backward_synchronizes_forwards_of_no_sync(pool):
     assert pool.run(one_backward_for_three_forwards, True) == [(4.5, 6.0)] * 2
     assert [first for first, _ in pool.run(one_backward_for_three_forwards, False)] == [3.0, 6.0]
 

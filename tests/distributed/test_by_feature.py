@@ -68,7 +68,7 @@ def gradient_accumulation(printed: str, processes: int) -> None:
     assert number("accuracy", printed) > 90
 
 
-def token_normalised_accumulation(printed: str, processes: int) -> None:
+def token_normalized_accumulation(printed: str, processes: int) -> None:
     assert number("by token: difference to big batches", printed) < 1e-5
     assert number("by batch: difference to big batches", printed) > 1e-2
     assert number("perplexity", printed) < 30  # of 128
@@ -210,7 +210,7 @@ def shard_a_model(printed: str, processes: int) -> None:
 
 CHECKS: dict[str, tuple[Callable[[str, int], None], tuple[str, ...]]] = {
     "gradient_accumulation.py": (gradient_accumulation, ()),
-    "token_normalised_accumulation.py": (token_normalised_accumulation, ()),
+    "token_normalized_accumulation.py": (token_normalized_accumulation, ()),
     "mixed_precision.py": (mixed_precision, ("--mixed_precision", "bf16")),
     "distributed_evaluation.py": (distributed_evaluation, ()),
     "several_models.py": (several_models, ()),

@@ -39,7 +39,7 @@ on_both = pytest.mark.parametrize(("mesh", "plain"), WORLDS)
 
 
 def accelerator(copies: int = 1, *, config: dict[str, Any] | None = None, **options: Any):
-    """An Accelerator on which this many neighbouring ranks share a model."""
+    """An Accelerator on which this many neighboring ranks share a model."""
     arrangement = None
     if copies > 1:
         replicas = int(os.environ["WORLD_SIZE"]) // copies

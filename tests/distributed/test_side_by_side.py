@@ -19,7 +19,7 @@ def accelerator(**options) -> Accelerator:
 
 
 def training(model, **options):
-    """Trains on one batch at each step of this generator, and yields (weight, synchronised)."""
+    """Trains on one batch at each step of this generator, and yields (weight, synchronized)."""
     accel = accelerator(**options)
     model, optimizer, data = accel.prepare(
         model,

@@ -333,9 +333,9 @@ def test_values_of_pictures(value: Any, expected: list[int]) -> None:
 def test_pictures_of_pil_and_lists_of_several_sizes() -> None:
     from PIL import Image
 
-    grey, colour = Image.new("L", (2, 3), 7), Image.new("RGBA", (4, 1), (1, 2, 3, 4))
+    grey, color = Image.new("L", (2, 3), 7), Image.new("RGBA", (4, 1), (1, 2, 3, 4))
     assert as_images(grey).shape == (1, 3, 2, 1)
-    both = as_images([grey, colour])
+    both = as_images([grey, color])
     assert both.shape == (2, 3, 4, 4)
     assert both[0, 0, 0].tolist() == [7, 7, 7, 255]
     assert both[1, 0, 3].tolist() == [1, 2, 3, 4]

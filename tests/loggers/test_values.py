@@ -120,7 +120,7 @@ def test_copy_keeps_nan_and_order() -> None:
     assert read[2:] == [4, 5.0]
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = 1
 
 
@@ -144,7 +144,7 @@ def test_any_config_becomes_plain_json() -> None:
             "path": Path("data"),
             "dtype": torch.bfloat16,
             "device": torch.device("cpu"),
-            "colour": Colour.RED,
+            "color": Color.RED,
             "cls": Optim,
             "set": {"b", "a"},
             "np": np.float32(0.5),
@@ -164,7 +164,7 @@ def test_any_config_becomes_plain_json() -> None:
         "path": "data",
         "dtype": "torch.bfloat16",
         "device": "cpu",
-        "colour": "RED",
+        "color": "RED",
         "cls": f"{here}.Optim",
         "set": ["a", "b"],
         "np": 0.5,

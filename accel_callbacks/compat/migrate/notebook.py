@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from io import BytesIO
 from typing import Any
 
-from accel_callbacks.compat.migrate.script import analyse, migrate_script
+from accel_callbacks.compat.migrate.script import analyze, migrate_script
 from accel_callbacks.compat.migrate.source import (
     Edit,
     Finding,
@@ -76,7 +76,7 @@ def migrate_notebook(text: str) -> Migration:
     start = 0
     for cell in cells:
         cell.start, start = start, start + len(cell.masked) + 1
-    edits, script_findings = analyse("\n".join(cell.masked for cell in cells))
+    edits, script_findings = analyze("\n".join(cell.masked for cell in cells))
     for cell in cells:
         inner = [edit for edit in edits if cell.start <= edit.start <= cell.start + len(cell.text)]
         moved = [Edit(edit.start - cell.start, edit.end - cell.start, edit.text) for edit in inner]

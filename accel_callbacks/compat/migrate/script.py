@@ -40,7 +40,7 @@ from accel_callbacks.compat.migrate.source import (
     parsed,
 )
 
-__all__ = ["analyse", "migrate_script"]
+__all__ = ["analyze", "migrate_script"]
 
 _USUAL = {"accelerator", "accel"}
 _COMMAND = re.compile(r"\baccelerate (launch|config|env|test|estimate-memory|merge-weights)\b")
@@ -66,7 +66,7 @@ def migrate_script(text: str) -> Migration:
         import accel_callbacks
         accel_callbacks.set_seed(1)
     """
-    edits, findings = analyse(text)
+    edits, findings = analyze(text)
     after = apply_edits(text, edits)
     try:
         parsed(after)
@@ -75,7 +75,7 @@ def migrate_script(text: str) -> Migration:
     return Migration(text, after, findings)
 
 
-def analyse(text: str) -> tuple[list[Edit], Sequence[Finding]]:
+def analyze(text: str) -> tuple[list[Edit], Sequence[Finding]]:
     """Return the edits and findings of a script."""
     source = Source(text)
     bindings = bindings_of(source)
@@ -90,7 +90,7 @@ def analyse(text: str) -> tuple[list[Edit], Sequence[Finding]]:
         edits += use_edits(source, binding)
         findings |= set(use_findings(binding))
     edits += positional_edits(source)
-    findings |= set(behaviour_findings(source))
+    findings |= set(behavior_findings(source))
     return edits, sorted(findings)
 
 
@@ -139,7 +139,7 @@ class _Script:
         return known and _last(node) == "state"
 
 
-def behaviour_findings(source: Source) -> Iterator[Finding]:
+def behavior_findings(source: Source) -> Iterator[Finding]:
     """Yield code that behaves differently with this package."""
     script = _collect_names(source.nodes)
     for node in source.nodes:

@@ -170,7 +170,7 @@ def test_modes_and_what_is_frozen_are_told():
 
 
 @pytest.mark.parametrize("rich", [True, False])
-def test_on_a_terminal_it_is_in_colour_and_wraps_at_words(monkeypatch, rich):
+def test_on_a_terminal_it_is_in_color_and_wraps_at_words(monkeypatch, rich):
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True

@@ -73,7 +73,7 @@ def test_position_and_metrics_are_the_trainers_between_hooks(hosted: HostedCallb
 
 
 def test_metrics_are_not_read_for_a_hook(hosted: HostedCallback) -> None:
-    # In Lightning, reading them computes torchmetrics and may synchronise ranks.
+    # In Lightning, reading them computes torchmetrics and may synchronize ranks.
     hosted.begin_evaluation()
     hosted.stepped(4, None)
     assert hosted.callback.calls == [4]

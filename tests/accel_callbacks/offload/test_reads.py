@@ -23,7 +23,7 @@ SIZE = 200_000
 
 
 def laid_out(files, choices: random.Random) -> dict[str, StoredTensor]:
-    """Return tensors of odd sizes at odd places, neighbours and with gaps."""
+    """Return tensors of odd sizes at odd places, neighbors and with gaps."""
     found = {}
     for path in files:
         position = choices.randrange(200)

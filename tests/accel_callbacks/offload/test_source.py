@@ -69,7 +69,7 @@ def test_every_byte_is_in_its_place(tmp_path, monkeypatch, how, step, seed):
 
 
 @pytest.mark.parametrize("how", ["direct", "mapped"])
-def test_neighbours_in_a_file_are_read_at_once(monkeypatch, how):
+def test_neighbors_in_a_file_are_read_at_once(monkeypatch, how):
     monkeypatch.setattr(source, "_GAP", 0)
     nbytes = 1 << 18  # more than a page of any system
     tensors = {

@@ -65,7 +65,7 @@ def test_an_axis_is_enabled_by_its_second_rank():
     assert enabled == ["dp_shard"]
 
 
-def test_ranks_that_share_a_model_are_neighbours():
+def test_ranks_that_share_a_model_are_neighbors():
     config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, tp_size=2)
     places = [
         tuple(config.coordinate(rank)[axis] for axis in ("dp_replicate", "dp_shard", "tp"))

@@ -4,8 +4,8 @@ A small language model reads sentences of many lengths. The mean over a batch's 
 over batches and processes, lets a token of a short batch count more. A loss that is a sum, with
 `normalizer=` its number of tokens, does not: the weights are those of one big batch.
 
-    python examples/by_feature/token_normalised_accumulation.py
-    accel launch --num_processes 2 examples/by_feature/token_normalised_accumulation.py
+    python examples/by_feature/token_normalized_accumulation.py
+    accel launch --num_processes 2 examples/by_feature/token_normalized_accumulation.py
 """
 
 from __future__ import annotations
