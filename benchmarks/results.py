@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -61,8 +62,8 @@ def command(words: Sequence[str]) -> str:
     """Return the command that runs; a path of this machine is left out of it."""
     script, *options = words
     shown = [f"benchmarks/{Path(script).name}"]
-    shown += ["PATH" if os.sep in option else option for option in options]
-    return " ".join(["python", *shown])
+    shown += ["PATH" if os.sep in option else option for option in options if option != "--write"]
+    return shlex.join(["python", *shown])
 
 
 def machine() -> dict[str, str | int | float]:

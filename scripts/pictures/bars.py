@@ -10,7 +10,7 @@ from typing import Any
 from svg import Picture
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-WIDTH, LEFT, RIGHT = 640, 205, 100  # of the picture, of the names, of the figures
+WIDTH, LEFT, RIGHT = 640, 232, 100  # of the picture, of the names, of the figures
 ROW, BAR = 36, 20
 
 
@@ -76,8 +76,9 @@ def bars(
 
 
 def versions(record: dict[str, Any], *packages: str) -> str:
-    """Return names and versions of packages."""
-    return ", ".join(f"{package} {record['versions'][package]}" for package in packages)
+    """Return names and versions of those packages that were there."""
+    installed = record["versions"]
+    return ", ".join(f"{name} {installed[name]}" for name in packages if name in installed)
 
 
 def step_cost() -> Picture:
@@ -94,6 +95,53 @@ def step_cost() -> Picture:
             "accelerate": "Accelerate",
         },
         "{:.0f} µs",
+        [
+            "The bar is the median, the line the middle half of the rounds.",
+            *source(record),
+        ],
+    )
+
+
+def save_stall() -> Picture:
+    """Draw how long a save holds the step."""
+    record = read("checkpoint_background")
+    title, rows = next(
+        (title, rows) for title, rows in record["figures"].items() if "holds" in title
+    )
+    size = re.search(r"[\d.]+ GB", title)
+    assert size is not None
+    return bars(
+        "How long a save holds the training step",
+        f"seconds, with {size[0]} of weights and Adam's state; less is better",
+        rows,
+        {
+            "ours": "this library, async_save",
+            "DCP async_save": "torch DCP, async_save",
+            "torch.save": "torch.save",
+            "accelerate": "Accelerate, save_state",
+        },
+        "{:.2f} s",
+        [
+            "The bar is the median, the line the middle half of the rounds.",
+            *source(record),
+        ],
+    )
+
+
+def import_time() -> Picture:
+    """Draw what an import adds to torch's."""
+    record = read("import_time")
+    (rows,) = record["figures"].values()
+    return bars(
+        "What an import adds to import torch",
+        "milliseconds, in a fresh interpreter; less is better",
+        rows,
+        {
+            "import accel_callbacks": "this library, import",
+            "from accel_callbacks import Accelerator": "this library, Accelerator",
+            "import accelerate": "Accelerate, import",
+        },
+        "{:.3g} ms",
         [
             "The bar is the median, the line the middle half of the rounds.",
             *source(record),

@@ -24,6 +24,8 @@ from terminal import terminal
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "images"
 PICTURES: dict[str, Callable[[], Picture]] = {
     "step-cost": bars.step_cost,
+    "save-stall": bars.save_stall,
+    "import-time": bars.import_time,
     "layouts": diagrams.layouts,
     "losses": partial(curves.losses, "losses", "The loss of one GPT-2 in all layouts"),
     "cut-layouts": partial(
