@@ -35,7 +35,10 @@ SLOW = {
     "trainer.py": "--steps 4 --rounds 1 --only plain",
 }
 # In test_scaling_benchmark.py, in test_gpu_benchmark.py, and below.
-ELSEWHERE = {"ddp_overhead.py", "scaling.py", "sharding.py", "gpu.py", "counts.py"}
+ELSEWHERE = {
+    *("ddp_overhead.py", "scaling.py", "sharding.py", "gpu.py", "counts.py"),
+    "restart.py",  # kills workers of a launch, as tests/cli/test_elastic.py does
+}
 
 
 def run(script: str, words: str, folder: Path, *, warm_children: bool = True) -> str:

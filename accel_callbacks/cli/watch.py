@@ -22,7 +22,7 @@ _RECENT = 50  # rows over which speed and ranks are told
 _WIDTH = 40  # of the curve of the loss
 _MARKS = 6
 _BLOCKS, _ASCII = "▁▂▃▄▅▆▇█", "_.-=+*#@"
-_PLAIN = {"start", "train", "pass", "compile", "commands"}  # what says nothing to a reader
+_PLAIN = {"start", "train", "pass", "batch", "compile", "commands"}  # what says nothing to a reader
 _TEXTS = ("command", "reason", "error", "path", "status")
 _OVER = {"ended", "failed", "interrupted", "killed"}
 _STYLES = {"running": "green", "ended": "blue", "failed": "red", "killed": "red"}
@@ -68,13 +68,13 @@ def run(args: Namespace) -> int:
 def _frames(args: Namespace, console: Console) -> Iterator[RenderableType]:
     """Yield a picture every so often, the last one after the end of the run."""
     from accel_callbacks.journal import Journal
-    from accel_callbacks.journal.state import state_of
+    from accel_callbacks.journal.state import ended, state_of
 
     journal = Journal.read(args.run, args.run_id)
     state, next_look = "", 0.0
     while True:
         began = time.monotonic()
-        if began >= next_look:
+        if began >= next_look or ended(journal.attempts[-1]) is not None:
             state = state_of(journal)
             # Of a run on another machine, that waits for a renewal of its lease.
             next_look = began + 6 * (time.monotonic() - began)

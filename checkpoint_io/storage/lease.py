@@ -616,6 +616,8 @@ def _file_lock(descriptor: int, path: str) -> Iterator[None]:
         try:
             _lock_file(descriptor)
             break
+        except ImportError:  # a Python without the module of its system's locks
+            break
         except OSError as error:
             if error.errno in _NO_LOCKS:
                 break
@@ -628,7 +630,7 @@ def _file_lock(descriptor: int, path: str) -> Iterator[None]:
         yield
     finally:
         # explicitly: closing is not enough if a child forked meanwhile holds a copy
-        with suppress(OSError):
+        with suppress(OSError, ImportError):
             _lock_file(descriptor, unlock=True)
 
 

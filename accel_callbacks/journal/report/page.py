@@ -34,7 +34,7 @@ _COLUMNS = {
 }
 _MEANS = ("step_s", "data_s")  # of the rows of each rank
 # Marks that are no event of the run for a reader, or are told in another way.
-_PLAIN = {"start", "train", "pass", "compile", "commands", "end"}
+_PLAIN = {"start", "train", "pass", "batch", "compile", "commands", "end"}
 _TEXTS = ("reason", "error", "path", "command")
 _LABELS = {"save": "checkpoint", "lost_rank": "lost rank"}
 

@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -315,7 +316,7 @@ def test_a_path_inside_of_the_project_belongs_to_it(tmp_path: Path) -> None:
 def test_who_has_lost_a_folder_saves_nothing_more(tmp_path: Path) -> None:
     accel = accelerator(tmp_path)
     model = accel.models[0]
-    with accel.run("loses"):
+    with suppress(LeaseError), accel.run("loses"):  # the journal's end may meet it too
         accel.save_state()
         before = content(tmp_path)
         process = rival(tmp_path / "checkpoints", "take_over")
