@@ -32,6 +32,7 @@ __all__ = [
 _HERE = Path(__file__).parents[2]
 _OURS = tuple(f"{_HERE / name}{os.sep}" for name in ("accel_callbacks", "checkpoint_io", "loggers"))
 _SAVING = tuple(f"{_HERE / 'checkpoint_io' / name}{os.sep}" for name in ("saver", "storage"))
+_LEASE = str(_HERE / "checkpoint_io" / "storage" / "lease.py")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _LOADER = os.path.join(_TORCH, "utils", "data", "dataloader.py")
 _TORCH_ROOT = os.path.dirname(_TORCH.rstrip(os.sep))
@@ -206,7 +207,9 @@ def _processor_ticks(thread: threading.Thread) -> int | None:
 
 def is_saving(calls: Sequence[Call]) -> bool:
     """Return whether frames are in a call of a save."""
-    return any(call.path.startswith(_SAVING) for call in calls)
+    # The thread that renews a lease waits most of the time, with and without a save.
+    renews = any(call.name == "_keep" and call.path == _LEASE for call in calls)
+    return not renews and any(call.path.startswith(_SAVING) for call in calls)
 
 
 def waits_for_worker(calls: Sequence[Call]) -> bool:

@@ -22,6 +22,7 @@ from accel_callbacks.distributed.heartbeat import Heartbeat, LostRank, is_discon
 from accel_callbacks.distributed.processes import fate_of, host_id
 from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.distributed.stack import StuckCalls, is_saving, place_of, stacks
+from checkpoint_io import Lease
 
 LONG = 30.0
 
@@ -319,3 +320,12 @@ def test_how_a_process_ended_is_known_before_its_parent_waits_and_mostly_after(c
         assert fate_of(child.pid, pidfd).startswith((fate, "ended without a word"))
     finally:
         os.close(pidfd)
+
+
+def test_a_thread_that_renews_a_lease_is_in_no_save(tmp_path):
+    """It waits most of the time, and would pass for a call that makes no progress."""
+    with Lease(str(tmp_path)):
+        (thread,) = (thread for thread in threading.enumerate() if "lease of" in thread.name)
+        while not stacks().get(thread.ident, ()):
+            time.sleep(0.01)
+        assert not is_saving(stacks()[thread.ident])
