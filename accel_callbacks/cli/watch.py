@@ -22,7 +22,6 @@ _RECENT = 50  # rows over which speed and ranks are told
 _WIDTH = 40  # of the curve of the loss
 _MARKS = 6
 _BLOCKS, _ASCII = "▁▂▃▄▅▆▇█", "_.-=+*#@"
-_PLAIN = {"start", "train", "pass", "batch", "compile", "commands"}  # what says nothing to a reader
 _TEXTS = ("command", "reason", "error", "path", "status")
 _OVER = {"ended", "failed", "interrupted", "killed"}
 _STYLES = {"running": "green", "ended": "blue", "failed": "red", "killed": "red"}
@@ -174,7 +173,9 @@ def _ranks(journal: Journal) -> list[tuple[str, ...]]:
 
 def _marks(journal: Journal) -> list[tuple[str, str, str]]:
     """Return the last marks: step, kind, and what they say."""
-    told = [mark for mark in journal.marks if mark.get("kind") not in _PLAIN][-_MARKS:]
+    from accel_callbacks.journal.format import ROUTINE
+
+    told = [mark for mark in journal.marks if mark.get("kind") not in ROUTINE][-_MARKS:]
     return [
         (
             str(mark.get("step", "")),

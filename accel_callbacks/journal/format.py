@@ -12,6 +12,7 @@ __all__ = [
     "FIELDS",
     "HEADER_SIZE",
     "MAGIC",
+    "ROUTINE",
     "ROW_SIZE",
     "SKIPPED",
     "UNKNOWN",
@@ -29,6 +30,8 @@ HEADER = struct.Struct("<8sHHIIId16s")  # the checksum of 4 bytes follows
 ROW = struct.Struct("<QIIQ4d4I4fHH")  # likewise
 HEADER_SIZE, ROW_SIZE = HEADER.size + 4, ROW.size + 4
 UNKNOWN = 2**64 - 1  # a position that no prepared loader counts
+#: Kinds of marks of what every run does, which say nothing to a reader.
+ROUTINE = frozenset({"start", "train", "pass", "batch", "compile", "commands"})
 SKIPPED = 1  # flag: the optimizer's step was left out
 
 #: Names and NumPy types of the fields of a row, in order.

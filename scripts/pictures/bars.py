@@ -40,7 +40,7 @@ def bars(
     rows: dict[str, dict[str, float]],
     names: dict[str, str],
     form: str,
-    footer: list[str],
+    record: dict[str, Any],
 ) -> Picture:
     """Draw a bar a contender: the median, with a line over the middle half of the rounds.
 
@@ -51,8 +51,9 @@ def bars(
         names: of the contenders that are drawn, in order; those that begin with "this library"
             are drawn in its color.
         form: of a figure, for ``str.format``.
-        footer: lines below.
+        record: the benchmark's, which says below where the figures come from.
     """
+    footer = ["The bar is the median, the line the middle half of the rounds.", *source(record)]
     height = 78 + ROW * len(names) + 12 + 19 * len(footer)
     picture = Picture(WIDTH, height, f"{title}: {subtitle}")
     picture.text(20, 32, title, "text title")
@@ -95,10 +96,7 @@ def step_cost() -> Picture:
             "accelerate": "Accelerate",
         },
         "{:.0f} µs",
-        [
-            "The bar is the median, the line the middle half of the rounds.",
-            *source(record),
-        ],
+        record,
     )
 
 
@@ -121,10 +119,7 @@ def save_stall() -> Picture:
             "accelerate": "Accelerate, save_state",
         },
         "{:.2f} s",
-        [
-            "The bar is the median, the line the middle half of the rounds.",
-            *source(record),
-        ],
+        record,
     )
 
 
@@ -142,8 +137,5 @@ def import_time() -> Picture:
             "import accelerate": "Accelerate, import",
         },
         "{:.3g} ms",
-        [
-            "The bar is the median, the line the middle half of the rounds.",
-            *source(record),
-        ],
+        record,
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from accel_callbacks.journal.format import SKIPPED
+from accel_callbacks.journal.format import ROUTINE, SKIPPED
 from accel_callbacks.journal.goodput import Goodput
 from accel_callbacks.journal.metrics import metrics_of, project_of
 from accel_callbacks.journal.reader import Attempt, Journal
@@ -34,7 +34,6 @@ _COLUMNS = {
 }
 _MEANS = ("step_s", "data_s")  # of the rows of each rank
 # Marks that are no event of the run for a reader, or are told in another way.
-_PLAIN = {"start", "train", "pass", "batch", "compile", "commands", "end"}
 _TEXTS = ("reason", "error", "path", "command")
 _LABELS = {"save": "checkpoint", "lost_rank": "lost rank"}
 
@@ -159,7 +158,7 @@ def _marks(journal: Journal, rows: np.ndarray[Any, Any], began: float) -> Iterat
             yield _mark("resume", step, float(attempt.start["time"]) - began, source)
         for mark in attempt.marks:
             kind = str(mark.get("kind"))
-            if kind not in _PLAIN and "step" in mark and "time" in mark:
+            if kind not in ROUTINE and kind != "end" and "step" in mark and "time" in mark:
                 text = next((mark[key] for key in _TEXTS if key in mark), None)
                 # A rollback says what it was about, such as a spike.
                 label = str(mark.get("cause") or _LABELS.get(kind, kind))
