@@ -18,7 +18,7 @@ import sys
 import sysconfig
 import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,7 +26,7 @@ from accel_callbacks.launch_notes import IMPORTS, WARM, leave_note, read_note
 
 assert sys.platform == "linux"
 
-__all__ = ["serve"]
+__all__ = ["fork_for_asker", "serve"]
 
 _OURS = ("accel_callbacks", "checkpoint_io", "loggers")
 _HARMLESS_FILES = ("/dev/null", "/dev/random", "/dev/urandom")
@@ -218,11 +218,14 @@ def _check_variables(changed: Mapping[str, str | None]) -> None:
 # --- the forks --------------------------------------------------------------------------------
 
 
-def _fork(connection: socket.socket) -> bool:
-    """Fork, and return True in the fork. Its parent is the launcher, which can wait for it.
+def fork_for_asker(answer: Callable[[int], None]) -> bool:
+    """Fork, and return True in the fork. Its parent is who has asked, and can wait for it.
 
     The process between the two ends at once. The kernel gives its child to the nearest subreaper
-    above it, and that is the launcher for as long as it waits for the answer.
+    above it, and that is the asker for as long as it waits for the answer.
+
+    Args:
+        answer: sends the process id of the fork to the asker.
     """
     between = os.fork()
     if between:
@@ -231,11 +234,18 @@ def _fork(connection: socket.socket) -> bool:
     between = os.getpid()
     pid = os.fork()
     if pid:
-        _send(connection, {"pid": pid})
+        answer(pid)
         os._exit(0)
-    os.setsid()  # as torch's launcher starts workers
     while os.getppid() == between:
         time.sleep(0.0005)
+    return True
+
+
+def _fork(connection: socket.socket) -> bool:
+    """Fork a worker of the launcher, and return True in it."""
+    if not fork_for_asker(lambda pid: _send(connection, {"pid": pid})):
+        return False
+    os.setsid()  # as torch's launcher starts workers
     _send(connection, {"parent": os.getppid()})
     return True
 
