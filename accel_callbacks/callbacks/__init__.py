@@ -16,6 +16,7 @@ _HOME = {
     "DeviceStats": "device_stats",
     "EMA": "weight_averaging",
     "EarlyStopping": "early_stopping",
+    "EnergyMonitor": "energy_monitor",
     "Freeze": "freeze",
     "FunctionHandle": "dispatch.functions",
     "GradientAccumulationScheduler": "accumulation_scheduler",
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from accel_callbacks.callbacks.dispatch.ledger import CallbackTime as CallbackTime
     from accel_callbacks.callbacks.dispatch.registration import configured as configured
     from accel_callbacks.callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from accel_callbacks.callbacks.energy_monitor import EnergyMonitor as EnergyMonitor
     from accel_callbacks.callbacks.freeze import Freeze as Freeze
     from accel_callbacks.callbacks.gradient_norm import GradientNorm as GradientNorm
     from accel_callbacks.callbacks.interval import Interval as Interval

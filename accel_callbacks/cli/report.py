@@ -85,6 +85,8 @@ def _write_page(journals: Sequence[Journal], file: str) -> None:
 
 def _print(journal: Journal, goodput: Goodput, price: float | None) -> None:
     """Print the tables of a run."""
+    from accel_callbacks.journal.goodput import energy_of
+
     print(f"run {printable(journal.name)} ({printable(journal.folder)})")
     print()
     print(table(("ATTEMPT", "RANKS", "STEPS", "REPEATED", "ENDED"), _attempts(journal)))
@@ -93,6 +95,10 @@ def _print(journal: Journal, goodput: Goodput, price: float | None) -> None:
     if price is not None:
         cost, useful = goodput.cost(price), goodput.share
         print(f"\ncost {cost:.2f}, of which {cost * useful:.2f} for steps that count")
+    energy = energy_of(journal)
+    if energy:
+        co2 = f", {energy['co2_kg']:.3g} kg of CO2" if "co2_kg" in energy else ""
+        print(f"\nenergy {energy['kwh']:.3g} kWh{co2}")
 
 
 def _attempts(journal: Journal) -> list[tuple[str, ...]]:
@@ -118,10 +124,13 @@ def _unended(journal: Journal, attempt: Attempt) -> str:
 
 
 def _as_json(journal: Journal, goodput: Goodput, price: float | None) -> dict[str, Any]:
+    from accel_callbacks.journal.goodput import energy_of
+
     names = [name for name in vars(goodput) if name != "rank_s"]
     facts: dict[str, Any] = {"name": journal.name, "folder": journal.folder}
     facts |= {"wall_s": goodput.wall_s, "goodput": goodput.share}
     facts["seconds"] = {name: getattr(goodput, name) for name in names}
+    facts |= {f"energy_{name}": value for name, value in energy_of(journal).items()}
     return facts if price is None else {**facts, "cost": goodput.cost(price)}
 
 

@@ -12,7 +12,7 @@ from accel_callbacks.journal.format import SKIPPED
 from accel_callbacks.journal.reader import Attempt, Journal
 from accel_callbacks.terminal_text import table
 
-__all__ = ["Goodput"]
+__all__ = ["Goodput", "energy_of"]
 
 _PARTS = {
     "useful_s": "steps that count",
@@ -98,6 +98,17 @@ class Goodput:
         rows = [(*_cells(seconds, self.wall_s), name, what) for name, seconds, what in lines]
         rows.append((*_cells(self.wall_s, self.wall_s), "sum", ""))
         return table(("SECONDS", "SHARE", "PART", ""), rows)
+
+
+def energy_of(journal: Journal) -> dict[str, float]:
+    """Return ``kwh`` and ``co2_kg`` of all attempts, as far as ``EnergyMonitor`` has noted them."""
+    sums: dict[str, float] = {}
+    for attempt in journal.attempts:
+        newest = max(attempt.marks_of("energy"), key=lambda mark: float(mark["kwh"]), default={})
+        for name in ("kwh", "co2_kg"):
+            if newest.get(name) is not None:
+                sums[name] = sums.get(name, 0.0) + float(newest[name])
+    return sums
 
 
 def _cells(seconds: float, whole: float) -> tuple[str, str]:
