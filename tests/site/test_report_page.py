@@ -5,12 +5,14 @@ What is seen is in build/site_screenshots.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from accel_callbacks.journal import Journal
 from accel_callbacks.journal.report.page import report_page
@@ -46,10 +48,28 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     end = {"kind": "end", "time": 1401.0, "step": 300, "status": "success", "error": None}
     write_attempt(first, 2, range(201, 301), time=1300.0, step=200, marks=[end], **facts)
     write_run(folder / "b", range(1, 5001), name="b", config={"lr": 0.2}, **curves)
+    write_media(folder / "b")
     file = folder / "page.html"
     page = report_page([Journal.read(folder / name) for name in "ab"])
     file.write_text(page, encoding="utf-8")
     return file
+
+
+def write_media(project: Path) -> None:
+    """Write what the tracker of a run keeps of two pictures and a table."""
+    media = project / "metrics-media"
+    media.mkdir()
+    records: list[dict[str, Any]] = [{"type": "run", "run_id": "a1", "resumed_step": None}]
+    for step in (10, 20):
+        Image.new("RGB", (28, 28), (step * 5, 0, 0)).save(media / f"digit-{step}.png")
+        values = {"digit": [f"metrics-media/digit-{step}.png"]}
+        records.append({"type": "images", "step": step, "time": 0.0, "values": values})
+        records[-1]["captions"] = {"digit": [HOSTILE]}
+    rows = [[HOSTILE, 3], ["seven", 1]]
+    records.append({"type": "table", "step": 20, "time": 0.0, "name": "mistakes"})
+    records[-1] |= {"columns": ["label", "count"], "rows": rows}
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (project / "metrics.jsonl").write_text(lines, encoding="utf-8")
 
 
 @pytest.fixture
@@ -129,3 +149,21 @@ def test_the_reader_chooses_what_is_drawn(open_page: Callable[..., Any]) -> None
     page.get_by_label(HOSTILE).uncheck()
     chart.locator(".readout").get_by_text(HOSTILE).wait_for(state="detached")
     assert colors(page) == 0
+
+
+@pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_pictures_and_tables_are_seen(
+    open_page: Callable[..., Any], viewport: dict[str, int]
+) -> None:
+    page = open_page(viewport, "light")
+    pictures = page.locator(".pictures img")
+    assert [picture.get_attribute("alt") for picture in pictures.all()] == [
+        f"digit, step {step}: {HOSTILE}" for step in (20, 10)
+    ]
+    for picture in pictures.all():
+        picture.scroll_into_view_if_needed()
+        assert picture.evaluate("image => image.complete && image.naturalWidth") == 28
+        assert picture.bounding_box()["width"] > 20
+    assert page.get_by_role("cell", name=HOSTILE, exact=True).first.is_visible()
+    assert page.get_by_role("cell", name="seven").is_visible()
+    keep(page, f"report-media-{viewport['width']}")
