@@ -21,7 +21,7 @@ ROW = np.dtype(
     [("step", "<u8"), ("epoch", "<u4"), ("batch", "<u4"), ("position", "<u8")]
     + [(name, "<f8") for name in ("loss", "gradient_norm", "learning_rate", "time")]
     + [(name, "<u4") for name in ("losses", "learning_rates", "generators", "host_generators")]
-    + [(name, "<f4") for name in ("data_s", "save_s", "evaluation_s", "step_s")]
+    + [(name, "<f4") for name in ("data_s", "save_s", "evaluation_s", "step_s", "forward_s")]
     + [("micro_batches", "<u2"), ("flags", "<u2"), ("checksum", "<u4")]
 )
 

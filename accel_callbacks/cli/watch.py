@@ -98,6 +98,8 @@ def frame(journal: Journal, state: str, blocks: str = _BLOCKS) -> RenderableType
     from rich.table import Table
     from rich.text import Text
 
+    from accel_callbacks.journal.rank_means import rank_means
+
     rows = journal.rows(repeated=False)
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
@@ -105,11 +107,13 @@ def frame(journal: Journal, state: str, blocks: str = _BLOCKS) -> RenderableType
     for name, text in _facts(journal, rows, blocks):
         facts.add_row(name, Text(printable(text)))
     parts: list[RenderableType] = [facts]
-    ranks = _ranks(journal)
+    ranks = rank_means(journal, _RECENT)
     if len(ranks) > 1:
-        listed = Table("rank", "step", "s/step", "s waiting for data", box=None, padding=(0, 2))
-        for cells in ranks:
-            listed.add_row(*cells)
+        names = ("rank", "step", "s/step", "s waiting for data", "for other ranks")
+        listed = Table(*names, box=None, padding=(0, 2))
+        for part in ranks:
+            seconds = (part.step_s, part.data_s, part.wait_s)
+            listed.add_row(str(part.rank), str(part.step), *(f"{mean:.3g}" for mean in seconds))
         parts.append(listed)
     marks = Table.grid(padding=(0, 2))
     for cells in _marks(journal):
@@ -158,17 +162,6 @@ def _sparkline(rows: np.ndarray[Any, Any], blocks: str) -> str:
         " " if mean is None else blocks[int((mean - low) / (high - low or 1.0) * (len(blocks) - 1))]
         for mean in curve["mean"]
     )
-
-
-def _ranks(journal: Journal) -> list[tuple[str, ...]]:
-    """Return for each rank its last step, and its mean seconds of a step and of waits for data."""
-    lines = []
-    for rank in sorted(journal.attempts[-1].files):
-        rows = journal.rows(rank, repeated=False)[-_RECENT:]
-        if len(rows):
-            means = (rows["step_s"].mean(), rows["data_s"].mean())
-            lines.append((str(rank), str(rows["step"][-1]), *(f"{mean:.3g}" for mean in means)))
-    return lines
 
 
 def _marks(journal: Journal) -> list[tuple[str, str, str]]:

@@ -27,7 +27,7 @@ __all__ = [
 MAGIC = b"accelJNL"
 VERSION = 1
 HEADER = struct.Struct("<8sHHIIId16s")  # the checksum of 4 bytes follows
-ROW = struct.Struct("<QIIQ4d4I4fHH")  # likewise
+ROW = struct.Struct("<QIIQ4d4I5fHH")  # likewise
 HEADER_SIZE, ROW_SIZE = HEADER.size + 4, ROW.size + 4
 UNKNOWN = 2**64 - 1  # a position that no prepared loader counts
 #: Kinds of marks of what every run does, which say nothing to a reader.
@@ -52,6 +52,7 @@ FIELDS = (
     ("save_s", "<f4"),
     ("evaluation_s", "<f4"),
     ("step_s", "<f4"),
+    ("forward_s", "<f4"),
     ("micro_batches", "<u2"),
     ("flags", "<u2"),
     ("checksum", "<u4"),

@@ -7,10 +7,9 @@ import math
 import os
 import random
 import sys
-import time
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from time import perf_counter, time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,8 +70,8 @@ class Recorder:
         self._hub: TrackerHub | None = None
         self._writer: JournalWriter | None = None
         self._lease: Lease | None = None
-        self._waiting: deque[tuple[Any, ...]] = deque()  # of the writer
-        self._direct = False  # what a row has is on the host, and needs no hub to be read
+        # Of a row: to the writer where all that it has is on the host, else by way of the hub.
+        self._leave: Callable[[tuple[Any, ...]], None] = self._put
         self._began = 0.0
         self._forget()
 
@@ -80,6 +79,7 @@ class Recorder:
         self._losses: list[Any] = []
         self._layout: dict[str, Any] = {}  # of the pass, as it was noted last
         self._rates: list[Any] = []
+        self._met = 0.0  # when the backward began in which ranks exchange gradients
         self._norm: Any = None
         self._step = self._rows = 0
         self._looks_at_generators = True
@@ -120,7 +120,7 @@ class Recorder:
                     "project_dir, or journal=False"
                 )
             return
-        now = self._began = time.time()
+        now = self._began = time()
         header = Header(run.global_rank, run.world_size, attempt, now, run.run_id)
         facts = {**self._facts, "config": run.config, "process_began": process_began()}
         writer = JournalWriter(
@@ -141,7 +141,7 @@ class Recorder:
             self._lease = _lease_of(local, run)
         self._forget()
         self._hub, self._writer, self._step = hub, writer, run.global_step
-        self._waiting, self._direct = writer.waiting, self._device.type == "cpu"
+        self._leave = writer.waiting.append if self._device.type == "cpu" else self._put
         start = {"kind": "start", "time": now, "attempt": attempt, "name": run.name}
         start |= {"run_id": run.run_id, "step": run.global_step, "epoch": run.current_epoch}
         start["in_window"] = run.in_window
@@ -172,7 +172,7 @@ class Recorder:
             if self._lease is not None:
                 self._lease.release()
                 self._lease = None
-        long = time.time() - self._began >= _LONG
+        long = time() - self._began >= _LONG
         return self._goodput(run) if long and run.is_global_zero else {}
 
     def _write_end(self, run: TrainingRun, status: Any, error: BaseException | None) -> None:
@@ -205,7 +205,7 @@ class Recorder:
         """Write a mark."""
         if self._hub is not None and self._loop.run.is_global_zero:
             run = self._loop.run
-            mark = {"kind": kind, "time": time.time(), "step": run._global_step}
+            mark = {"kind": kind, "time": time(), "step": run._global_step}
             # A row among the others: written in the same call, and never dropped as media may be.
             self._hub.put({"mark": json.dumps({**mark, **facts}, default=str)}, self._rows)
 
@@ -214,7 +214,7 @@ class Recorder:
     def on_train_start(self, run: TrainingRun, model: Any) -> None:
         """Begin the span of the first step; what came before belongs to the start."""
         if self._writer is not None:
-            self._writer.began = time.time()
+            self._writer.began = time()
         self.note("train", data_s=run.data_wait_s, save_s=run.save_s)
 
     def on_train_epoch_start(self, run: TrainingRun, model: Any) -> None:
@@ -248,11 +248,12 @@ class Recorder:
     def on_before_backward(self, run: TrainingRun, model: Any, loss: torch.Tensor) -> None:
         """Note the loss as the user computed it, and the rates of the step that follows."""
         # Read at once on a CPU, where that costs less than a copy; a number is never in the way.
-        if loss.is_cpu and not loss.dim():
+        if loss.is_cpu and not loss.ndim:
             self._losses.append(loss.item())
         else:
             self._losses.append(self._copied(loss))
         if self._loop.window.sync:
+            self._met = time()
             self._rates = [
                 group.get("lr")
                 for optimizer in self._loop.optimizers
@@ -273,22 +274,19 @@ class Recorder:
         if self._may_begin_here:
             self._note_beginning(batch)
         row = self._row(run)
-        if self._direct:
-            self._waiting.append(row)
-        else:
-            self._put(row)
+        self._leave(row)
 
     def on_validation_start(self, run: TrainingRun, model: Any) -> None:
         """Begin the clock of evaluations."""
         if not self._evaluations:
-            self._evaluation_began = time.perf_counter()
+            self._evaluation_began = perf_counter()
         self._evaluations += 1
 
     def on_validation_end(self, run: TrainingRun, model: Any) -> None:
         """Stop the clock of evaluations."""
         self._evaluations = max(self._evaluations - 1, 0)
         if not self._evaluations:
-            self._evaluation_s += time.perf_counter() - self._evaluation_began
+            self._evaluation_s += perf_counter() - self._evaluation_began
 
     on_test_start = on_validation_start
     on_test_end = on_validation_end
@@ -325,20 +323,18 @@ class Recorder:
             self._read_findings(keep=0)
             if (outcome is False and self._losses) or run._global_step != self._step:
                 self._step = run._global_step
-                self._put((*self._row(run)[:-1], SKIPPED * (outcome is False)))
+                self._leave((*self._row(run)[:-1], SKIPPED * (outcome is False)))
 
     def _read_findings(self, keep: int) -> None:
         """Put the rows of steps of which only the device knew whether they were taken."""
         while len(self._unread) > keep:
             row, finding = self._unread.pop(0)
             self._step += finding.stepped
-            self._put((self._step, *row[1:-1], SKIPPED * (not finding.stepped)))
+            self._leave((self._step, *row[1:-1], SKIPPED * (not finding.stepped)))
 
     def _put(self, row: tuple[Any, ...]) -> None:
-        """Leave a row to the writer, or to the hub that reads values from their device for it."""
-        if self._direct:
-            self._waiting.append(row)
-        elif self._hub is not None:
+        """Leave a row to the hub, which reads values from their device for the writer."""
+        if self._hub is not None:
             # Numbered by themselves: a load may bring the steps back, which a hub warns of.
             self._rows += 1
             *_, losses, norm, _ = row
@@ -367,7 +363,8 @@ class Recorder:
             run.data_wait_s,
             run.save_s,
             self._evaluation_s,
-            time.time(),
+            time(),
+            self._met,
             rates,
             states,
             losses,
@@ -397,7 +394,7 @@ class Recorder:
         value = value.sum() if value.dim() else value
         if value.is_cpu:
             return value.item()
-        self._direct = False
+        self._leave = self._put
         if value.device.type == "cuda":
             from loggers.values import order_before_reads
 

@@ -49,8 +49,8 @@ class JournalWriter(Tracker):
     Attributes:
         began: when the span of the first row begins, in Unix seconds.
         waiting: rows whose values are all on the host, which its thread packs: step, epoch, batch,
-            position, seconds of data, saves and evaluations so far, time, learning rates, states
-            of generators, losses, norm, flags.
+            position, seconds of data, saves and evaluations so far, time, time of the last
+            backward, learning rates, states of generators, losses, norm, flags.
     """
 
     name = "journal"
@@ -149,12 +149,14 @@ class JournalWriter(Tracker):
             self._marks.add(line.encode() + b"\n")
 
     def _packed(self, row: tuple[Any, ...]) -> bytes:
-        step, epoch, batch, position, *totals, time, rates, states, losses, norm, flags = row
+        *known, rates, states, losses, norm, flags = row
+        step, epoch, batch, position, *totals, time, met = known
         generators, host_generators = states or ((), ())
         # A run that starts over counts from zero again.
         pairs = zip(totals, self._totals, strict=True)
         spent = [now - before if now >= before else now for now, before in pairs]
-        step_s = max(time - self.began - sum(spent), 0.0)
+        began = self.began + sum(spent)
+        step_s, forward_s = max(time - began, 0.0), max(met - began, 0.0)
         self._totals, self.began = totals, time
         return pack_row(
             (
@@ -168,7 +170,7 @@ class JournalWriter(Tracker):
                 _digest(struct.pack(f"<{len(rates)}d", *rates)),
                 _digest(*(state.numpy() for state in generators)),
                 _digest(*map(_state_bytes, host_generators)),
-                *(*spent, step_s),
+                *(*spent, step_s, min(forward_s, step_s)),
                 min(len(losses), 65535),
                 flags,
             )

@@ -43,7 +43,7 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     first = folder / "a" / "journal" / "a1"
     facts: dict[str, Any] = {"name": HOSTILE, "config": {"lr": 0.1}, "ranks": 2, **curves}
-    facts["step_s"] = lambda rank: 0.8 + 0.3 * rank
+    facts["forward_s"] = lambda rank: 0.4 + 0.3 * rank
     write_attempt(first, 1, range(1, 231), marks=saves, **facts)
     end = {"kind": "end", "time": 1401.0, "step": 300, "status": "success", "error": None}
     write_attempt(first, 2, range(201, 301), time=1300.0, step=200, marks=[end], **facts)

@@ -37,6 +37,7 @@ def write_attempt(
     gradient_norm: Callable[[int], float] = lambda step: math.nan,
     learning_rate: Callable[[int], float] = lambda step: 0.1,
     step_s: Callable[[int], float] = lambda rank: 1.0,
+    forward_s: Callable[[int], float] = lambda rank: 0.0,
     left_out: Collection[int] = (),
 ) -> None:
     """Write an attempt: a row a second for each step, and its marks.
@@ -55,6 +56,7 @@ def write_attempt(
         gradient_norm: of a step.
         learning_rate: of a step.
         step_s: seconds of a step of a rank.
+        forward_s: those of it before the backward.
         left_out: steps that the optimizer did not take.
     """
     journal.mkdir(parents=True, exist_ok=True)
@@ -70,7 +72,7 @@ def write_attempt(
                 (
                     *(number, 0, index, UNKNOWN, loss(number), gradient_norm(number)),
                     *(learning_rate(number), time + index, 0, 0, 0, 0, 0.0, 0.0, 0.0),
-                    *(step_s(rank), 1, SKIPPED if number in left_out else 0),
+                    *(step_s(rank), forward_s(rank), 1, SKIPPED if number in left_out else 0),
                 )
             )
             for index, number in enumerate(steps, start=1)

@@ -260,17 +260,17 @@
   function ranks() {
     const nodes = [];
     for (const run of runs.filter((candidate) => candidate.ranks.length)) {
-      const seconds = run.ranks.map((rank) => rank.step_s);
+      const seconds = run.ranks.map((rank) => rank.own_s);
       const most = Math.max(...seconds) || 1;
       const middle = [...seconds].sort((a, b) => a - b)[(seconds.length - 1) >> 1];
-      const slowest = [...run.ranks].sort((a, b) => b.step_s - a.step_s).slice(0, 32);
+      const slowest = [...run.ranks].sort((a, b) => b.own_s - a.own_s).slice(0, 32);
       const cells = slowest.sort((a, b) => a.rank - b.rank).flatMap((rank) => {
-        const slow = rank.step_s > middle * 1.1;
-        const more = middle ? ((rank.step_s / middle - 1) * 100).toFixed(0) : 0;
-        const text = `${number(rank.step_s)} s a step${slow ? `, ${more} % above the median` : ""}; waits ${number(rank.data_s)} s for data`;
+        const slow = rank.own_s > middle * 1.1 && rank.own_s - middle > 0.01 * (rank.step_s + rank.data_s);
+        const more = middle ? ((rank.own_s / middle - 1) * 100).toFixed(0) : 0;
+        const text = `${number(rank.own_s)} s of its own a step${slow ? `, ${more} % above the median` : ""}, ${number(rank.data_s)} s of it for data; waits ${number(rank.wait_s)} s for others`;
         return [
           element("span", { className: slow ? "slow" : "", textContent: `rank ${rank.rank}` }),
-          element("div", { className: "bar" }, element("div", { style: { width: `${(rank.step_s / most) * 100}%`, background: slow ? "#e11d48" : color(run) } })),
+          element("div", { className: "bar" }, element("div", { style: { width: `${(rank.own_s / most) * 100}%`, background: slow ? "#e11d48" : color(run) } })),
           element("span", { className: slow ? "slow" : "quiet", textContent: text }),
         ];
       });

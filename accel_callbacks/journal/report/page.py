@@ -15,6 +15,7 @@ import numpy as np
 from accel_callbacks.journal.format import ROUTINE, SKIPPED
 from accel_callbacks.journal.goodput import Goodput
 from accel_callbacks.journal.metrics import metrics_of, project_of
+from accel_callbacks.journal.rank_means import rank_means
 from accel_callbacks.journal.reader import Attempt, Journal
 from accel_callbacks.journal.report.curves import curve_of
 from accel_callbacks.journal.report.media import pictures_of, tables_of
@@ -32,7 +33,6 @@ _COLUMNS = {
     "learning_rate": "learning rate",
     "step_s": "seconds a step",
 }
-_MEANS = ("step_s", "data_s")  # of the rows of each rank
 # Marks that are no event of the run for a reader, or are told in another way.
 _TEXTS = ("reason", "error", "path", "command")
 _LABELS = {"save": "checkpoint", "lost_rank": "lost rank"}
@@ -193,15 +193,9 @@ def _thinned(marks: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _ranks(journal: Journal) -> list[dict[str, Any]]:
-    """Return the mean seconds of each rank's steps, and of its waits for data."""
-    ranks = sorted({rank for attempt in journal.attempts for rank in attempt.files})
-    facts = []
-    for rank in ranks if len(ranks) > 1 else []:
-        rows = journal.rows(rank, repeated=False)
-        if len(rows):
-            step_s, data_s = (float(rows[name].mean(dtype=np.float64)) for name in _MEANS)
-            facts.append({"rank": rank, "step_s": step_s, "data_s": data_s})
-    return facts
+    """Return the means of each rank's steps, where there are several."""
+    means = [part._asdict() for part in rank_means(journal)]
+    return means if len(means) > 1 else []
 
 
 def _environment(attempt: Attempt) -> dict[str, str]:

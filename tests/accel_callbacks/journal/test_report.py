@@ -110,10 +110,15 @@ def test_steps_that_were_left_out_are_counted_and_not_drawn(tmp_path: Path) -> N
     assert "gradient norm" not in facts["curves"]
 
 
-def test_the_mean_of_each_rank_is_told(tmp_path: Path) -> None:
-    write_run(tmp_path, range(1, 5), ranks=2, step_s=lambda rank: 0.5 + rank)
+def test_the_mean_of_each_rank_and_its_wait_for_others_are_told(tmp_path: Path) -> None:
+    options = {"step_s": lambda rank: 1.5, "forward_s": lambda rank: 0.25 + rank}
+    write_run(tmp_path, range(1, 5), ranks=2, **options)
     ranks = page_of(tmp_path)["runs"][0]["ranks"]
-    assert [(rank["rank"], rank["step_s"]) for rank in ranks] == [(0, 0.5), (1, 1.5)]
+    names = ("rank", "step_s", "own_s", "wait_s")
+    assert [tuple(rank[name] for name in names) for rank in ranks] == [
+        (0, 1.5, 0.25, 1.0),
+        (1, 1.5, 1.25, 0.0),
+    ]
 
 
 def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def test_a_picture_tells_step_speed_losses_goodput_ranks_and_marks(tmp_path: Pat
         ranks=2,
         loss=lambda step: float(step),
         step_s=lambda rank: 0.5 + rank,
+        forward_s=lambda rank: rank / 4,
     )
     text = drawn(Journal.read(tmp_path))
     assert "demo  running" in text
@@ -47,8 +48,8 @@ def test_a_picture_tells_step_speed_losses_goodput_ranks_and_marks(tmp_path: Pat
     assert "8  ▁▂▃▄▅▆▇█" in text
     assert "%" in text.partition("goodput")[2].splitlines()[0]
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert any("0 8 0.5 0" in line for line in lines)
-    assert any("1 8 1.5 0" in line for line in lines)
+    assert any("0 8 0.5 0 0.25" in line for line in lines)
+    assert any("1 8 1.5 0 0" in line for line in lines)
     assert any("3 control set lr=0.01" in line for line in lines)
     assert any("4 save checkpoints/step-4" in line for line in lines)
     assert "\x1b[2J" not in text
