@@ -1,9 +1,10 @@
-"""Seconds from the loss of a process to the next step, cold and from the fork server.
+"""Seconds from the loss of a process to the next step, cold, from the fork server, and in process.
 
     python benchmarks/restart.py --rounds 5
 
 Two processes train a small model with AdamW and a checkpoint in the background; rank 1 kills itself
-after step 57, and all resume at step 40. In each round, launches with and without `--warm_workers`
+after step 57, and all resume at step 40: with and without `--warm_workers`, and with the other rank
+in its process (`survive`; the lost one comes from the fork server). In each round these launches
 run one after the other, in a random order; the ratio is that of the same round.
 """
 
@@ -22,49 +23,54 @@ from pathlib import Path
 
 SCRIPT = """
 import json, os, signal, sys, time
-marks = {"script": time.time()}
+begun = {"script": time.time()}
 import torch
-marks["torch"] = time.time()
-from accel_callbacks import Accelerator, set_seed
+begun["torch"] = time.time()
+from accel_callbacks import Accelerator, set_seed, survive
 from accel_callbacks.callbacks import Checkpoint
-marks["library"] = time.time()
-attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.environ["RANK"]
-set_seed(0)
-accel = Accelerator(project_dir=sys.argv[1], callbacks=[Checkpoint(every_n_steps=20)])
-marks["group"] = time.time()
-model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
-optimizer = torch.optim.AdamW(model.parameters())
-marks["optimizer"] = time.time()
-data = torch.utils.data.DataLoader(torch.randn(2048, 64), batch_size=8, shuffle=True)
-model, optimizer, data = accel.prepare(model, optimizer, data)
-marks["prepare"] = time.time()
-note = os.path.join(os.environ.get("ACCEL_LAUNCH_NOTES", "."), "warm.json")
-with accel.run("restart") as run:
-    marks["run"] = time.time()
-    for batch in data:
-        accel.backward(model(batch).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-        if "step" not in marks:
-            marks["step"] = time.time()
-            marks["at"] = run.global_step
-        if attempt == 0 and run.global_step == 57:
-            for _ in range(600):
-                if sys.argv[2] == "cold" or os.path.exists(note):
-                    break
-                time.sleep(0.1)
-            time.sleep(1.0)  # the checkpoint of step 40 is written
-            if rank == "1":
-                with open("killed.json", "w") as file:
-                    json.dump(time.time(), file)
-                os.kill(os.getpid(), signal.SIGKILL)
-        if run.global_step == 60:
-            break
-with open(f"{attempt}-{rank}.json", "w") as file:
-    json.dump(marks, file)
-accel.end_training()
+begun["library"] = time.time()
+
+def train():
+    marks = dict(begun)
+    attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.environ["RANK"]
+    set_seed(0)
+    accel = Accelerator(project_dir=sys.argv[1], callbacks=[Checkpoint(every_n_steps=20)])
+    marks["group"] = time.time()
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    marks["optimizer"] = time.time()
+    data = torch.utils.data.DataLoader(torch.randn(2048, 64), batch_size=8, shuffle=True)
+    model, optimizer, data = accel.prepare(model, optimizer, data)
+    marks["prepare"] = time.time()
+    note = os.path.join(os.environ.get("ACCEL_LAUNCH_NOTES", "."), "warm.json")
+    with accel.run("restart") as run:
+        marks["run"] = time.time()
+        for batch in data:
+            accel.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if "step" not in marks:
+                marks["step"] = time.time()
+                marks["at"] = run.global_step
+            if attempt == 0 and run.global_step == 57:
+                for _ in range(600):
+                    if sys.argv[2] == "cold" or os.path.exists(note):
+                        break
+                    time.sleep(0.1)
+                time.sleep(1.0)  # the checkpoint of step 40 is written
+                if rank == "1":
+                    with open("killed.json", "w") as file:
+                        json.dump(time.time(), file)
+                    os.kill(os.getpid(), signal.SIGKILL)
+            if run.global_step == 60:
+                break
+    with open(f"{attempt}-{rank}.json", "w") as file:
+        json.dump(marks, file)
+    accel.end_training()
+
+survive(train)() if sys.argv[2] == "survive" else train()
 """
-WAYS = {"cold": "--no_warm_workers", "warm": "--warm_workers"}
+WAYS = {"cold": "--no_warm_workers", "warm": "--warm_workers", "survive": "--warm_workers"}
 PARTS = ("script", "torch", "library", "group", "optimizer", "prepare", "run", "step")
 
 
@@ -112,15 +118,17 @@ def main() -> None:
             time.sleep(1.0)
         if number:  # the first round fills the caches
             measured.append(results)
-    print(f"{'':16}{'cold':>8}{'warm':>8}")
+    print(f"{'':16}" + "".join(f"{way:>9}" for way in WAYS))
     for part in measured[0]["cold"]:
         medians = [statistics.median(results[way][part] for results in measured) for way in WAYS]
-        print(f"{part:16}{medians[0]:8.3f}{medians[1]:8.3f}")
+        print(f"{part:16}" + "".join(f"{median:9.3f}" for median in medians))
     sums = {way: sorted(results[way]["sum"] for results in measured) for way in WAYS}
     for way, values in sums.items():
         print(f"{way}: {values[0]:.2f} to {values[-1]:.2f} s")
-    ratios = [results["cold"]["sum"] / results["warm"]["sum"] for results in measured]
-    print(f"{statistics.median(ratios):.1f} times sooner ({min(ratios):.1f} to {max(ratios):.1f})")
+    for way in list(WAYS)[1:]:
+        ratios = [results["cold"]["sum"] / results[way]["sum"] for results in measured]
+        least, most = min(ratios), max(ratios)
+        print(f"{way}: {statistics.median(ratios):.1f} times sooner ({least:.1f} to {most:.1f})")
 
 
 if __name__ == "__main__":

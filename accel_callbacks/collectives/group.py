@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, contextmanager, suppress
 from contextvars import ContextVar
@@ -30,6 +31,8 @@ __all__ = [
     "has_peers",
     "join_control_group",
     "leave_control_group",
+    "next_number",
+    "number_stores_anew",
     "on_backend",
     "rank",
     "refuse_in_turn",
@@ -46,6 +49,8 @@ _TURN: ContextVar[str | None] = ContextVar("accel_callbacks_turn", default=None)
 # The store of each default group that this process has had. Global, as the default group is.
 _stores: WeakKeyDictionary[Any, BoundedStore] = WeakKeyDictionary()
 _count = itertools.count()
+# What the ranks of each default group have numbered alike.
+_numbers: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 # The gloo group beside each default group that serves no tensors of the CPU.
 _control: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 # Finds the cause of a failed collective: this room does not know the one that watches the ranks.
@@ -114,6 +119,22 @@ def store() -> BoundedStore:
         held = BoundedStore(dist.distributed_c10d.PrefixStore(place, default))
         _stores[dist.group.WORLD] = held
     return held
+
+
+def number_stores_anew() -> None:
+    """Number default groups from 0 again, as the processes do that join one for the first time."""
+    global _count
+    _count = itertools.count()
+
+
+def next_number(name: str) -> int:
+    """Return how many things of a name this rank has numbered before in the default group."""
+    world = default_group()
+    if world is None:
+        return 0
+    numbers = _numbers.setdefault(world, Counter())
+    numbers[name] += 1
+    return numbers[name] - 1
 
 
 def adopt_store(held: BoundedStore) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from contextlib import suppress
 
 import torch.distributed as dist
 
-from accel_callbacks.collectives.group import rank, store, world_size
+from accel_callbacks.collectives.group import next_number, rank, store, world_size
 
 __all__ = ["Posted"]
-
-_posted: Counter[str] = Counter()  # of this process, which posts in the order of the others
 
 
 class Posted:
@@ -35,8 +32,8 @@ class Posted:
     """
 
     def __init__(self, name: str, value: str) -> None:
-        prefix = f"posted/{name}/{_posted[name]}"
-        _posted[name] += 1
+        # Numbered, as this process posts in the order of the others.
+        prefix = f"posted/{name}/{next_number(f'posted {name}')}"
         self._keys = [f"{prefix}/{index}" for index in range(world_size())]
         with suppress(dist.DistError):  # a check ends no training
             store().set(self._keys[rank()], value)

@@ -68,6 +68,8 @@ _EXPLAINED = "_accel_explained"  # attribute of an error for which no cause was 
 _aborted: weakref.ref[Any] | None = None
 # Groups that stay open while the run is aborted, with a function that waits until they are unused.
 _exempt: weakref.WeakKeyDictionary[Any, Callable[[], None]] = weakref.WeakKeyDictionary()
+# What ends the exemption of a group after a while.
+_limits: weakref.WeakKeyDictionary[Any, threading.Timer] = weakref.WeakKeyDictionary()
 _has_readers = True  # False if the published error tells the other ranks nothing new
 
 
@@ -350,6 +352,9 @@ def exempt_group(group: Any, until: Callable[[], None] | None) -> None:
     """
     if until is None:
         _exempt.pop(group, None)
+        limit = _limits.pop(group, None)
+        if limit is not None:
+            limit.cancel()  # it would keep the group, with its threads and connections
     else:
         _exempt[group] = until
 
@@ -366,12 +371,14 @@ def _limit_exempt() -> None:
     A machine that loses its network closes no connection, and never does its part of a save.
     """
     for group in list(_exempt):
-        limit = threading.Timer(_SAVE_TIMEOUT, _cut_if_rank_lost, [group])
+        limit = threading.Timer(_SAVE_TIMEOUT, _cut_if_rank_lost, [weakref.ref(group)])
         limit.daemon = True
         limit.start()
+        _limits[group] = limit
 
 
-def _cut_if_rank_lost(group: Any) -> None:
+def _cut_if_rank_lost(exempt: weakref.ref[Any]) -> None:
+    group = exempt()
     with suppress(Exception):
         # If all ranks have ended their run, each of them was only slow and still does its part.
         if group not in _exempt or store().check([f"{_ENDED}/{r}" for r in range(world_size())]):

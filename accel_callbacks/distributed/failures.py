@@ -10,12 +10,9 @@ run is aborted instead, which makes the collective that blocks the others fail.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -33,8 +30,6 @@ __all__ = ["leave", "meet", "share_failure", "shared_failure"]
 _KEY = "sync_point"  # "{_KEY}/{rank}" in the store: number and name of the last one reached
 _POLLING = 0.01  # seconds between two looks at the store
 _PATIENCE = 5.0  # seconds that a failed rank waits for the others at its sync point
-# Sync points counted by default group: after an abort, ranks agree only on those of a new group.
-_counters: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -215,8 +210,8 @@ def _too_late(ranks: list[int], operation: str) -> RuntimeError:
 
 
 def _next_point(operation: str) -> str:
-    number = next(_counters.setdefault(dist.group.WORLD, itertools.count()))
-    return f"{number} {operation}"
+    # By default group: after an abort, ranks agree only on the points of a new group.
+    return f"{collectives.next_number(_KEY)} {operation}"
 
 
 def _arrive_at(point: str | None) -> None:

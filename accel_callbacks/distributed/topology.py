@@ -52,6 +52,7 @@ __all__ = [
     "DistributedType",
     "Ranks",
     "Topology",
+    "current_device",
     "current_device_index",
     "destroy_topology",
     "is_current",
@@ -336,6 +337,11 @@ def is_initialized() -> bool:
         True
     """
     return _current is not None
+
+
+def current_device() -> torch.device | None:
+    """Return the device that the topology has given to this process, None without a topology."""
+    return None if _current is None else _current.device
 
 
 def is_current(topology: Topology) -> bool:

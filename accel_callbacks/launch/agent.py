@@ -74,11 +74,13 @@ def run_agent(plan: AgentPlan) -> int:
 def _run_elastic(settings: Namespace, plan: AgentPlan) -> None:
     """Run torch's launcher as ``torchrun`` does, with our agent, stores and starts of workers."""
     from torch.distributed.elastic.multiprocessing import api
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
     from torch.distributed.launcher import api as launcher
     from torch.distributed.run import config_from_args as untyped_config
 
     from accel_callbacks.launch.attempts import Attempts, RestartingAgent
     from accel_callbacks.launch.rendezvous_handler import listen_at_one_address
+    from accel_callbacks.launch.survivors import Survivors
 
     if settings.standalone:
         settings.rdzv_backend, settings.rdzv_endpoint = "c10d", "127.0.0.1:0"
@@ -91,15 +93,16 @@ def _run_elastic(settings: Namespace, plan: AgentPlan) -> None:
         stack.enter_context(changed_environment({NOTES: notes}))
         restarts = int(config.max_restarts)
         attempts = Attempts(restarts, plan.max_preemptions, plan.quiet, Path(notes))
-        server = None
+        server, start = None, get_subprocess_handler
         if sys.platform == "linux" and restarts and plan.warm_workers and isinstance(command, str):
             from accel_callbacks.launch.fork_server import ForkServer, start_worker
 
             server = ForkServer(Path(notes))
             stack.callback(server.close)
             start = partial(start_worker, server)
-            stack.enter_context(_replaced(api, "get_subprocess_handler", start))
-        agent = partial(RestartingAgent, attempts, server)
+        survivors = Survivors(Path(notes), start, attempts.tell)
+        stack.enter_context(_replaced(api, "get_subprocess_handler", survivors.start))
+        agent = partial(RestartingAgent, attempts, server, survivors)
         stack.enter_context(_replaced(launcher, "LocalElasticAgent", agent))
         try:
             launcher.elastic_launch(config, command)(*arguments)

@@ -22,6 +22,7 @@ __all__ = [
     "loopback_variables",
     "rank_variables",
     "recorder_variables",
+    "set_variables",
 ]
 
 _VISIBLE_DEVICES = {
@@ -133,3 +134,8 @@ def changed_environment(extra: Mapping[str, str]) -> Iterator[None]:
             del os.environ[name]
         changed = {name: value for name, value in before.items() if os.environ.get(name) != value}
         os.environ.update(changed)
+
+
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Set the variables of the next attempt in a process that survives the loss of another one."""
+    os.environ.update(variables)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -18,7 +17,6 @@ Event = tuple[Any, ...]  # what happens, then strings and numbers that say to wh
 END: Event = ("end",)  # of a backward
 
 _POLLING = 0.001, 0.05  # seconds between two looks at the store: at first, and at most
-_count = itertools.count()
 
 
 def unused_advice(engine: str) -> str:
@@ -44,7 +42,8 @@ class RankAgreement:
 
     def __init__(self, ranks: Sequence[int] | None = None) -> None:
         self._ranks = ranks
-        self._keys = f"units{next(_count)}" + ("" if ranks is None else f"/{ranks[0]}")
+        number = collectives.next_number("units")
+        self._keys = f"units{number}" + ("" if ranks is None else f"/{ranks[0]}")
         self._rounds = 0
         self._last = self._phase = END
         # What followed on each event when the ranks last compared; the same on all of them. By what

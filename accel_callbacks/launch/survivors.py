@@ -1,0 +1,176 @@
+"""Workers that survive the loss of another one: they wait for the next attempt, in their process.
+
+torch's launcher ends all workers once one has failed. It asks each to end, waits, and kills those
+that have not. A worker inside of `survive` takes part in the next attempt instead: to torch it has
+ended with code 0, and starting it anew tells it what is different there.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+from accel_callbacks.launch_notes import ATTEMPT, SURVIVOR, leave_note, read_note
+
+__all__ = ["Survivors"]
+
+_PATIENCE = 30.0  # seconds from the request to end to SIGKILL, as in torch's launcher
+_POLLING = 0.005
+_KILL: signal.Signals = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has no SIGKILL
+
+
+class Survivors:
+    """Starts the workers of each attempt, but for those that have survived the one before.
+
+    Args:
+        notes: the folder in which processes leave notes for the launcher.
+        start: starts a worker, as torch's ``get_subprocess_handler`` does.
+        tell: prints a line for the user.
+
+    Attributes:
+        count: number of workers that were taken over into another attempt.
+    """
+
+    def __init__(
+        self, notes: Path, start: Callable[..., SubprocessHandler], tell: Callable[[str], None]
+    ) -> None:
+        self.count = 0
+        self._notes, self._start, self._tell = notes, start, tell
+        self._workers: dict[int, _Worker] = {}  # by local rank
+        self._awaited = False
+        self._waits_since: float | None = None
+
+    def start(self, **options: Any) -> _Worker:
+        """Start a worker, or tell one that has survived about the next attempt.
+
+        Args:
+            options: of torch's ``get_subprocess_handler``.
+        """
+        rank = options["local_rank_id"]
+        worker = self._workers.get(rank)
+        if worker is not None and worker.survived and worker.handler.proc.poll() is None:
+            streams = [options["stdout"], options["stderr"]]
+            attempt = {"variables": options["env"], "streams": streams}
+            leave_note(ATTEMPT.format(worker.pid), attempt)
+            self.count += 1
+            handler = worker.handler
+        else:
+            if worker is not None:
+                with suppress(OSError):  # another process may get its id
+                    (self._notes / SURVIVOR.format(worker.pid)).unlink()
+            handler = self._start(**options)
+        self._workers[rank] = _Worker(self, handler, rank)
+        return self._workers[rank]
+
+    @contextmanager
+    def kept(self, awaited: bool = False) -> Iterator[None]:
+        """Context manager: keep those that have survived, unless the block fails.
+
+        Args:
+            awaited: a worker that is asked to end in the block may survive instead.
+        """
+        self._awaited = awaited
+        try:
+            if awaited:
+                self._end_absent()
+            yield
+        except BaseException:
+            self.dismiss()
+            raise
+        finally:
+            self._awaited = False
+
+    def dismiss(self) -> None:
+        """Let those that have survived be ended like the others: no attempt follows."""
+        for worker in self._workers.values():
+            worker.survived = worker.asked = False
+
+    def outlives(self, worker: _Worker) -> bool:
+        """Return whether a worker that is asked to end may take part in the next attempt."""
+        return self._awaited and self._note_of(worker) is not None
+
+    def waits(self, worker: _Worker) -> bool:
+        """Return whether a worker waits for the next attempt."""
+        return (self._note_of(worker) or {}).get("waits") is True
+
+    def tell_killed(self, worker: _Worker) -> None:
+        """Say that a worker has not come to the next attempt."""
+        self._tell(
+            f"local rank {worker.rank} (pid {worker.pid}) does not survive the loss: it is stuck, "
+            f"or its run has not ended within {_PATIENCE:.0f} s. It is killed and started anew"
+        )
+
+    def _note_of(self, worker: _Worker) -> Any:
+        return read_note(self._notes, SURVIVOR.format(worker.pid))
+
+    def _end_absent(self) -> None:
+        """Kill the workers that the others have lost, and which have not ended: they hang."""
+        running = [worker for worker in self._workers.values() if worker.poll() is None]
+        waiting = [worker for worker in running if self.waits(worker)]
+        if not waiting or len(running) < len(self._workers):
+            self._waits_since = None
+            return
+        self._waits_since = self._waits_since or time.monotonic()
+        if time.monotonic() - self._waits_since > _PATIENCE:
+            for worker in running:
+                if worker not in waiting:
+                    self.tell_killed(worker)
+                    worker.handler.close(_KILL)
+
+
+class _Worker:
+    """A worker as torch's launcher sees it, in place of its ``SubprocessHandler``.
+
+    Args:
+        survivors: of the launch.
+        handler: of torch, for its process.
+        rank: local rank.
+
+    Attributes:
+        survived: it waits for the next attempt, and has ended for torch.
+        asked: it is to end, or to survive.
+    """
+
+    def __init__(self, survivors: Survivors, handler: SubprocessHandler, rank: int) -> None:
+        self.handler, self.rank = handler, rank
+        self.proc = self
+        self.pid: int = handler.proc.pid
+        self.survived = self.asked = False
+        self._survivors = survivors
+
+    def poll(self) -> int | None:
+        """Return the exit code, 0 if it has survived; None while it runs."""
+        return 0 if self.survived else self.handler.proc.poll()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end of the process, or until it waits for the next attempt.
+
+        Raises:
+            subprocess.TimeoutExpired: it does neither within ``timeout`` seconds.
+        """
+        if timeout is not None and self.asked:
+            timeout = min(timeout, _PATIENCE)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            self.survived = self.asked and self._survivors.waits(self)
+            if not self.survived and deadline is not None and time.monotonic() > deadline:
+                assert timeout is not None
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            time.sleep(0.0 if self.survived else _POLLING)
+        return code
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        """End the process, or ask it to survive; kill one that was asked, and has not come."""
+        if death_sig != _KILL and self._survivors.outlives(self):
+            self.asked = True
+            return
+        if self.asked and death_sig == _KILL:
+            self._survivors.tell_killed(self)
+        self.handler.close(death_sig)

@@ -1,0 +1,128 @@
+"""`survive`: who has lost a peer goes on in its process, and comes to the same end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cli.conftest import clean_environment
+from tests.distributed.conftest import free_port
+from tests.support import warm
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import survive_proof  # noqa: E402
+
+JOB = str(ROOT / "scripts" / "survive_job.py")
+#: `accel` that waits for a survivor for a second only.
+IMPATIENT = (
+    "import sys; from accel_callbacks.launch import survivors; survivors._PATIENCE = 1.0;"
+    "from accel_callbacks.cli.main import main; sys.exit(main())"
+)
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(sys.platform == "win32", reason="ranks are lost by signals"),
+    pytest.mark.skipif(torch.accelerator.is_available(), reason="compares runs on the CPU"),
+]
+
+
+@pytest.fixture(autouse=True)
+def warm_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Start launchers and their ranks in milliseconds."""
+
+    def start(words: list[str], **options: Any) -> Any:
+        env = {**clean_environment(tmp_path), "OMP_NUM_THREADS": "1"}
+        return warm.run(words, warm_children=True, **{**options, "env": env})
+
+    monkeypatch.setattr(subprocess, "run", start)
+
+
+def launched(*words: str, start: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    done: subprocess.CompletedProcess[str] = subprocess.run(
+        [sys.executable, *start, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    return done
+
+
+def pids(facts: list[dict[str, Any]]) -> dict[int, int]:
+    return {fact["attempt"]: fact["pid"] for fact in facts}
+
+
+def test_the_survivor_keeps_its_pid_and_the_run_its_weights_and_samples(tmp_path: Path) -> None:
+    whole = survive_proof.run(tmp_path / "whole", options="--epochs 3")
+    options = "--epochs 3 --losses 3 --ranks 110"
+    lost = survive_proof.run(tmp_path / "lost", options=options, restarts=3)
+    first, second = (pids(facts) for facts in lost.facts)
+    assert first[0] == first[1] == first[2] != first[3]
+    assert len({*second.values()}) == 3
+    assert second[2] == second[3]
+    assert lost.printed.count("1 of 2 processes survived") == 3
+    assert lost.weights == whole.weights
+    assert lost.samples == whole.samples
+    for facts in (lost.facts[0][1:3], lost.facts[1][2:4]):
+        before, after = facts
+        assert before["threads"] >= after["threads"]
+        assert before["descriptors"] >= after["descriptors"]
+
+
+def test_shards_on_four_ranks_survive_as_well(tmp_path: Path) -> None:
+    options = "--fsdp --epochs 2"
+    whole = survive_proof.run(tmp_path / "whole", 4, options)
+    lost = survive_proof.run(tmp_path / "lost", 4, f"{options} --losses 2 --ranks 20", restarts=2)
+    assert [len({*pids(facts).values()}) for facts in lost.facts] == [2, 1, 2, 1]
+    assert lost.printed.count("3 of 4 processes survived") == 2
+    assert lost.weights == whole.weights
+    assert lost.samples == whole.samples
+
+
+def test_an_error_of_a_rank_is_its_own(tmp_path: Path) -> None:
+    command = survive_proof.command_of(tmp_path, 2, "--losses 2 --how raise", 1)
+    done = launched(*command[3:], start=("-m", "accel_callbacks.cli"))
+    assert done.returncode == 1
+    assert done.stdout.count("1 of 2 processes survived") == 1
+    assert done.stdout.count("ValueError: of this rank alone") >= 2
+    assert "rank 1 exited with code 1" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "survived"), [("--stuck 0", 0), ("--how stop --timeout 3", 1)], ids=["one", "both"]
+)
+def test_who_hangs_is_replaced(tmp_path: Path, options: str, survived: int) -> None:
+    command = survive_proof.command_of(tmp_path, 2, f"--losses 1 {options}", 1)
+    done = launched(*command[3:], start=("-c", IMPATIENT))
+    assert done.returncode == 0, done.stdout
+    assert f"local rank {survived} (pid " in done.stdout
+    assert "does not survive the loss" in done.stdout
+    assert done.stdout.count("1 of 2 processes survived") == survived
+
+
+def test_without_the_launcher_the_loss_is_raised_with_what_to_do(tmp_path: Path) -> None:
+    env = {**clean_environment(tmp_path), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": "2"}
+    ranks = [
+        warm.Popen(
+            [sys.executable, JOB, str(tmp_path), "--losses", "1"],
+            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    printed = [process.communicate(timeout=60)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [1, -signal.SIGKILL]
+    assert "survive: start the script with `accel launch --max_restarts N`" in printed[0]
+    assert "LostRankError" in printed[0]
