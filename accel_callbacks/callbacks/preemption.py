@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.checkpoint import Checkpoint
 from accel_callbacks.callbacks.interval import Interval
+from accel_callbacks.distributed.stack import place_of_thread
 from accel_callbacks.errors import nearest
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
+    from accel_callbacks.loop.boundary_exit import BoundaryExit
     from accel_callbacks.loop.run import TrainingRun
 
 __all__ = ["Preemption", "SignalCatcher", "parse_signals", "requeue_slurm"]
@@ -35,21 +37,23 @@ class Preemption(Callback):
     """Save a checkpoint and end the run on a signal, on all ranks at the same step.
 
     The ranks vote at the end of a step on the first SIGTERM or SIGUSR1 that any of them received;
-    several ranks take the next step meanwhile, unless there is a ``grace_period``. Then
+    several ranks take the next step meanwhile, unless there is a ``grace_period``. An evaluation
+    after the epoch's steps is left before its next batch, on all ranks at the same one, and what is
+    saved is the state before it; a single process is left wherever it is between two steps. Then
     ``on_preempt`` fires on all of them, in which :class:`Checkpoint` saves and waits until the save
     is durable; the run stops, its end hooks and trackers finish, and leaving ``accel.run`` (or
     ``end_training``) raises ``SystemExit(exit_code)``. Started again, the script resumes.
 
     Signals are caught from the start to the end of a run, in the main thread; afterwards they have
-    their original effect. So has a repeated signal after five seconds or more; an earlier one is
-    taken for the same signal, forwarded by a launcher. A signal after the last step of a run
-    applies to the next run. On Windows nothing asks a process to end: what terminates it there,
-    a launcher too, does so at once, and nothing is saved.
+    their original effect. So has a repeated signal after five seconds or more, but in the save; an
+    earlier one is taken for the same signal, forwarded by a launcher. A signal after the last step
+    of a run applies to the next run. On Windows nothing asks a process to end: what terminates it
+    there, a launcher too, does so at once, and nothing is saved.
 
     Args:
         signals: by name or number; ``("SIGTERM", "SIGUSR1")`` by default.
         exit_code: of the process; 75 by default, which means "try again later". With ``None`` the
-            script continues after the run.
+            script continues after the run, and no evaluation is left.
         requeue: ``"slurm"`` to have the main process call ``scontrol requeue`` once all is saved
             (a no-op outside of a SLURM job), a function of the run, or ``None`` (the default).
         grace_period: maximum time from the signal to the end of the run, as an interval such as
@@ -96,7 +100,12 @@ class Preemption(Callback):
         self.requeue = requeue
         # One step later may be too late for the save.
         self.votes_at_once = grace_period is not None
-        self._catcher = SignalCatcher(parse_signals(listed), patience)
+        # Without a code the script goes on after its loops, so they end in order.
+        self.leaves_runs = exit_code is not None
+        self._run: TrainingRun | None = None
+        self._catcher = SignalCatcher(
+            parse_signals(listed), patience, interrupt=self._interrupt, holds=self._saves
+        )
 
     @property
     def received(self) -> str | None:
@@ -105,6 +114,7 @@ class Preemption(Callback):
 
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
         """Catch the signals."""
+        self._run = run
         self._catcher.install()
 
     def on_fit_start(self, run: TrainingRun, model: Any) -> None:
@@ -119,8 +129,17 @@ class Preemption(Callback):
         if self._catcher.caught is not None:
             run.preempt(self._catcher.caught.name)
 
+    def on_validation_batch_start(
+        self, run: TrainingRun, model: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Leave the evaluation on all ranks before this batch, if a signal was received."""
+        if (leaving := _boundary_exit(run)) is not None:
+            leaving.before_batch(self.received)
+
+    on_test_batch_start = on_validation_batch_start
+
     def on_train_epoch_end(self, run: TrainingRun, model: Any) -> None:
-        """Request it for a signal received during the validation."""
+        """Request it for a signal received during a validation that could not be left."""
         if self._catcher.caught is not None and not run.preempted:
             run.preempt(self._catcher.caught.name)
 
@@ -133,9 +152,21 @@ class Preemption(Callback):
 
     def teardown(self, run: TrainingRun, model: Any, stage: str) -> None:
         """Restore the original signal handlers."""
+        self._run = None
         self._catcher.restore()
         if self._catcher.caught is not None:
             _notify(f"{self.received} came too late to stop this run; it will preempt the next one")
+
+    def _interrupt(self, frame: FrameType | None) -> None:
+        """Leave the run at once, where it can be; in the handler of a signal."""
+        run, reason = self._run, str(self.received)
+        if run is not None and (leaving := _boundary_exit(run)) is not None:
+            run.preempt(reason)  # for the next vote, if it cannot be left here
+            leaving.interrupt(reason, frame)
+
+    def _saves(self) -> bool:
+        """Return whether the preemption is being carried out."""
+        return self._run is not None and self._run.preempted
 
     def _requeue(self, run: TrainingRun) -> None:
         try:
@@ -148,6 +179,11 @@ class Preemption(Callback):
             warn(f"the job could not be requeued: {problem}")
 
 
+def _boundary_exit(run: TrainingRun) -> BoundaryExit | None:
+    """Return what leaves a run between steps, None in another library's trainer."""
+    return getattr(run.accelerator.loop, "boundary_exit", None)
+
+
 def _notify(text: str) -> None:
     print(f"[accel] {text}", file=sys.stderr, flush=True)
 
@@ -158,6 +194,8 @@ class SignalCatcher:
     Args:
         signals: those to catch.
         patience: seconds after the first signal, after which the signal ends the process.
+        interrupt: called with the interrupted frame at the end of the handler of the first signal.
+        holds: returns whether a repeated signal is to be ignored now, as in a save.
 
     Attributes:
         caught: the first signal that was received, or ``None``.
@@ -167,9 +205,17 @@ class SignalCatcher:
 
     echo = 5.0
 
-    def __init__(self, signals: Iterable[signal.Signals], patience: float | None = None) -> None:
+    def __init__(
+        self,
+        signals: Iterable[signal.Signals],
+        patience: float | None = None,
+        *,
+        interrupt: Callable[[FrameType | None], None] = lambda frame: None,
+        holds: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._signals = tuple(signals)
         self._patience = patience
+        self._interrupt, self._holds = interrupt, holds
         self._original: dict[int, Any] = {}  # handlers
         self._received_at: dict[int, float] = {}
         self._pid = 0
@@ -206,7 +252,7 @@ class SignalCatcher:
             signal.signal(number, original)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Record the signal, and nothing else: the handler may interrupt anything."""
+        """Record the signal; what more is done depends on what was interrupted."""
         now = time.monotonic()
         if os.getpid() != self._pid:
             # A forked child, such as a loader's worker, runs until its parent ends it.
@@ -219,8 +265,10 @@ class SignalCatcher:
                 self._deadline = threading.Timer(self._patience, self._force, (number,))
                 self._deadline.daemon = True
                 self._deadline.start()
-        elif now - self._received_at[number] >= self.echo:
-            self._deliver(number)
+            if self._received_at.keys() == {number}:  # several signals are one preemption
+                self._interrupt(frame)
+        elif now - self._received_at[number] >= (math.inf if self._holds() else self.echo):
+            self._deliver(number)  # in a save too where the patience is exceeded
 
     def _deliver(self, number: int) -> None:
         """Raise the signal again with its original handler."""
@@ -230,6 +278,11 @@ class SignalCatcher:
 
     def _force(self, number: int) -> None:
         """End the process by the signal; runs on a thread when the patience is exceeded."""
+        place = place_of_thread(threading.main_thread())
+        _notify(
+            f"{self._patience:g} s after {signal.Signals(number).name} this process is still at "
+            f"{place or 'the same place'}, and ends: a restart resumes from the newest checkpoint"
+        )
         self._received_at[number] = -math.inf
         os.kill(self._pid, number)
         time.sleep(_HANDLER_TIMEOUT)

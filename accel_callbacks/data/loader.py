@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -53,12 +54,12 @@ def keep_workers(loader: DataLoader[Any]) -> None:
     loader._workers_end = weakref.ref(iterator), end
 
 
-def _shut_down(iterator: Any, owner: int) -> None:
+def _shut_down(iterator: Any, owner: int, *, at_once: bool = False) -> None:
     # A fork, such as a worker of another loader, has copies of the loader and of its iterator. To
     # collect these must not end the workers of the process that was forked, and torch's own
     # finalizer fails there with "can only test a child process": the fork keeps its copy.
     if os.getpid() == owner:
-        if stopped := stopped_workers(iterator._workers):
+        if stopped := iterator._workers if at_once else stopped_workers(iterator._workers):
             # torch waits ten seconds for each, and its handler raises where a worker is killed.
             signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
             iterator._worker_pids_set = False
@@ -334,7 +335,8 @@ class DataLoaderShard(DataLoader[Any]):
             # Not left to the collector, which may come late where an error keeps the frames, and
             # then waits 5 s for each worker: see keep_workers.
             if self.num_workers and not self.persistent_workers:
-                _shut_down(items, owner)
+                # A script that ends does not wait for a batch that is not to be trained on.
+                _shut_down(items, owner, at_once=isinstance(sys.exc_info()[1], SystemExit))
 
     def _change_counts(self, delivery: Delivery) -> None:
         """Note the counts of the batches from the next one on."""

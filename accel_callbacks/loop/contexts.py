@@ -22,9 +22,11 @@ from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.errors import RemoteError, ResumeError, nearest
 from accel_callbacks.logging import notice
+from accel_callbacks.loop.boundary_exit import BoundaryExit, RunLeft
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.loop.passes import Passes
 from accel_callbacks.loop.run import TrainingRun
+from accel_callbacks.loop.step_boundary import StepBoundary
 from accel_callbacks.strategies import Strategy
 from accel_callbacks.warning import warn
 
@@ -194,18 +196,28 @@ class RunContext(AbstractContextManager[TrainingRun]):
         return self._run
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:
-            self._fail(error)
-            return
         try:
-            self._finish()
-        except BaseException as problem:
-            self._fail(problem)
-            raise
+            if error is not None and not isinstance(error, RunLeft):
+                self._fail(error)
+                return
+            self._end(error)
+        finally:
+            self._loop.boundary_exit = None
         # A launcher ends the other ranks as soon as one has left with an exit code.
         if self._run.preempted:
             collectives.barrier()
         self._run._leave()
+
+    def _end(self, left: RunLeft | None) -> None:
+        """End a run that has succeeded, or was left for a preemption."""
+        try:
+            if left is not None:
+                self._loop.drop_passes()  # the resumed run does again what was left
+                StepBoundary(self._loop).carry_out({"preempt": (left.reason, left.rank)})
+            self._finish()
+        except BaseException as problem:
+            self._fail(problem)
+            raise
 
     def _begin(self) -> None:
         loop, run = self._loop, self._run
@@ -220,6 +232,17 @@ class RunContext(AbstractContextManager[TrainingRun]):
         self._hold_folders()
         self._find()
         loop.begin_fit(self._restore)
+        if any(getattr(callback, "leaves_runs", False) for callback in run.callbacks):
+            loop.boundary_exit = BoundaryExit(
+                run, lambda: loop.worked and not loop.in_window, self._state_by_reference
+            )
+            loop.keep_boundary()
+
+    def _state_by_reference(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """Return the training state, None under an engine that returns copies."""
+        training = self._training
+        by_reference = map(training.strategy.loads_in_place, training.models)
+        return training.capture() if all(by_reference) else None
 
     def _hold_folders(self) -> None:
         """Collective: take the leases of the folders to which this run writes."""

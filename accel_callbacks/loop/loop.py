@@ -36,6 +36,7 @@ from accel_callbacks.precision.base import StepFinding
 from accel_callbacks.recurrence import note_step
 
 if TYPE_CHECKING:
+    from accel_callbacks.loop.boundary_exit import BoundaryExit
     from accel_callbacks.loop.pass_ends import PassEnds
 
 __all__ = ["LoaderProgress", "Loop", "UsedLoaders"]
@@ -159,6 +160,7 @@ class Loop:
         progress: where training loaders were at the last micro-batch.
         deferred: hooks to be fired by the next call of the script.
         pass_ends: compares the lengths of passes over several ranks, None on one.
+        boundary_exit: leaves the run for a preemption between boundaries, None if nobody may.
         drain_votes: carries out a vote that is under way at the end of a run.
         check_parameters: checks at each training pass for parameters that models have got since.
         saves: saves of the training state, also in the background.
@@ -221,6 +223,7 @@ class Loop:
         self.require_prepared_steps: Callable[[], None] = lambda: None
         self.own_batches = OwnBatches(optimizers, schedulers)
         self.pass_ends: PassEnds | None = None
+        self.boundary_exit: BoundaryExit | None = None
         self.drain_votes: Callable[[], None] = lambda: None
         self.check_parameters: Callable[[], None] = lambda: None
         self._cut_short = self._passed = self._ignores_stop = False
@@ -476,6 +479,11 @@ load_state() takes the newest valid one.
         if loader is not None:
             self.run.num_training_batches = length_of(loader)
 
+    def keep_boundary(self) -> None:
+        """Keep the state of this boundary, where a run can be left until its next step."""
+        if self.boundary_exit is not None:
+            self.boundary_exit.keep()
+
     def withdraw_consumed_stop(self) -> None:
         """Withdraw a stop that ended an earlier training."""
         if self.stop_consumed and self.run.should_stop:
@@ -547,11 +555,11 @@ load_state() takes the newest valid one.
             self.unprepared_steps.stop()
         # The stop of a run that is over must not end a plain loop that follows in the script.
         self._pending_teardowns, self.stop_consumed = None, self.run.should_stop
-        self._drop_passes()
+        self.drop_passes()
 
     def forget(self) -> None:
         """Drop all that belongs to prepared objects, without firing a hook."""
-        self._drop_passes()
+        self.drop_passes()
         self.window.close()
         self.model = self.last_loss = self.half_loaded = self._ended = None
         self.used_loaders.clear()
@@ -560,7 +568,7 @@ load_state() takes the newest valid one.
         self.unprepared_steps.stop()
         self.unprepared_steps.forget()
 
-    def _drop_passes(self) -> None:
+    def drop_passes(self) -> None:
         """Close all passes over loaders."""
         self._cut_short, self.random_at_stop = False, None
         for group in (self.deferred, self.active, self.progress, self.stages):

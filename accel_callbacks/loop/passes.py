@@ -92,6 +92,7 @@ class Passes:
                 self.boundary.vote()
                 if run.should_stop:
                     return
+                loop.keep_boundary()
         except GeneratorExit:
             if run.epoch_open:
                 loop.deferred.append(lambda: loop.end_epoch(run.current_epoch, counted=True))
@@ -209,6 +210,9 @@ class Passes:
         loop.settle()
         if run.votes.pending and not loop.in_window:
             self.boundary.drain()
+        # In another loop the epoch ends before its evaluation, which a resume would not repeat.
+        if loop.epochs_counted and not loop.in_window and not run.should_stop:
+            loop.keep_boundary()
 
     def _ends_before_batch(self) -> bool:
         """Return whether the batch that was announced is left out, with the rest of its epoch."""

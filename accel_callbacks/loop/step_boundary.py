@@ -59,7 +59,7 @@ class StepBoundary:
             return "end_epoch" in self.vote()
         # The vote that was begun a step ago: its all-reduce has traveled during this step, so that
         # no rank waits for the slowest one here. What it grants is a step late on all ranks alike.
-        agreed = self._carry_out(loop.run.votes.read())
+        agreed = self.carry_out(loop.run.votes.read())
         if not loop.run.should_stop and "end_epoch" not in agreed:
             loop.run.votes.begin()
         return "end_epoch" in agreed
@@ -69,14 +69,15 @@ class StepBoundary:
 
         The end of an epoch is left to the caller, as only a pass can be cut short.
         """
-        return self._carry_out(self._loop.run.votes.agree())
+        return self.carry_out(self._loop.run.votes.agree())
 
     def drain(self) -> None:
         """Collective: carry out a vote that was begun, where no step boundary follows."""
         if self._loop.run.votes.pending:
-            self._carry_out(self._loop.run.votes.read())
+            self.carry_out(self._loop.run.votes.read())
 
-    def _carry_out(self, agreed: Agreed) -> Collection[str]:
+    def carry_out(self, agreed: Agreed) -> Collection[str]:
+        """Collective: do what the ranks have agreed on; return what that is."""
         loop, run = self._loop, self._loop.run
         if not agreed:
             return ()

@@ -133,10 +133,10 @@ def test_the_window_that_is_open_is_finished_first_and_the_save_is_durable_befor
 
     preemption = Preemption(requeue=requeue, exit_code=99)
     with pytest.raises(SystemExit) as stop:
-        fit(preemption, notes, Checkpoint(tmp_path), window=2, signal_at=1)
+        fit(preemption, notes, Checkpoint(tmp_path), window=2, signal_at=3)
     assert stop.value.code == 99
-    assert notes.events == ["preempt SIGTERM 1", "saved 00000001"]
-    assert seen == [1, "preempt SIGTERM 1", "saved 00000001"]
+    assert notes.events == ["preempt SIGTERM 2", "saved 00000002"]
+    assert seen == [2, "preempt SIGTERM 2", "saved 00000002"]
     assert preemption.received is None
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
@@ -191,7 +191,7 @@ def test_what_a_script_has_set_for_a_signal_comes_back_after_an_error_too():
     heard = []
 
     def fails():
-        preemption = Preemption()
+        preemption = Preemption(exit_code=None)  # with one, the run would be left here
         with Accelerator(cpu=True, callbacks=[preemption]).run("fails"):
             assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
             signal.raise_signal(signal.SIGUSR1)
@@ -345,3 +345,4 @@ def test_a_process_ends_by_its_signal_after_all(body, patience, says, code):
     program = PROGRAM.format(patience=patience, body=body)
     done = warm.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.stdout.strip(), done.returncode) == (says, code), done.stderr
+    assert ("this process is still at" in done.stderr) == (body in (GRACE, STUCK))

@@ -1,0 +1,249 @@
+"""The exit from a run for a preemption between step boundaries, in an evaluation above all."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree
+
+from accel_callbacks import collectives
+
+if TYPE_CHECKING:
+    from accel_callbacks.loop.run import TrainingRun
+
+__all__ = ["BoundaryExit", "RunLeft"]
+
+_LOOK_EVERY = 0.5  # seconds between two looks at the store in an evaluation
+_PATIENCE = (1.0, 2.0, 4.0)  # seconds that a rank waits for the others before a batch, by round
+_POLL_EVERY = 0.01
+_SAMPLED = 16  # values of each weight that are compared
+# Code that is not to be unwound midway: hooks, saves, trackers, and the ends of contexts.
+_ROOT = Path(__file__).parents[2]
+_WHOLE = tuple(
+    str(_ROOT / part)
+    for part in (
+        *(f"{room}{os.sep}" for room in ("checkpoint_io", "loggers")),
+        *(f"accel_callbacks{os.sep}{room}" for room in ("callbacks", "checkpoint", "journal")),
+        *(f"accel_callbacks{os.sep}{room}" for room in ("tracking", "collectives")),
+        str(Path("accel_callbacks", "loop", "contexts.py")),
+    )
+)
+_PASSES = str(Path(__file__).with_name("passes.py"))
+_State = tuple[dict[str, Any], dict[str, Any]]
+
+
+class RunLeft(SystemExit):
+    """Unwinds the script to the end of ``accel.run``.
+
+    A SystemExit, so that no handler of errors in the script takes it for one.
+
+    Args:
+        reason: of the preemption.
+        rank: the one that asked for it.
+    """
+
+    def __init__(self, reason: str, rank: int) -> None:
+        super().__init__(reason)
+        self.reason, self.rank = reason, rank
+
+
+class BoundaryExit:
+    """Keeps the state of a boundary, to which a run can go back until the next optimizer step.
+
+    What the script does after the boundary, such as an evaluation or a step of a scheduler by the
+    epoch, it does again after a resume. So the state of the boundary is what is saved. Its tensors
+    are kept by reference: once one of them is written to, as by a step or by averaged weights that
+    are swapped in, there is no way back, and the next boundary has to be reached.
+
+    The ranks agree through the store, as a collective would meet another one of the script where
+    ranks evaluate unequal numbers of batches. Each waits before a batch until all do, so that none
+    is in a collective; those behind go on to the batch of the one that is furthest.
+
+    Args:
+        run: the run.
+        waits_between_steps: returns, while training waits for data, whether no step is under way.
+        capture: returns the state, see :meth:`TrainingState.capture`; None if it is a copy.
+    """
+
+    def __init__(
+        self,
+        run: TrainingRun,
+        waits_between_steps: Callable[[], bool],
+        capture: Callable[[], _State | None],
+    ) -> None:
+        self._run, self._waits_between_steps, self._capture = run, waits_between_steps, capture
+        self._kept: _State | None = None
+        self._step = 0
+        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._samples: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._left = False
+        # Of this run only: another one may use the same store later.
+        self._key = f"leave/{collectives.broadcast_object(uuid.uuid4().hex)}"
+        self._asked: tuple[str, int] | None = None
+        self._next_look = 0.0
+        self._round = self._batches = 0
+        self._target: int | None = None
+
+    def keep(self) -> None:
+        """Keep the state of this boundary, at which all ranks are."""
+        self._kept, self._target = None, None
+        self._batches = self._round = 0
+        with suppress(Exception):  # a state that cannot be captured fails its save, and not here
+            state = self._capture()
+            if state is None:
+                return
+            self._versions = [(tensor, tensor._version) for tensor in _tensors(state)]
+            # Averages that are copied in through `parameter.data` change no version.
+            self._samples = [(w, _sample(w).clone()) for w in _tensors(state[0]["models"])]
+            self._step = self._run.global_step
+            # The containers are copied, as a callback may return the very dict that it changes.
+            self._kept = _pytree.tree_map(lambda leaf: leaf, state)
+
+    def state(self, savers: Mapping[str, Any]) -> _State | None:
+        """Return the state to save once the run was left, None before.
+
+        Args:
+            savers: the states of the callbacks that save, which are those of now.
+        """
+        if not self._left or self._kept is None:
+            return None
+        shared, local = self._kept
+        return {**shared, "callbacks": {**shared["callbacks"], **savers}}, dict(local)
+
+    def before_batch(self, reason: str | None) -> None:
+        """Leave the run before this batch of an evaluation, if a rank asks for it and all can.
+
+        Args:
+            reason: what this rank asks for it with, None if it does not.
+
+        Raises:
+            RunLeft: all ranks leave here.
+        """
+        if self._kept is None:
+            return
+        self._batches += 1
+        if collectives.world_size() == 1:
+            if reason is not None and self._can_return():
+                self._leave(reason, 0)
+            return
+        if self._target is None and self._round < len(_PATIENCE):
+            with suppress(dist.DistError):  # a store that is gone: the next collective says why
+                if self._asked is not None or self._is_asked(reason):
+                    self._agree()
+        if self._target is not None and self._asked and self._batches >= self._target:
+            self._leave(*self._asked)
+
+    def interrupt(self, reason: str, frame: FrameType | None) -> None:
+        """Leave the run of a single process wherever it is, if the way back is open.
+
+        Called in the handler of a signal.
+
+        Args:
+            reason: of the preemption.
+            frame: what the signal has interrupted.
+
+        Raises:
+            RunLeft: it is left.
+        """
+        if collectives.world_size() > 1 or self._left:
+            return
+        inside, waits, inner = False, False, ""
+        while frame is not None:
+            code = frame.f_code
+            if code.co_filename.startswith(_WHOLE):
+                return
+            inside = inside or code.co_name == "_try_get_data"
+            if code.co_filename == _PASSES and code.co_name == "_training_pass":
+                waits = inside and inner in ("batches", "_checked_for_skips")
+            inner, frame = code.co_name, frame.f_back
+        # While training waits for a worker of its loader, this is a boundary.
+        if waits and self._waits_between_steps():
+            self.keep()
+        if self._kept is not None and self._can_return():
+            self._leave(reason, 0)
+
+    def _leave(self, reason: str, rank: int) -> None:
+        self._left = True
+        if self._kept is not None:  # what is saved at that position already is not saved again
+            position = self._kept[0]["run"]
+            self._run.epoch_open = position["epoch_open"]
+            self._run.epochs_done = position["epochs_done"]
+        raise RunLeft(reason, rank)
+
+    def _can_return(self) -> bool:
+        """Return whether the tensors are still those of the boundary."""
+        run = self._run
+        if run.settle_steps is not None or run._global_step != self._step:
+            return False
+        if any(tensor._version != version for tensor, version in self._versions):
+            return False
+        with ExitStack() as own_weights:
+            for callback in run.callbacks:
+                if hasattr(callback, "set_aside"):  # it saves the weights that it has displaced
+                    own_weights.enter_context(callback.set_aside())
+            return all(torch.equal(_sample(weight), sample) for weight, sample in self._samples)
+
+    def _is_asked(self, reason: str | None) -> bool:
+        """Return whether a rank has asked to leave; look into the store now and then."""
+        store, asked = collectives.store(), f"{self._key}/asked"
+        if reason is not None:
+            store.compare_set(asked, "", json.dumps([reason, collectives.rank()]))
+        elif time.monotonic() < self._next_look:
+            return False
+        self._next_look = time.monotonic() + _LOOK_EVERY
+        if not store.check([asked]):
+            return False
+        text, rank = json.loads(store.get(asked))
+        self._asked = text, rank
+        return True
+
+    def _agree(self) -> None:
+        """Find the batch before which all ranks leave; none if one is not before a batch soon."""
+        store, ranks = collectives.store(), range(collectives.world_size())
+        while store.check([outcome := f"{self._key}/{self._round}"]):
+            self._round += 1  # it was closed before this rank came
+        if self._round >= len(_PATIENCE):
+            return
+        places = [f"{outcome}/{rank}" for rank in ranks]
+        place = self._batches if self._can_return() else None
+        store.set(places[collectives.rank()], json.dumps(place))
+        deadline = time.monotonic() + _PATIENCE[self._round]
+        self._round += 1
+        while True:
+            batches = store.read(places)
+            if "null" in batches:  # that rank finishes the evaluation, so all do
+                self._round = len(_PATIENCE)
+                return
+            if None not in batches:
+                agreed = store.compare_set(outcome, "", "leave")
+            elif time.monotonic() > deadline:  # another rank may wait in a collective for this one
+                agreed = store.compare_set(outcome, "", "go on")
+            elif store.check([outcome]):
+                agreed = store.get(outcome)
+            else:
+                time.sleep(_POLL_EVERY)
+                continue
+            break
+        if agreed == b"leave":
+            self._target = max(int(count) for count in store.read(places) if count is not None)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _sample(weight: Any) -> torch.Tensor:
+    """Return a few values of a weight, of a sharded one of the part here."""
+    local: torch.Tensor = weight.to_local() if collectives.is_sharded(weight) else weight
+    values = local.detach().reshape(-1)
+    return values[:: max(1, values.numel() // _SAMPLED)]
