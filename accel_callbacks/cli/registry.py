@@ -60,5 +60,5 @@ COMMANDS: Mapping[str, Command] = {
     "compat": Command(
         "accel_callbacks.cli.compat", "list what sources use of accelerate, and what of it is here"
     ),
-    "completions": Command("accel_callbacks.cli.completions", "completions for bash, zsh or fish"),
+    "completions": Command("accel_callbacks.cli.completions", "completions for a shell"),
 }
