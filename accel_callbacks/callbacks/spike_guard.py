@@ -192,6 +192,8 @@ class SpikeGuard(NonFinite):
                 clauses.append(f"the {name} is {value}")
             elif threshold is not None and len(history) >= self.warmup:
                 median = statistics.median(history)
+                if value <= median:
+                    continue
                 deviation = statistics.median(abs(entry - median) for entry in history)
                 spread = max(_DEVIATIONS * deviation, _LEAST_SPREAD * abs(median))
                 if value > median + threshold * spread:

@@ -832,7 +832,8 @@ def _after(targets: Sequence[memoryview[int]], count: int) -> Iterator[memoryvie
 def _readv(descriptor: int, targets: Sequence[memoryview[int]], offset: int) -> int:
     """Read into several buffers; return the number of bytes."""
     if hasattr(os, "preadv"):
-        return os.preadv(descriptor, targets, offset)
+        count: int = os.preadv(descriptor, targets, offset)
+        return count
     os.lseek(descriptor, offset, os.SEEK_SET)
     data = os.read(descriptor, len(targets[0]))
     targets[0][: len(data)] = data

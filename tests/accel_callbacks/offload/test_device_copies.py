@@ -134,6 +134,7 @@ def test_without_streams_copies_are_waited_for(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_the_model_is_the_resident_one(tmp_path):
     device = torch.device("cuda", 0)
     plain = pretrained()
