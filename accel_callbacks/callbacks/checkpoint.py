@@ -17,6 +17,12 @@ from accel_callbacks.callbacks.base import ResumableState, require_at_least
 from accel_callbacks.callbacks.interval import Cadence, Interval
 from accel_callbacks.callbacks.monitor import Monitor
 from accel_callbacks.checkpoint.async_save import SaveCallbacks, check_when_busy
+from accel_callbacks.checkpoint.memory_snapshots import (
+    MemorySnapshots,
+    is_snapshot,
+    reached,
+    snapshots_beside,
+)
 from accel_callbacks.checkpoint.open import open_folder
 from accel_callbacks.checkpoint.project import path_in
 from accel_callbacks.distributed.failures import shared_failure
@@ -81,6 +87,9 @@ class Checkpoint(ResumableState):
         on_exception: if an error ends a run of a single process, save its state into
             ``exception-step-<global step>``; a run resumes from there only if its path is given,
             or if there is no other checkpoint. Off by default.
+        memory_every_n_steps: also keep the newest state in host memory so often, under ``accel
+            launch --max_restarts`` on one machine with Linux: a restart of that launch resumes
+            from it if it is newer than the newest checkpoint. None is kept by default.
         trainable_only: leave frozen parameters out, off by default: a resume takes those of the
             model that the script builds, and warns if they are others. Buffers, and parameters
             that were trained before they were frozen, are saved. Of a PEFT model with one adapter
@@ -136,11 +145,13 @@ class Checkpoint(ResumableState):
         when_busy: str = "wait",
         when_failed: str = "raise",
         on_exception: bool = False,
+        memory_every_n_steps: int | None = None,
         trainable_only: bool = False,
         max_shard_size: int | str = "5GB",
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         check_when_busy(when_busy)
+        require_at_least(1, memory_every_n_steps=memory_every_n_steps)
         if when_failed not in ("raise", "warn"):
             raise ValueError(f"when_failed={when_failed!r} is unknown; use 'raise' or 'warn'.")
         if keep is not None and (keep_last, keep_best, keep_every) != (3, 1, None):
@@ -156,10 +167,14 @@ class Checkpoint(ResumableState):
         self.when_busy = when_busy
         self.when_failed = when_failed
         self.saves_on_exception = on_exception
+        self.memory_every_n_steps = memory_every_n_steps
+        self._memory_schedule = Schedule(memory_every_n_steps)
         self.trainable_only = trainable_only
         self.max_shard_size = max_shard_size
         self.storage_options = storage_options
         self._folder: CheckpointFolder | None = None
+        self._memory: MemorySnapshots | None = None
+        self._memory_of: TrainingRun | None = None  # the run for which that was decided
         self.reset_state()
 
     def reset_state(self) -> None:
@@ -190,9 +205,17 @@ class Checkpoint(ResumableState):
             self._folder = open_folder(url, self.storage_options)
         return self._folder
 
+    def memory(self, run: TrainingRun) -> MemorySnapshots | None:
+        """Collective, once a run: return the snapshots in host memory, None if none are kept."""
+        # Not once a process: another rank may be new, and this one not.
+        if self.memory_every_n_steps is not None and self._memory_of is not run:
+            self._memory, self._memory_of = snapshots_beside(self._folder_url(run), run), run
+        return self._memory
+
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
         """Reset the state, unless ``load_state`` restored it, and probe the folder."""
         super().setup(run, model, stage)
+        self.memory(run)
         with shared_failure(f"trying {self._folder_url(run)}"):
             if run.is_global_zero:
                 self._open(run).probe()
@@ -203,6 +226,8 @@ class Checkpoint(ResumableState):
         """Count steps and time from here."""
         self._last_step = run.global_step
         self.schedule.restart_clock(run)
+        if self._memory is not None and run.local_rank == 0:
+            self._memory.remove(but=run.resumed_from)
 
     def on_log(self, run: TrainingRun, model: Any, metrics: Mapping[str, Any], step: int) -> None:
         """Read the monitored value, which scores the next checkpoint and no later one."""
@@ -217,15 +242,24 @@ class Checkpoint(ResumableState):
             run.accelerator.loop.saves.reserve(run.accelerator.training_state.nbytes())
         # A save that failed or was skipped is not tried again with the next batch, but at the end
         # of the next interval. In join_uneven_inputs another rank may take no step any more.
-        if run.in_lockstep and self._step_is_due(run):
-            self._save(run)
-        elif self.schedule.clock_is_due(run):
+        if run.in_lockstep:
+            self._save_after_step(run)
+        if self.schedule.clock_is_due(run):
             run.save_now(self._clock_reason)
 
-    def _step_is_due(self, run: TrainingRun) -> bool:
-        """Return whether a step interval has ended since the last batch."""
-        before, self._last_step = self._last_step, run.global_step
-        return self.schedule.step_is_due(run.global_step, self._record.saved_step, before)
+    def _save_after_step(self, run: TrainingRun) -> None:
+        """Save if a step interval has ended since the last batch, else to memory if its has."""
+        step, before = run.global_step, self._last_step
+        self._last_step = step
+        if self.schedule.step_is_due(step, self._record.saved_step, before):
+            self._save(run)
+        elif self._memory is not None and self._memory_schedule.step_is_due(step, None, before):
+            self._memory.save(
+                run,
+                async_save=self.async_save,
+                max_shard_size=self.max_shard_size,
+                trainable_only=self.trainable_only,
+            )
 
     def on_train_epoch_end(self, run: TrainingRun, model: Any) -> None:
         """Save if an epoch interval ends here, or the metric improved."""
@@ -266,6 +300,9 @@ class Checkpoint(ResumableState):
         run.accelerator.loop.saves.wait()
         if self._record.saved_at != _position(run) and not run.preempted:
             self._save(run, last=True)
+        saved = self._record.saved_at == _position(run)
+        if self._memory is not None and saved and run.local_rank == 0:
+            self._memory.remove()
 
     def on_fit_end(self, run: TrainingRun, model: Any) -> None:
         """Save a run that was resumed after its last epoch, and before it was saved as finished."""
@@ -367,12 +404,14 @@ class Checkpoint(ResumableState):
     def _relocated(self, run: TrainingRun) -> tuple[str | None, str | None, float | None]:
         """Return the last and the best path, and the best score."""
         folder, resumed = self._open(run), run.resumed_from
+        if resumed is not None and is_snapshot(resumed):  # of which no later run knows
+            resumed = None
         # A rewound run: the later checkpoints in the folder are not of its past.
         infos = [
             info
             for info in _valid_in(folder)
             if info.manifest.metadata.get("run_id") == run.run_id
-            and _reached(info.manifest.metadata) <= (run.global_step, run.epochs_done)
+            and reached(info.manifest.metadata) <= (run.global_step, run.epochs_done)
         ]
         names = {info.name: info.path for info in infos}
         normal = [info.path for info in infos if not is_exception_checkpoint(info.name)]
@@ -476,14 +515,6 @@ def _valid_in(folder: CheckpointFolder) -> list[CheckpointInfo]:
 
 def _position(run: TrainingRun) -> Position:
     return run.global_step, run.epochs_done, run.epoch_open
-
-
-def _reached(metadata: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the steps and the epochs that were done when a checkpoint was saved.
-
-    The last step of an epoch may be saved twice, before and after the evaluation at its end.
-    """
-    return metadata.get("step", 0), metadata.get("epochs_done", 0)
 
 
 class Schedule:

@@ -166,16 +166,18 @@ class SaveCallbacks:
 
     Args:
         on_saved: called with the path on all ranks once the checkpoint is durable, at a step
-            boundary; the hook ``on_checkpoint_saved`` fires after it.
+            boundary; the hook ``on_checkpoint_saved`` fires after it, if ``announced``.
         on_failed: called instead with the error of a save in the background; the error is raised
             unless this returns True.
         cleanup: called on the thread that saves once the checkpoint is durable, on each rank; its
             error is a warning. For slow work, such as the removal of older checkpoints.
+        announced: fire ``on_checkpoint_saved``; not for what only a restart may read.
     """
 
     on_saved: Callable[[str], None] | None = None
     on_failed: Callable[[BaseException], bool] | None = None
     cleanup: Callable[[], None] | None = None
+    announced: bool = True
 
 
 class BackgroundSaves:
@@ -342,7 +344,8 @@ class BackgroundSaves:
         """Call what follows a durable checkpoint."""
         if callbacks.on_saved is not None:
             callbacks.on_saved(url)
-        self._fire("on_checkpoint_saved", url)
+        if callbacks.announced:
+            self._fire("on_checkpoint_saved", url)
 
 
 def check_when_busy(when_busy: str) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from accel_callbacks.checkpoint.compatibility import (
     rank_part,
     warn_of_names,
 )
+from accel_callbacks.checkpoint.memory_snapshots import is_snapshot
 from accel_callbacks.checkpoint.open import (
     LoadFailed,
     open_folder,
@@ -46,8 +47,9 @@ from accel_callbacks.logging import notice
 from accel_callbacks.strategies.optimizer_state import parameter_names
 
 if TYPE_CHECKING:
+    from accel_callbacks.checkpoint.memory_snapshots import MemorySnapshots
     from accel_callbacks.strategies.base import Strategy
-    from checkpoint_io import CheckpointReader, TensorView
+    from checkpoint_io import CheckpointFolder, CheckpointReader, TensorView
 
 __all__ = [
     "InPlaceReads",
@@ -210,6 +212,7 @@ class LoadOptions:
     progress: bool | None = None
     storage_options: Mapping[str, Any] | None = None
     accept: Callable[[CheckpointReader], None] | None = None  # collective, before anything is read
+    memory: MemorySnapshots | None = None  # may hold what is newer than a folder's checkpoints
 
 
 @dataclass
@@ -601,7 +604,7 @@ def find(
     training.loop.saves.wait()
     with unwrapped_failure():
         if newest:
-            return open_newest(open_folder(place, options.storage_options))
+            return _open_newest(open_folder(place, options.storage_options), options)
         return open_one(place, options.storage_options)
 
 
@@ -646,17 +649,30 @@ def restore_newest(
     tried = list(skip)
     folder = open_folder(root, options.storage_options)
     with unwrapped_failure():
-        reader = open_newest(folder, tried) if first is None else first
+        reader = _open_newest(folder, options, tried) if first is None else first
         while reader is not None:
             try:
-                return _load_or_reload(training, reader, reader.path, options)
+                # Without a checkpoint to fall back to, the run starts over from untouched objects.
+                verify = "full" if is_snapshot(reader.path) else options.verify
+                return _load_or_reload(
+                    training, reader, reader.path, replace(options, verify=verify)
+                )
             except LoadFailed as failed:
                 if not failed.damaged:
                     raise
                 tried.append(reader.path)
                 notice(f"passed over {reader.path}: {failed}")
-            reader = open_newest(folder, tried)
+            reader = _open_newest(folder, options, tried)
     return None
+
+
+def _open_newest(
+    folder: CheckpointFolder, options: LoadOptions, tried: Collection[str] = ()
+) -> CheckpointReader | None:
+    """Collective: open the newest checkpoint of a folder, or of the memory beside it."""
+    if options.memory is None:
+        return open_newest(folder, tried)
+    return options.memory.open_newest(folder, tried)
 
 
 def _load_or_reload(

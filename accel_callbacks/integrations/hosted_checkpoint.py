@@ -17,6 +17,7 @@ __all__ = ["HostedCheckpoint"]
 _REFUSED = {
     "monitor": "give metric_for_best_model and load_best_model_at_end to TrainingArguments",
     "saves_on_exception": "the Trainer has no event for it; give an interval",
+    "memory_every_n_steps": "the Trainer resumes from its own folder",
     "trainable_only": "the Trainer decides what a checkpoint holds",
 }
 

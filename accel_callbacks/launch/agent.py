@@ -11,8 +11,6 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from accel_callbacks.launch import worker
@@ -20,6 +18,7 @@ from accel_callbacks.launch.environment import changed_environment
 from accel_callbacks.launch.plan import AgentPlan, escaped
 from accel_callbacks.launch.report import code_of, exit_code, failure_report, root_cause
 from accel_callbacks.launch_notes import VARIABLE as NOTES
+from accel_callbacks.launch_notes import launch_folder
 from accel_callbacks.plugins.option import SettingsError
 
 _REPORTED_HERE = ("multiprocessing.api", "agent.server.api", "agent.server.local_elastic_agent")
@@ -89,18 +88,18 @@ def _run_elastic(settings: Namespace, plan: AgentPlan) -> None:
     config, command, arguments = config_from_args(settings)
     listen_at_one_address(config)
     with ExitStack() as stack:
-        notes = stack.enter_context(TemporaryDirectory(prefix="accel-", ignore_cleanup_errors=True))
-        stack.enter_context(changed_environment({NOTES: notes}))
         restarts = int(config.max_restarts)
-        attempts = Attempts(restarts, plan.max_preemptions, plan.quiet, Path(notes))
+        notes = stack.enter_context(launch_folder(in_memory=restarts > 0))
+        stack.enter_context(changed_environment({NOTES: str(notes)}))
+        attempts = Attempts(restarts, plan.max_preemptions, plan.quiet, notes)
         server, start = None, get_subprocess_handler
         if sys.platform == "linux" and restarts and plan.warm_workers and isinstance(command, str):
             from accel_callbacks.launch.fork_server import ForkServer, start_worker
 
-            server = ForkServer(Path(notes))
+            server = ForkServer(notes)
             stack.callback(server.close)
             start = partial(start_worker, server)
-        survivors = Survivors(Path(notes), start, attempts.tell)
+        survivors = Survivors(notes, start, attempts.tell)
         stack.enter_context(_replaced(api, "get_subprocess_handler", survivors.start))
         agent = partial(RestartingAgent, attempts, server, survivors)
         stack.enter_context(_replaced(launcher, "LocalElasticAgent", agent))

@@ -12,6 +12,7 @@ import torch
 
 from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbor
+from accel_callbacks.checkpoint.memory_snapshots import is_snapshot
 from accel_callbacks.checkpoint.open import together, unwrapped_failure
 from accel_callbacks.checkpoint.restore import LoadOptions, find, restore_from, restore_newest
 from accel_callbacks.checkpoint.trained_parameters import require_saved
@@ -287,7 +288,9 @@ class RunContext(AbstractContextManager[TrainingRun]):
     def _place(self, callback: Any) -> tuple[str, LoadOptions]:
         """Return the folder in which a callback saves, and how it is restored from."""
         root, storage_options = callback.resume_root(self._run)
-        return root, LoadOptions(storage_options=storage_options, accept=self._accept)
+        memory = callback.memory(self._run) if hasattr(callback, "memory") else None
+        options = LoadOptions(storage_options=storage_options, accept=self._accept, memory=memory)
+        return root, options
 
     def _accept(self, reader: CheckpointReader) -> None:
         """Collective: compare the run with that of a checkpoint.
@@ -342,7 +345,8 @@ class RunContext(AbstractContextManager[TrainingRun]):
 
     def _report(self, url: str) -> None:
         place = f"step {self._run.global_step}, epoch {self._run.current_epoch + 1}"
-        notice(f"resumed from {url} ({place}); resume=False starts afresh")
+        source = f"memory, {url}" if is_snapshot(url) else url
+        notice(f"resumed from {source} ({place}); resume=False starts afresh")
         if self._differences:
             notice(f"it is of another run (saved -> now): {'; '.join(self._differences)}")
 

@@ -1,0 +1,230 @@
+"""Lose processes of small runs at random moments, and compare each with the run that lost nothing.
+
+    python scripts/loss_proof.py                        10 losses of each layout
+    python scripts/loss_proof.py DDP --losses 100       only layouts with that word in their name
+    python scripts/loss_proof.py --memory_every 0       resume from checkpoints alone
+
+Each loss is a SIGKILL to a random rank, some milliseconds after a random step, so that it also
+comes in the middle of a snapshot. A restart resumes from the state in host memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYOUTS = {"DDP": 2, "FSDP2": 2, "HSDP, 2 x 2": 4}
+_LONGEST_DELAY = 0.02  # seconds from the end of a step to the SIGKILL
+
+
+class Loss(NamedTuple):
+    """A rank that is killed, the first step after which, and how many seconds later."""
+
+    rank: int
+    step: int
+    delay: float
+
+
+class Line(NamedTuple):
+    """What rank 0 notes of a step: the attempt, when it ended, and what must be as in any other."""
+
+    attempt: int
+    step: int
+    time: float
+    content: str
+
+
+class Result(NamedTuple):
+    """What the losses of a run have cost.
+
+    Attributes:
+        repeated: steps that were done again, for each loss.
+        seconds: from the last step before to the first one after it.
+        from_memory: how many restarts resumed from memory.
+        differences: steps, and files of weights, that are not those of the run without a loss.
+    """
+
+    repeated: list[int]
+    seconds: list[float]
+    from_memory: int
+    differences: list[str]
+
+
+# --- the run ------------------------------------------------------------------------------------
+
+
+def job(args: argparse.Namespace) -> None:
+    """Train digits on this process; note each step on rank 0, and lose the ranks of ``--plan``."""
+    import torch
+    from replay_job import digits, loss_of
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from accel_callbacks import (
+        Accelerator,
+        FullyShardedDataParallelPlugin,
+        ParallelismConfig,
+        set_seed,
+    )
+    from accel_callbacks.callbacks import Checkpoint
+
+    shards = FullyShardedDataParallelPlugin(fsdp_version=2) if args.job != "DDP" else None
+    axes = {"dp_replicate_size": 2, "dp_shard_size": 2}
+    saver = Checkpoint(
+        every_n_steps=args.save_every, memory_every_n_steps=args.memory_every or None, keep_last=2
+    )
+    accel = Accelerator(
+        cpu=True,
+        project_dir=args.folder,
+        fsdp_plugin=shards,
+        parallelism_config=ParallelismConfig(**axes) if args.job.startswith("HSDP") else None,
+        callbacks=[saver],
+    )
+    set_seed(0)
+    network, data = digits(norm=True)
+    samples = TensorDataset(*data.tensors, torch.arange(len(data)))
+    optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3)
+    loader = DataLoader(samples, 16 // accel.num_processes, shuffle=True)
+    model, optimizer, loader = accel.prepare(network, optimizer, loader)
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    losses = [Loss(*map(float, text.split("@"))) for text in args.plan.split()]
+    loss_now = losses[attempt] if attempt < len(losses) else None
+    with accel.run("loss") as run, open(args.folder / "steps", "ab", buffering=0) as steps:
+        for _ in run.epochs(args.epochs):
+            for inputs, targets, numbers in loader:
+                loss = loss_of(model, inputs, targets)
+                accel.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                batch = accel.gather(numbers).tolist()
+                mean = accel.reduce(loss.detach(), "mean").item().hex()
+                if accel.is_main_process:
+                    line = f"{attempt} {run.global_step} {time.time()} {mean}:{batch}"
+                    steps.write(line.replace(", ", ",").encode() + b"\n")
+                if loss_now and run.global_step >= loss_now.step:
+                    if accel.process_index == loss_now.rank:
+                        kill = (os.getpid(), signal.SIGKILL)
+                        threading.Timer(loss_now.delay, os.kill, kill).start()
+                    loss_now = None
+    accel.save_model(model, args.folder / "model")
+    accel.end_training()
+
+
+# --- the proof ----------------------------------------------------------------------------------
+
+
+def run(layout: str, folder: Path, plan: list[Loss], args: argparse.Namespace) -> str:
+    """Run the job to its end, and return what was printed.
+
+    Raises:
+        SystemExit: it ended with an error.
+    """
+    folder.mkdir(parents=True)
+    options = [f"--folder={folder}", f"--memory_every={args.memory_every}"]
+    options += [f"--save_every={args.save_every}", f"--epochs={args.epochs}"]
+    options += [f"--plan={' '.join('@'.join(map(str, loss)) for loss in plan)}"]
+    launch = ["-m", "accel_callbacks.cli", "launch", "--cpu", f"--max_restarts={len(plan) + 1}"]
+    launch += [f"--num_processes={LAYOUTS[layout]}", __file__, f"--job={layout}"]
+    done = subprocess.run(
+        [sys.executable, *launch, *options],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"{layout} ended with {done.returncode}:\n{done.stdout[-4000:]}")
+    return done.stdout
+
+
+def lines_of(folder: Path) -> list[Line]:
+    """Return the steps of a run in the order in which they were done, repeated ones too."""
+    split = [line.split(" ") for line in (folder / "steps").read_text().splitlines()]
+    return [Line(int(number), int(step), float(when), text) for number, step, when, text in split]
+
+
+def weights_of(folder: Path) -> str:
+    return hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def prove(layout: str, folder: Path, plan: list[Loss], args: argparse.Namespace) -> Result:
+    """Run a layout without a loss and with those of a plan, and compare the two."""
+    run(layout, folder / "whole", [], args)
+    printed = run(layout, folder / "lost", plan, args)
+    whole = {line.step: line.content for line in lines_of(folder / "whole")}
+    lost = lines_of(folder / "lost")
+    repeated, seconds = [], []
+    for before, after in pairwise(lost):
+        if after.attempt != before.attempt:
+            repeated.append(before.step - after.step + 1)
+            seconds.append(after.time - before.time)
+    differences = sorted({f"step {line.step}" for line in lost if whole[line.step] != line.content})
+    if {line.step for line in lost} != whole.keys():
+        differences.append("the steps that were done")
+    if weights_of(folder / "lost") != weights_of(folder / "whole"):
+        differences.append("weights")
+    return Result(repeated, seconds, printed.count("resumed from memory"), differences)
+
+
+def spread(values: list[Any], form: str) -> str:
+    """Return median and maximum as text."""
+    if not values:
+        return "none"
+    return f"{statistics.median(values):{form}} ({max(values):{form}})"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("word", nargs="?", default="", help="in the names of the layouts")
+    parser.add_argument("--losses", type=int, default=10, help="of each layout")
+    parser.add_argument("--seed", type=int, default=0, help="of the random losses")
+    parser.add_argument("--memory_every", type=int, default=2, help="steps; 0 for none in memory")
+    parser.add_argument("--save_every", type=int, default=25, help="steps between checkpoints")
+    parser.add_argument("--epochs", type=int, help="of 21 steps; enough for the losses by default")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--plan", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.job:
+        job(args)
+        return 0
+    chosen = [layout for layout in LAYOUTS if args.word in layout]
+    if not chosen:
+        parser.error(f"no layout has {args.word!r} in its name")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    args.epochs = args.epochs or 2 + args.losses // 2
+    chance, failed = random.Random(args.seed), 0
+    print("| layout | processes | losses | from memory | steps repeated | seconds | bits |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for layout in chosen:
+        steps = sorted(chance.sample(range(3, 21 * args.epochs - 5), args.losses))
+        plan = [
+            Loss(chance.randrange(LAYOUTS[layout]), step, chance.uniform(0, _LONGEST_DELAY))
+            for step in steps
+        ]
+        with tempfile.TemporaryDirectory() as folder:
+            result = prove(layout, Path(folder), plan, args)
+        bits = ", ".join(result.differences) or "equal"
+        cells = [layout, LAYOUTS[layout], len(result.repeated), result.from_memory]
+        cells += [spread(result.repeated, ".0f"), spread(result.seconds, ".2f"), bits]
+        print(f"| {' | '.join(map(str, cells))} |", flush=True)
+        failed += bool(result.differences)
+    print("steps and seconds: median (maximum); from the last step before a loss to the next one")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""``scripts/loss_proof.py``: runs that lose a rank end as those that lose none."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import warm
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from loss_proof import Loss, prove  # noqa: E402
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /dev/shm"),
+]
+
+
+@pytest.fixture(autouse=True)
+def warm_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start launchers and their ranks in milliseconds."""
+
+    def start(words: list[str], **options: Any) -> Any:
+        return warm.run(words, warm_children=True, **options)
+
+    monkeypatch.setattr(subprocess, "run", start)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.mark.parametrize(
+    "layout", ["DDP", "FSDP2", pytest.param("HSDP, 2 x 2", marks=pytest.mark.slow)]
+)
+def test_lost_ranks_cost_a_few_steps_and_no_bit(layout: str, tmp_path: Path) -> None:
+    args = argparse.Namespace(memory_every=2, save_every=100, epochs=2)
+    before = set(Path("/dev/shm").glob("accel-launch-*"))
+    result = prove(layout, tmp_path, [Loss(1, 12, 0.0), Loss(0, 29, 0.003)], args)
+    assert result.differences == []
+    assert result.from_memory == 2
+    assert len(result.repeated) == 2
+    # A snapshot that was being written does not count; a step may be done before the timer fires.
+    assert all(steps <= 4 for steps in result.repeated)
+    assert set(Path("/dev/shm").glob("accel-launch-*")) <= before
