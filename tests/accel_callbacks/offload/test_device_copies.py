@@ -10,7 +10,12 @@ import torch
 
 from accel_callbacks.offload import residence
 from accel_callbacks.offload.contents import Filler
-from accel_callbacks.offload.device_copies import DeviceCopies, PinnedBuffers, device_copies
+from accel_callbacks.offload.device_copies import (
+    DeviceCopies,
+    PinnedBuffers,
+    _aligned,
+    device_copies,
+)
 from accel_callbacks.offload.window import Window
 from tests.accel_callbacks.offload.adapted import pretrained, saved, words
 from tests.accel_callbacks.offload.attached import attached
@@ -122,6 +127,15 @@ def test_a_model_on_such_a_device_is_the_resident_one(device, monkeypatch, tmp_p
     ends = [entry for entry in device.log if entry[:2] == ("record", "copy")]
     assert len(ends) == offload.traffic.fetches
     offload.window.close()
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 5000])
+def test_memory_begins_at_a_page(nbytes):
+    memory = _aligned(nbytes)
+    assert memory.nbytes == nbytes
+    assert memory.data_ptr() % 4096 == 0
+    memory.fill_(7)  # all of it is there
+    assert int(memory.sum(dtype=torch.int64)) == 7 * nbytes
 
 
 def test_without_streams_copies_are_waited_for(tmp_path):

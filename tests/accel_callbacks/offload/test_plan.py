@@ -285,6 +285,12 @@ def test_a_table_has_a_line_for_each_run_of_units() -> None:
     assert "CACHE" in plan(blocks(2), {0: 100}, kv_cache=5).table()
 
 
+def test_a_unit_without_bytes_has_no_line_unless_its_weights_are_elsewhere() -> None:
+    found = plan({"a.w": 6, "b.w": 0, "c.w": 4}, {0: 10})
+    assert list(found.runs()) == [("a to c", 2, 10, 0, "fits")]
+    assert [name for name, *_ in found.runs(every_unit=True)] == ["a", "c"]
+
+
 def test_errors_say_what_is_missing() -> None:
     with pytest.raises(PlanError, match=r"at least 20 bytes \(20 B\) of cpu\.") as caught:
         plan(blocks(4), {"cpu": 15})

@@ -9,6 +9,7 @@ import itertools
 import pickle
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from accel_callbacks import TorchDynamoPlugin
 from accel_callbacks.compat.views import put_views
 from accel_callbacks.modeling.compile import compile_model, is_compiled, release, uncompile
 from accel_callbacks.offload.placeholder import AbsentWeight, AbsentWeightError
-from accel_callbacks.offload.residence import held_weights, offload_hooks, onloaded
+from accel_callbacks.offload.residence import _window_bytes, held_weights, offload_hooks, onloaded
 from accel_callbacks.offload.source import StoredWeights
 from accel_callbacks.utils import remove_hook_from_submodules
 from checkpoint_io import load_model, save_model
@@ -637,3 +638,24 @@ def test_files_are_read_past_the_page_cache_without_room_for_activations(
     monkeypatch.setattr("checkpoint_io.memory.free_memory", lambda: known)
     _, offload = attached(plain, tmp_path, direct=None)
     assert offload.direct == (free == 0.5)
+
+
+def window_bytes(*units: tuple[str, bool], sizes: list[int]) -> int:
+    """Return the bytes of units, each with the letters of the modules that need it."""
+    modules = {letter: object() for letters, _ in units for letter in letters}
+    made = [
+        SimpleNamespace(scoped=scoped, triggers=[modules[letter] for letter in letters])
+        for letters, scoped in units
+    ]
+    return _window_bytes(made, sizes)
+
+
+def test_a_window_holds_two_consecutive_modules_and_what_is_around_them():
+    assert _window_bytes([], []) == 0
+    assert window_bytes(("a", False), sizes=[5]) == 5
+    assert window_bytes(("a", False), ("b", False), ("c", False), sizes=[5, 7, 2]) == 12
+    # From the last module to the first of the next pass.
+    assert window_bytes(("a", False), ("b", False), ("c", False), sizes=[6, 1, 6]) == 12
+    # A unit that both need is there once, and one around all of them beside each pair.
+    assert window_bytes(("ab", False), ("a", False), ("b", False), sizes=[4, 1, 2]) == 7
+    assert window_bytes(("abc", True), ("a", False), ("b", False), sizes=[10, 1, 2]) == 13

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -156,3 +158,29 @@ class PreTrainedModel(nn.Module):
 def test_a_config_tells_of_ties() -> None:
     assert check_tied_parameters_in_config(PreTrainedModel(nn.Linear(1, 1)))
     assert not check_tied_parameters_in_config(PreTrainedModel(None))
+
+
+@pytest.mark.parametrize("encoder_decoder", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_stacks_are_tied_where_there_are_two(encoder_decoder: bool, tied: bool) -> None:
+    model = PreTrainedModel(None)
+    model.config = SimpleNamespace(is_encoder_decoder=encoder_decoder, tie_encoder_decoder=tied)
+    assert check_tied_parameters_in_config(model) == (encoder_decoder and tied)
+
+
+def test_a_module_that_ties_its_weights_tells_of_ties() -> None:
+    model = PreTrainedModel(None)
+    model.inner = nn.Linear(1, 1)
+    model.inner._tie_weights = lambda: None
+    assert check_tied_parameters_in_config(model)
+    # What is no model of transformers has no config that is asked.
+    assert not check_tied_parameters_in_config(model.inner)
+
+
+def test_the_config_of_the_text_tells_of_ties() -> None:
+    model = PreTrainedModel(nn.Linear(1, 1))
+    text = SimpleNamespace(tie_word_embeddings=True)
+    model.config = SimpleNamespace(get_text_config=lambda decoder: text)
+    assert check_tied_parameters_in_config(model)
+    text.tie_word_embeddings = False
+    assert not check_tied_parameters_in_config(model)
