@@ -207,8 +207,8 @@ class Heartbeat:
         if self._stopped.is_set():
             return
         self._error = error
-        self._wake()
         self._stopped.set()
+        os.write(self._wake_write, b"x")  # after it is set: the thread may sleep again before
         self._at_exit.cancel()
         if self._thread.is_alive():
             self._thread.join(self._store.patience + 1)

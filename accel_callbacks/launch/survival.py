@@ -179,7 +179,8 @@ def _redirect(number: int, path: str | None) -> None:
     """Write a stream to the file that it has in this attempt; None if it has none."""
     if path:
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            if stream is not None:
+                stream.flush()
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         os.dup2(file, number)
         os.close(file)

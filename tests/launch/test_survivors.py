@@ -75,7 +75,7 @@ def test_the_survivor_keeps_its_pid_and_the_run_its_weights_and_samples(tmp_path
     for facts in (lost.facts[0][1:3], lost.facts[1][2:4]):
         before, after = facts
         assert before["threads"] >= after["threads"]
-        assert before["descriptors"] >= after["descriptors"]
+        assert before["descriptors"] + 2 >= after["descriptors"]  # a save may have files open
 
 
 def test_shards_on_four_ranks_survive_as_well(tmp_path: Path) -> None:
@@ -90,8 +90,11 @@ def test_shards_on_four_ranks_survive_as_well(tmp_path: Path) -> None:
 
 def test_an_error_of_a_rank_is_its_own(tmp_path: Path) -> None:
     command = survive_proof.command_of(tmp_path, 2, "--losses 2 --how raise", 1)
+    command[4:4] = ["--log_dir", str(tmp_path / "logs"), "--tee", "3"]
     done = launched(*command[3:], start=("-m", "accel_callbacks.cli"))
     assert done.returncode == 1
+    logs = tmp_path.glob("logs/*/attempt_1/0/stderr.log")
+    assert ["resumed from" in log.read_text() for log in logs] == [True]
     assert done.stdout.count("1 of 2 processes survived") == 1
     assert done.stdout.count("ValueError: of this rank alone") >= 2
     assert "rank 1 exited with code 1" in done.stdout

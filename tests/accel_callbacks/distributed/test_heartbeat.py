@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -329,3 +330,18 @@ def test_a_thread_that_renews_a_lease_is_in_no_save(tmp_path):
         while not stacks().get(thread.ident, ()):
             time.sleep(0.01)
         assert not is_saving(stacks()[thread.ident])
+
+
+def test_a_watch_that_is_stopped_is_woken_when_it_can_see_that(store):
+    watch = Heartbeat(store, 0, 1, timeout=60, abort=print)
+    woken: list[bool] = []
+
+    class Stopped(threading.Event):
+        def set(self) -> None:
+            woken.append(bool(select.select([watch._wake_read], [], [], 0)[0]))
+            super().set()
+
+    watch._stopped = Stopped()
+    watch.start()
+    watch.stop()
+    assert woken == [False]
