@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.checkpoint import Checkpoint
+from accel_callbacks.callbacks.cloud_notice import CloudNotices
 from accel_callbacks.callbacks.interval import Interval
 from accel_callbacks.distributed.stack import place_of_thread
 from accel_callbacks.errors import nearest
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["Preemption", "SignalCatcher", "parse_signals", "requeue_slurm"]
 
 _SCONTROL_TIMEOUT = 60.0  # seconds; the job may be killed at any moment
+_LAST_SECONDS = 2.0  # of those that a notice leaves, to end in
+_FEW_SECONDS = 10.0  # of a notice, which a clock that differs may make of many
 _HANDLER_TIMEOUT = 2.0  # seconds in which the main thread must run a signal's handler
 _TERMINATING = ("SIGTERM", "SIGINT", "SIGQUIT", "SIGHUP")  # that parents send to end children
 
@@ -59,12 +62,19 @@ class Preemption(Callback):
         grace_period: maximum time from the signal to the end of the run, as an interval such as
             ``"90 s"``; after it the signal ends the process as if it were not caught. ``None`` (the
             default) waits for the step, however long it takes.
+        notices: of which clouds the notices that they take the machine back are read: ``"aws"``,
+            ``"gce"``, ``"azure"``, or several; none by default, and then no request is made. One
+            process of each machine asks its metadata address every three seconds. A notice is
+            treated as a signal; the seconds that it leaves are the grace period, if they are fewer.
+        metadata_address: of all of them; that of the variable ``ACCEL_METADATA_ADDRESS``, or of
+            the clouds, if ``None``.
 
     Attributes:
-        received: name of the signal that this process received, or ``None``.
+        received: the signal or notice that this process received, or ``None``.
 
     Raises:
-        ValueError: an unknown signal, exit code or ``requeue``, or a period that is not a time.
+        ValueError: an unknown signal, exit code, ``requeue`` or cloud, a period that is not a time,
+            or an address that is no URL.
 
     Example:
         >>> import signal, torch
@@ -89,6 +99,8 @@ class Preemption(Callback):
         exit_code: int | None = 75,
         requeue: str | Callable[[TrainingRun], Any] | None = None,
         grace_period: str | float | timedelta | None = None,
+        notices: str | Sequence[str] = (),
+        metadata_address: str | None = None,
     ) -> None:
         if isinstance(requeue, str) and requeue != "slurm":
             raise ValueError(f"requeue={requeue!r} is unknown; use 'slurm' or a function.")
@@ -103,31 +115,35 @@ class Preemption(Callback):
         # Without a code the script goes on after its loops, so they end in order.
         self.leaves_runs = exit_code is not None
         self._run: TrainingRun | None = None
+        clouds = (notices,) if isinstance(notices, str) else notices
+        self._notices = CloudNotices(clouds, metadata_address) if clouds else None
         self._catcher = SignalCatcher(
             parse_signals(listed), patience, interrupt=self._interrupt, holds=self._saves
         )
 
     @property
     def received(self) -> str | None:
-        """The name of the signal that this process received, or ``None``."""
-        return None if self._catcher.caught is None else self._catcher.caught.name
+        """The name of the signal that this process received, or its notice, or ``None``."""
+        return self._catcher.reason
 
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
         """Catch the signals."""
         self._run = run
         self._catcher.install()
+        if self._notices is not None and run.local_rank == 0:
+            self._notices.start(lambda notice: self._catcher.announce(str(notice), notice.seconds))
 
     def on_fit_start(self, run: TrainingRun, model: Any) -> None:
         """Request a preemption for a signal received during a restore, or after the last run."""
-        if self._catcher.caught is not None:
-            run.preempt(self._catcher.caught.name)
+        if self.received is not None:
+            run.preempt(self.received)
 
     def on_train_batch_end(
         self, run: TrainingRun, model: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Request a preemption of all ranks at this step, if a signal was received."""
-        if self._catcher.caught is not None:
-            run.preempt(self._catcher.caught.name)
+        if self.received is not None:
+            run.preempt(self.received)
 
     def on_validation_batch_start(
         self, run: TrainingRun, model: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -140,12 +156,12 @@ class Preemption(Callback):
 
     def on_train_epoch_end(self, run: TrainingRun, model: Any) -> None:
         """Request it for a signal received during a validation that could not be left."""
-        if self._catcher.caught is not None and not run.preempted:
-            run.preempt(self._catcher.caught.name)
+        if self.received is not None and not run.preempted:
+            run.preempt(self.received)
 
     def on_preempt(self, run: TrainingRun, model: Any, reason: str) -> None:
         """Set the exit code, and requeue the job on the main process; all is saved by now."""
-        self._catcher.caught = None
+        self._catcher.caught = self._catcher.notice = None
         run.exit_code = self.exit_code
         if self.requeue is not None and run.is_global_zero:
             self._requeue(run)
@@ -153,8 +169,10 @@ class Preemption(Callback):
     def teardown(self, run: TrainingRun, model: Any, stage: str) -> None:
         """Restore the original signal handlers."""
         self._run = None
+        if self._notices is not None:
+            self._notices.stop()
         self._catcher.restore()
-        if self._catcher.caught is not None:
+        if self.received is not None:
             _notify(f"{self.received} came too late to stop this run; it will preempt the next one")
 
     def _interrupt(self, frame: FrameType | None) -> None:
@@ -199,6 +217,7 @@ class SignalCatcher:
 
     Attributes:
         caught: the first signal that was received, or ``None``.
+        notice: what was announced in place of a signal, or ``None``.
         echo: seconds in which a repeated signal is ignored. Clusters send theirs to a launcher and
             to its processes, and the launcher forwards it.
     """
@@ -221,7 +240,16 @@ class SignalCatcher:
         self._pid = 0
         self._delivered = False
         self._deadline: threading.Timer | None = None
+        self._restoring = threading.Lock()
+        self._limit = math.inf  # seconds from the first signal to its deadline
+        self._announced: float | None = None  # the seconds of a notice that no handler has seen
         self.caught: signal.Signals | None = None
+        self.notice: str | None = None
+
+    @property
+    def reason(self) -> str | None:
+        """What was received first, or ``None``."""
+        return self.notice or (None if self.caught is None else self.caught.name)
 
     def install(self) -> bool:
         """Install the handlers; returns False outside of the main thread, where Python cannot."""
@@ -243,8 +271,10 @@ class SignalCatcher:
             self._deadline.cancel()
             self._deadline = None
         self._received_at.clear()
-        for number in list(self._original):
-            self._restore_one(number)
+        self._limit, self._announced = math.inf, None
+        with self._restoring:
+            for number in list(self._original):
+                self._restore_one(number)
 
     def _restore_one(self, number: int) -> None:
         original = self._original.pop(number, signal.SIG_DFL)
@@ -258,17 +288,53 @@ class SignalCatcher:
             # A forked child, such as a loader's worker, runs until its parent ends it.
             if signal.Signals(number).name in _TERMINATING:
                 self._deliver(number)
+        elif self._announced is not None:
+            # No signal was sent: one that follows, as the machine is shut down, is the first.
+            seconds, self._announced = self._announced, None
+            self._end_within(
+                number, seconds - _LAST_SECONDS if seconds > _FEW_SECONDS else math.inf
+            )
+            self._interrupt(frame)
         elif number not in self._received_at:
             self._received_at[number] = now
-            self.caught = self.caught or signal.Signals(number)
-            if self._patience is not None and self._deadline is None:
-                self._deadline = threading.Timer(self._patience, self._force, (number,))
-                self._deadline.daemon = True
-                self._deadline.start()
-            if self._received_at.keys() == {number}:  # several signals are one preemption
+            first, self.caught = self.caught is None, self.caught or signal.Signals(number)
+            self._end_within(number, math.inf)
+            if first:  # several signals are one preemption
                 self._interrupt(frame)
         elif now - self._received_at[number] >= (math.inf if self._holds() else self.echo):
             self._deliver(number)  # in a save too where the patience is exceeded
+
+    def announce(self, notice: str, seconds: float) -> None:
+        """Treat a notice as a signal; called on a thread.
+
+        Args:
+            notice: what is announced, for messages.
+            seconds: until the machine is gone.
+        """
+        if self.reason is None:
+            self.notice = notice
+        with self._restoring:
+            if not self._original:
+                return  # nothing is caught: the hooks of the run see the notice
+            self._announced = seconds
+            number = next(iter(self._original))
+            if sys.platform == "win32":
+                signal.raise_signal(number)
+            else:
+                # To the main thread, so that its waits end too.
+                signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+    def _end_within(self, number: int, seconds: float) -> None:
+        """End the process after the patience, or after some seconds if they are fewer."""
+        limit = min(seconds, math.inf if self._patience is None else self._patience)
+        if limit >= self._limit:
+            return
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._limit = limit
+        self._deadline = threading.Timer(limit, self._force, (number,))
+        self._deadline.daemon = True
+        self._deadline.start()
 
     def _deliver(self, number: int) -> None:
         """Raise the signal again with its original handler."""
@@ -280,7 +346,7 @@ class SignalCatcher:
         """End the process by the signal; runs on a thread when the patience is exceeded."""
         place = place_of_thread(threading.main_thread())
         _notify(
-            f"{self._patience:g} s after {signal.Signals(number).name} this process is still at "
+            f"{self._limit:.3g} s after {self.reason} this process is still at "
             f"{place or 'the same place'}, and ends: a restart resumes from the newest checkpoint"
         )
         self._received_at[number] = -math.inf

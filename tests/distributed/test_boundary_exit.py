@@ -1,14 +1,19 @@
-"""A signal to one of two processes in an evaluation: both leave before the same batch."""
+"""A signal or a notice to one of two processes: both leave at the same place."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+import urllib.request
 
 import pytest
+import torch
 
+from accel_callbacks import Accelerator
+from accel_callbacks.callbacks import Checkpoint, Preemption, cloud_notice
 from tests.support import left
+from tests.support.metadata import AWS, metadata_server, reply
 
 pytestmark = pytest.mark.distributed
 
@@ -48,3 +53,48 @@ def test_both_leave_the_evaluation_at_one_batch_and_resume_bitwise(
     undisturbed = pool.run(run_left, None, rank, "nowhere", 0)
     assert [steps for steps, _ in resumed] == [list(range(first, 9))] * 2
     assert [weights for _, weights in resumed] == [weights for _, weights in undisturbed]
+
+
+def run_noticed(folder: str, address: str, at: int) -> list:
+    """The steps of a run of whose machine rank 0 gets a notice at a step, and its end."""
+    preemption = Preemption(notices="aws", metadata_address=address)
+    accel = Accelerator(cpu=True, callbacks=[preemption, Checkpoint(folder, every_n_steps=100)])
+    model = torch.nn.Linear(1, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.DataLoader(torch.ones(16, 1))
+    model, optimizer, data = accel.prepare(model, sgd, data)
+    steps: list[int] = []
+    before, cloud_notice._EVERY = cloud_notice._EVERY, 0.02
+    try:
+        with accel.run("noticed") as run:
+            for _ in run.epochs(1):
+                for batch in data:
+                    accel.backward(model(batch).sum())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    steps.append(run.global_step)
+                    if run.global_step == at and run.is_global_zero:
+                        urllib.request.urlopen(f"{address}/announce", timeout=10).close()
+                        while preemption.received is None:
+                            time.sleep(0.01)
+    except SystemExit as stop:
+        return [steps, stop.code, run.stop_reason.startswith("AWS spot notice")]
+    finally:
+        cloud_notice._EVERY = before
+    return [steps]
+
+
+def test_a_notice_to_one_machine_stops_both_at_one_step(pool, tmp_path):
+    with metadata_server() as metadata:
+
+        def announce(handler) -> None:
+            metadata.announce()
+            reply(handler, 200, b"")
+
+        metadata.answers["/announce"] = announce
+        ended = pool.run(run_noticed, str(tmp_path), metadata.address, 3)
+        assert ended == [[[1, 2, 3, 4], 75, True]] * 2
+        assert metadata.requests.count(AWS) < 500
+        metadata.answers.clear()
+        resumed = pool.run(run_noticed, str(tmp_path), metadata.address, 0)
+    assert resumed == [[[5, 6, 7, 8]]] * 2
