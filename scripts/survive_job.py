@@ -60,6 +60,9 @@ def fail(how: str) -> None:
 @survive
 def train(args: argparse.Namespace) -> None:
     set_seed(0)
+    attempt, rank = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "RANK"))
+    if (attempt, rank) == ("1", args.fails_first):
+        fail("raise")
     accel = Accelerator(
         cpu=True,
         project_dir=args.folder,
@@ -67,7 +70,6 @@ def train(args: argparse.Namespace) -> None:
         callbacks=[Checkpoint(every_n_steps=2)],
         fsdp_plugin=FullyShardedDataParallelPlugin() if args.fsdp else None,
     )
-    rank, attempt = accel.process_index, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     layers = torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 1)
     model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -78,7 +80,8 @@ def train(args: argparse.Namespace) -> None:
     model, optimizer, data = accel.prepare(model, optimizer, data)
     seen = Seen()
     accel.register_for_checkpointing(seen)
-    lost = int(args.ranks[attempt % len(args.ranks)]) if attempt < args.losses else None
+    number = int(attempt)
+    lost = args.ranks[number % len(args.ranks)] if number < args.losses else None
     with accel.run("survive") as run:
         first = run.global_step
         for _ in run.epochs(args.epochs):
@@ -122,7 +125,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=30)
     parser.add_argument("--workers", type=int, default=0, help="of the DataLoader")
-    parser.add_argument("--stuck", type=int, default=-1, help="a rank that stops at the same time")
+    parser.add_argument("--stuck", help="a rank that stops at the same time")
+    parser.add_argument("--fails_first", help="a rank that fails in attempt 1 before it joins")
     parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--fork_server", action="store_true", help="lose ranks once it is ready")
     train(parser.parse_args())

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from accel_callbacks.distributed.abort import abort_devices, abort_run, explain
 from accel_callbacks.distributed.process_group import forget_stores
-from accel_callbacks.distributed.topology import current_device, destroy_topology
+from accel_callbacks.distributed.topology import current_device, destroy_topology, when_joined
 from accel_callbacks.errors import RemoteError
 from accel_callbacks.launch.environment import set_variables
 from accel_callbacks.launch.worker import without_frames
@@ -26,6 +27,7 @@ from accel_callbacks.launch_notes import (
     SURVIVOR,
     VARIABLE,
     leave_note,
+    read_note,
     remove_note,
     take_note,
 )
@@ -84,10 +86,11 @@ def survive(train: Callable[P, T]) -> Callable[P, T]:
                     return train(*args, **keywords)
                 except Exception as error:
                     cause = explain(error, _OPERATION)
-                    if cause is not error and not isinstance(cause, RemoteError):
-                        raise cause from error
-                    if not isinstance(cause, RemoteError) or not _may_survive(cause):
+                    survives = isinstance(cause, RemoteError) and _may_survive(cause)
+                    if not survives and cause is error:
                         raise
+                    if not survives:
+                        raise cause from error
                     without_frames(error)
                     loss = without_frames(cause)
                 # Outside of the except block: nothing of the attempt is alive any more.
@@ -98,16 +101,20 @@ def survive(train: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def _noted() -> Iterator[None]:
-    """Context manager: tell the launcher that this process survives the loss of another one."""
+    """Context manager: tell the launcher that this process survives the loss of another one.
+
+    Only from the moment on in which it has joined a group: before, it would not notice a loss.
+    """
     note = SURVIVOR.format(os.getpid())
-    leave_note(note, {"waits": False})
+    when_joined(lambda: leave_note(note, {"waits": False}))
     try:
         yield
     finally:
+        when_joined(None)
         remove_note(note)
 
 
-def _may_survive(loss: RemoteError) -> bool:
+def _may_survive(loss: BaseException) -> bool:
     """Abort the attempt, and return whether this process may take part in another one."""
     reason = _reason_to_end()
     if not reason:
@@ -130,6 +137,8 @@ def _reason_to_end() -> str:
         return "give `accel launch` a number of restarts, --max_restarts N"
     if os.environ.get("GROUP_WORLD_SIZE") != "1":
         return "on several machines all processes are started anew, as a launcher sees only its own"
+    if read_note(Path(os.environ[VARIABLE]), SURVIVOR.format(os.getpid())) is None:
+        return "the processes had not joined a group"
     return ""
 
 
@@ -169,7 +178,7 @@ def _join_next_attempt(loss: BaseException) -> None:
             notice(f"survive: the launcher has begun no other attempt in {_PATIENCE:.0f} s")
             raise loss
         time.sleep(_POLLING)
-    leave_note(SURVIVOR.format(pid), {"waits": False})
+    remove_note(SURVIVOR.format(pid))
     for number, path in zip((1, 2), attempt["streams"], strict=True):
         _redirect(number, path)
     set_variables(attempt["variables"])

@@ -62,8 +62,8 @@ def pids(facts: list[dict[str, Any]]) -> dict[int, int]:
 
 
 def test_the_survivor_keeps_its_pid_and_the_run_its_weights_and_samples(tmp_path: Path) -> None:
-    whole = survive_proof.run(tmp_path / "whole", options="--epochs 3")
-    options = "--epochs 3 --losses 3 --ranks 110"
+    whole = survive_proof.run(tmp_path / "whole", options="--epochs 2")
+    options = "--epochs 2 --losses 3 --ranks 110"
     lost = survive_proof.run(tmp_path / "lost", options=options, restarts=3)
     first, second = (pids(facts) for facts in lost.facts)
     assert first[0] == first[1] == first[2] != first[3]
@@ -98,6 +98,14 @@ def test_an_error_of_a_rank_is_its_own(tmp_path: Path) -> None:
     assert done.stdout.count("1 of 2 processes survived") == 1
     assert done.stdout.count("ValueError: of this rank alone") >= 2
     assert "rank 1 exited with code 1" in done.stdout
+
+
+def test_who_waits_for_one_that_fails_before_it_joins_is_not_waited_for(tmp_path: Path) -> None:
+    lost = survive_proof.run(tmp_path / "lost", options="--losses 1 --fails_first 1", restarts=2)
+    assert "ValueError: of this rank alone" in lost.printed
+    assert lost.printed.count("1 of 2 processes survived") == 1
+    assert "does not survive the loss" not in lost.printed
+    assert list(pids(lost.facts[0])) == [0, 2]
 
 
 @pytest.mark.parametrize(
