@@ -55,6 +55,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch_size", type=int, default=32, help="of all processes together")
     parser.add_argument("--project_dir", default="runs/elastic")
     parser.add_argument("--every_n_steps", type=int, default=10)
+    parser.add_argument("--memory_every_n_steps", type=int, help="also keep the state in memory")
     parser.add_argument("--lose", choices=["worker", "machine"], help="what to lose, for once")
     parser.add_argument("--lose_rank", type=int, default=1, help="which, by the rank")
     parser.add_argument("--lose_at", type=int, default=57, help="at this step")
@@ -84,6 +85,9 @@ def build_model() -> nn.Module:
 def main() -> None:
     args = parse_arguments()
     set_seed(0)
+    saver = Checkpoint(
+        every_n_steps=args.every_n_steps, memory_every_n_steps=args.memory_every_n_steps
+    )
     accel = Accelerator(
         project_dir=args.project_dir,
         # One batch is shared by all processes, so fewer of them take the same steps. Orders by seed
@@ -91,7 +95,7 @@ def main() -> None:
         dataloader_config=DataLoaderConfiguration(split_batches=True, seeded_order=True),
         # A machine that is cut off closes no connection: this is how soon that is noticed.
         timeout=timedelta(seconds=30),
-        callbacks=[Checkpoint(every_n_steps=args.every_n_steps), Preemption()],
+        callbacks=[saver, Preemption()],
     )
     digits = load_digits()
     data = TensorDataset(
@@ -105,7 +109,7 @@ def main() -> None:
     model, optimizer, loader = accel.prepare(model, optimizer, loader)
     accel.register_for_checkpointing(seen)
 
-    may_change = ["project_dir", "every_n_steps", "lose*"]
+    may_change = ["project_dir", "*every_n_steps", "lose*"]
     with accel.run("elastic", config=vars(args), may_change=may_change) as run:
         accel.print(f"{accel.num_processes} processes begin at step {run.global_step}", flush=True)
         for epoch in run.epochs(args.epochs):

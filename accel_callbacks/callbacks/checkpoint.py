@@ -88,8 +88,9 @@ class Checkpoint(ResumableState):
             ``exception-step-<global step>``; a run resumes from there only if its path is given,
             or if there is no other checkpoint. Off by default.
         memory_every_n_steps: also keep the newest state in host memory so often, under ``accel
-            launch --max_restarts`` on one machine with Linux: a restart of that launch resumes
-            from it if it is newer than the newest checkpoint. None is kept by default.
+            launch --max_restarts`` on Linux: a restart of that launch resumes from it if it is
+            newer than the newest checkpoint. Each machine also holds the part of another one,
+            which may be lost. None is kept by default.
         trainable_only: leave frozen parameters out, off by default: a resume takes those of the
             model that the script builds, and warns if they are others. Buffers, and parameters
             that were trained before they were frozen, are saved. Of a PEFT model with one adapter
@@ -209,7 +210,7 @@ class Checkpoint(ResumableState):
         """Collective, once a run: return the snapshots in host memory, None if none are kept."""
         # Not once a process: another rank may be new, and this one not.
         if self.memory_every_n_steps is not None and self._memory_of is not run:
-            self._memory, self._memory_of = snapshots_beside(self._folder_url(run), run), run
+            self._memory, self._memory_of = snapshots_beside(self._folder_url(run)), run
         return self._memory
 
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
@@ -226,7 +227,7 @@ class Checkpoint(ResumableState):
         """Count steps and time from here."""
         self._last_step = run.global_step
         self.schedule.restart_clock(run)
-        if self._memory is not None and run.local_rank == 0:
+        if self._memory is not None:
             self._memory.remove(but=run.resumed_from)
 
     def on_log(self, run: TrainingRun, model: Any, metrics: Mapping[str, Any], step: int) -> None:
@@ -301,7 +302,7 @@ class Checkpoint(ResumableState):
         if self._record.saved_at != _position(run) and not run.preempted:
             self._save(run, last=True)
         saved = self._record.saved_at == _position(run)
-        if self._memory is not None and saved and run.local_rank == 0:
+        if self._memory is not None and saved:
             self._memory.remove()
 
     def on_fit_end(self, run: TrainingRun, model: Any) -> None:

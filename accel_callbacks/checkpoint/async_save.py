@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from accel_callbacks import collectives
@@ -62,6 +64,14 @@ class SaveGroup(_AllRanks):
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Return the object of rank ``src``."""
         return obj if self._group is None else self._call(self._group.broadcast_object, obj, src)
+
+    def send(self, tensor: torch.Tensor, rank: int) -> None:
+        """Send a tensor of the CPU to another rank, which receives it."""
+        self._call(partial(dist.send, group=self._process_group), tensor, rank)
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> None:
+        """Receive a tensor of the CPU from another rank, into one of its size."""
+        self._call(partial(dist.recv, group=self._process_group), tensor, rank)
 
     @collectives.explained("saving")
     def _call(self, collective: Callable[..., Any], *args: Any) -> Any:

@@ -122,6 +122,7 @@ class Checkpointer:
         async_save: bool = False,
         when_busy: str = "wait",
         trainable_only: bool = False,
+        spread: bool = False,
         callbacks: SaveCallbacks | None = None,
         began: float | None = None,
     ) -> str:
@@ -139,6 +140,7 @@ class Checkpointer:
             async_save: return once the state is copied, and write it while training goes on.
             when_busy: ``"wait"`` for a pending save, or ``"skip"`` this one.
             trainable_only: leave frozen parameters out.
+            spread: ``target`` is a path on each machine, which gets the files of its ranks alone.
             callbacks: called once it is durable, or has failed in the background.
             began: when training stopped for it, by ``time.perf_counter()``; now if ``None``.
 
@@ -191,6 +193,7 @@ class Checkpointer:
                     shared,
                     next_generation=generation,
                     storage_options=storage_options,
+                    spread=spread,
                     **options,
                 )
             else:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import shutil
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbor
-from accel_callbacks.checkpoint.async_save import SaveCallbacks
-from accel_callbacks.checkpoint.open import open_folder, open_newest
+from accel_callbacks.checkpoint.async_save import SaveCallbacks, SaveGroup
+from accel_callbacks.checkpoint.open import LoadFailed, open_newest, open_one
+from accel_callbacks.checkpoint.peer_copies import Holding, copy_files, holding_of
 from accel_callbacks.launch_notes import VARIABLE, refusal_of_memory
 from accel_callbacks.local_files import base_name, local_path
 from accel_callbacks.logging import notice
@@ -31,25 +33,26 @@ _PREFIX = "snapshot-"
 _OPTION = "Checkpoint(memory_every_n_steps=...)"
 
 
-def snapshots_beside(checkpoints: str, run: TrainingRun) -> MemorySnapshots | None:
+def snapshots_beside(checkpoints: str) -> MemorySnapshots | None:
     """Collective: return the snapshots of the run that saves into a folder of checkpoints.
 
     Where the ranks cannot keep any, print the reason and return None.
 
     Args:
         checkpoints: path or URL of the folder.
-        run: the run.
     """
-    reason = refusal_of_memory()
-    if not reason and run.num_nodes > 1:
-        reason = "the processes are on several machines"
-    if reason := next(filter(None, collectives.all_objects(reason)), ""):
-        notice(f"{_OPTION} keeps nothing in memory: {reason}")
-        return None
+    launch = os.environ.get(VARIABLE, "")
+    places = collectives.all_objects((refusal_of_memory(), platform.node(), launch))
+    for reason, _, _ in places:
+        if reason:
+            notice(f"{_OPTION} keeps nothing in memory: {reason}")
+            return None
+    lowest: dict[tuple[str, str], int] = {}
+    machines = [lowest.setdefault(place[1:], rank) for rank, place in enumerate(places)]
     path = local_path(checkpoints)
     whole = checkpoints if path is None else os.path.abspath(path)
     name = hashlib.sha256(whole.encode()).hexdigest()[:16]
-    return MemorySnapshots(os.path.join(os.environ[VARIABLE], "memory", name))
+    return MemorySnapshots(os.path.join(launch, "memory", name), machines)
 
 
 def is_snapshot(path: str) -> bool:
@@ -69,16 +72,20 @@ class MemorySnapshots:
     """The newest snapshot of a training state in a folder of the launch, which is in host memory.
 
     A snapshot is a checkpoint that only a restart of the launch finds. The one before is removed
-    once the new one is complete.
+    once the new one is complete. Of several machines, each holds the files of its own ranks, and
+    copies of those of the machine before it.
 
     Args:
-        root: the folder; it need not exist yet.
+        root: the folder on this machine; it need not exist yet.
+        machines: for each rank the lowest rank of its machine, which copies for it.
     """
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, machines: Sequence[int]) -> None:
         require_neighbor("checkpoint_io")
         self._root = root
-        self._folder = open_folder(root)
+        self._machines = machines
+        self._leaders = sorted(set(machines))
+        self._leads = collectives.rank() in self._leaders
         self._has_room: bool | None = None  # None before the first snapshot
         self._saving = False  # the save in progress is a snapshot
         self._reported = False
@@ -101,17 +108,18 @@ class MemorySnapshots:
         if not self._has_room:
             return
         name = f"{_PREFIX}{run.global_step:08d}"
-        tidy = partial(self._tidy, name, time.perf_counter())
+        group = saves.control.beside()
         callbacks = SaveCallbacks(
             on_saved=self._on_saved,
             on_failed=self._on_failed,
-            cleanup=tidy if run.local_rank == 0 else None,
+            cleanup=partial(self._complete, name, time.perf_counter(), group),
             announced=False,
         )
         try:
             run.accelerator.checkpointer.write(
                 os.path.join(self._root, name),
                 generation=run.global_step,
+                spread=len(self._leaders) > 1,
                 callbacks=callbacks,
                 **options,
             )
@@ -124,14 +132,19 @@ class MemorySnapshots:
         """Collective: return whether two snapshots fit into memory; warn if they do not."""
         from checkpoint_io.memory import free_memory
 
-        needed = 2 * sum(collectives.all_objects(run.accelerator.training_state.nbytes()))
         free = shutil.disk_usage(os.environ[VARIABLE]).free
         free = min(free, free_memory() or free) + _nbytes(Path(self._root))
-        free = collectives.broadcast_object(free)
-        has_room = bool(free >= needed)
-        if not has_room:
-            self._warn(f"two snapshots need {size_of(needed)}, and {size_of(free)} are free")
-        return has_room
+        nbytes = run.accelerator.training_state.nbytes()
+        sizes: list[tuple[int, int]] = collectives.all_objects((nbytes, free))
+        for number, leader in enumerate(self._leaders):
+            held = (leader, self._leaders[number - 1])
+            pairs = zip(self._machines, sizes, strict=True)
+            needed = 2 * sum(nbytes for machine, (nbytes, _) in pairs if machine in held)
+            free = sizes[leader][1]
+            if free < needed:
+                self._warn(f"two snapshots need {size_of(needed)}, and {size_of(free)} are free")
+                return False
+        return True
 
     def _warn(self, problem: str) -> None:
         warn(
@@ -157,25 +170,58 @@ class MemorySnapshots:
         self._warn(f"{error} ({size_of(free)} are free)")
         return True
 
-    def _tidy(self, name: str, began: float) -> None:
-        """Remove the snapshots before a complete one; say once what it has cost."""
-        seconds = time.perf_counter() - began
+    def _complete(self, name: str, began: float, group: SaveGroup) -> None:
+        """Collective: copy to the next machine, remove the snapshots before, say once what it cost.
+
+        Raises:
+            checkpoint_io.CheckpointError: a machine has no good copy. The snapshot is removed, and
+                those before are kept.
+        """
+        from checkpoint_io import CheckpointError
+
+        if len(self._leaders) > 1:
+            try:
+                self._copy_to_next(name, group)
+            except CheckpointError:
+                if self._leads:
+                    shutil.rmtree(os.path.join(self._root, name), ignore_errors=True)
+                raise
         self.remove(but=name)
-        if not self._reported:
+        if not self._reported and self._leads:
             self._reported = True
-            nbytes = _nbytes(Path(self._root))
+            nbytes, seconds = _nbytes(Path(self._root)), time.perf_counter() - began
+            copies = " with that of another machine" if len(self._leaders) > 1 else ""
             notice(
-                f"the state is in memory for restarts of this launch: {size_of(nbytes)}, complete "
-                f"after {seconds:.2f} s"
+                f"the state is in memory for restarts of this launch: {size_of(nbytes)} on this "
+                f"machine{copies}, complete after {seconds:.2f} s"
             )
 
+    def _copy_to_next(self, name: str, group: SaveGroup) -> None:
+        """Collective: copy the files of each machine to the next one, and the manifest to all."""
+        from checkpoint_io.format.names import MANIFEST
+
+        holdings = self._holdings(name, group)
+        wanted = {
+            leader: {MANIFEST, *holdings[self._leaders[number - 1]].sizes}
+            for number, leader in enumerate(self._leaders)
+        }
+        copy_files(os.path.join(self._root, name), holdings, wanted, group)
+
+    def _holdings(self, name: str, group: SaveGroup) -> dict[int, Holding]:
+        """Collective: return what each machine holds of a snapshot, by the rank that copies."""
+        folder = os.path.join(self._root, name)
+        gathered = group.all_gather_object(holding_of(folder) if self._leads else None)
+        return {rank: held for rank, held in enumerate(gathered) if held is not None}
+
     def remove(self, but: str | None = None) -> None:
-        """Remove what is in memory, except the snapshot of a path or name."""
+        """Remove what is in the memory of this machine, except the snapshot of a path or name."""
         kept = None if but is None else base_name(but)
-        root = Path(self._root)
-        for folder in root.iterdir() if root.exists() else ():
-            if folder.name != kept:
-                shutil.rmtree(folder, ignore_errors=True)
+        for name in self._names() if self._leads else ():
+            if name != kept:
+                shutil.rmtree(os.path.join(self._root, name), ignore_errors=True)
+
+    def _names(self) -> list[str]:
+        return os.listdir(self._root) if os.path.isdir(self._root) else []
 
     def open_newest(
         self, stored: CheckpointFolder, tried: Collection[str] = ()
@@ -196,20 +242,47 @@ class MemorySnapshots:
             checkpoint = open_newest(stored, [path for path in tried if not is_snapshot(path)])
         except CorruptCheckpointError as error:
             damage = error
-        try:
-            snapshot = open_newest(self._folder, [path for path in tried if is_snapshot(path)])
-        except CorruptCheckpointError:
-            snapshot = None
-        if snapshot is not None and (checkpoint is None or _is_newer(snapshot, checkpoint)):
-            return snapshot
-        if damage is not None:
+        earlier = None if checkpoint is None else checkpoint.manifest.metadata
+        snapshot = self._open_newer(earlier, set(map(base_name, tried)))
+        if snapshot is None and damage is not None:
             raise damage
-        return checkpoint
+        return snapshot or checkpoint
+
+    def _open_newer(
+        self, earlier: Mapping[str, Any] | None, tried: Collection[str]
+    ) -> CheckpointReader | None:
+        """Collective: open the newest snapshot that continues what a checkpoint's metadata say."""
+        from checkpoint_io import CheckpointError
+
+        group = SaveGroup()
+        with group.acquired():
+            held = group.all_gather_object(self._names())
+        for name in sorted(set().union(*held) - set(tried), reverse=True):
+            try:
+                with group.acquired():
+                    holdings = self._holdings(name, group)
+                    later = next((h.metadata for h in holdings.values() if h.saved), None)
+                    if later is None:
+                        raise CheckpointError("the loss came before it was complete")
+                    if earlier is not None and not _is_newer(later, earlier):
+                        return None
+                    if len(self._leaders) > 1:
+                        self._copy_to_all(name, holdings, group)
+                return open_one(os.path.join(self._root, name))
+            except (CheckpointError, LoadFailed) as error:
+                notice(f"passed over {name} in memory: {error}")
+        return None
+
+    def _copy_to_all(self, name: str, holdings: Mapping[int, Holding], group: SaveGroup) -> None:
+        """Collective: copy to each machine the files that it lacks."""
+        saved = next(held.saved for held in holdings.values() if held.saved)
+        copy_files(
+            os.path.join(self._root, name), holdings, dict.fromkeys(self._leaders, saved), group
+        )
 
 
-def _is_newer(snapshot: CheckpointReader, checkpoint: CheckpointReader) -> bool:
-    """Return whether a snapshot continues the run of a checkpoint."""
-    later, earlier = snapshot.manifest.metadata, checkpoint.manifest.metadata
+def _is_newer(later: Mapping[str, Any], earlier: Mapping[str, Any]) -> bool:
+    """Return whether a snapshot continues the run of a checkpoint, by the metadata of both."""
     return later["run_id"] == earlier.get("run_id") and reached(later) > reached(earlier)
 
 

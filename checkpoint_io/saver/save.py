@@ -132,6 +132,7 @@ def prepare_save(
     max_shard_size: int | str = "5GB",
     replicated: Replicated = True,
     before_write: Callable[[], None] | None = None,
+    spread: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveJob:
     """Plan what each rank writes, without writing anything; collective.
@@ -153,6 +154,8 @@ def prepare_save(
             all or by key; if not, rank 0's is written.
         before_write: called on rank 0 before the first file is written, and again before the
             manifest is; if it raises, such as `Lease.check`, nothing is committed.
+        spread: the ranks write to folders of their own, so that rank 0 does not see all files. Its
+            folder gets the manifest; the caller brings the files together before a load.
         storage_options: passed to the fsspec driver.
 
     Raises:
@@ -190,7 +193,9 @@ def prepare_save(
     drafts = agree(group, outcome, headline, group_headline=headline)
     collective(lambda: plan.settle(group, drafts), headline)
     save_id = drafts[0]["save_id"]
-    return SaveJob(os.fspath(url), store, plan, save_id, group, next_generation, before_write)
+    return SaveJob(
+        os.fspath(url), store, plan, save_id, group, next_generation, before_write, spread
+    )
 
 
 def failure_headline(url: str) -> str:
@@ -226,6 +231,7 @@ class SaveJob:
         group: ProcessGroupLike,
         next_generation: NextGeneration,
         before_write: Callable[[], None] | None = None,
+        spread: bool = False,
     ) -> None:
         self.url = url
         self.save_id = save_id
@@ -236,7 +242,7 @@ class SaveJob:
         self._headline = failure_headline(url)
         self._ran = False
         self._commit = Commit(
-            store, save_id, plan.run_id, plan.metadata, before_write or (lambda: None)
+            store, save_id, plan.run_id, plan.metadata, before_write or (lambda: None), spread
         )
 
     @property

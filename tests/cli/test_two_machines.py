@@ -232,6 +232,21 @@ def test_a_lost_machine_leaves_one_that_goes_on_in_the_same_order(machines, whol
     assert sorted(set(epochs_in(printed + machines.read("log1")))) == whole[0]
 
 
+def test_what_a_lost_machine_had_in_memory_is_in_that_of_the_other(machines, whole):
+    options = ["--every_n_steps", "1000", "--memory_every_n_steps", "5"]
+    node = machines.start(0, elastic("accel", 0, *options), "log0")
+    machines.start(1, elastic("accel", 1, *options), "log1")
+    machines.wait_for("epoch 1:", "log0", "log1")
+    machines.power_off(1)
+    ended_well(machines, node, "log0")
+    printed = machines.read("log0")
+    assert "resumed from memory" in printed
+    (began,) = re.findall(r"^1 processes begin at step (\d+)", printed, re.M)
+    assert int(began) >= 50
+    assert int(began) % 5 == 0
+    assert sorted(set(epochs_in(printed + machines.read("log1")))) == whole[0]
+
+
 @every_launcher
 def test_a_machine_that_is_cut_off_is_left_behind(machines, whole, launcher):
     node = machines.start(0, elastic(launcher, 0), "log0")
