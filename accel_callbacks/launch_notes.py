@@ -1,14 +1,11 @@
-"""The folder of a launch: notes that processes leave for their launcher, and state in memory."""
+"""Notes that a process leaves for the launcher that has started it, in a folder of the launch."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +15,12 @@ __all__ = [
     "ATTEMPT",
     "IMPORTS",
     "JOURNAL",
-    "MEMORY",
     "SURVIVOR",
     "VARIABLE",
     "WARM",
-    "launch_folder",
     "leave_note",
     "note_imports",
     "read_note",
-    "refusal_of_memory",
     "remove_note",
     "take_note",
 ]
@@ -39,64 +33,6 @@ WARM = "warm.json"  # the fork server has imported those modules
 # By process id:
 SURVIVOR = "survivor-{}.json"  # it survives the loss of another one, and whether it waits for that
 ATTEMPT = "attempt-{}.json"  # left by the launcher: what is different for it in the next attempt
-MEMORY = Path("/dev/shm")  # Linux has a file system in host memory there
-_PREFIX = "accel-launch-"
-
-
-@contextmanager
-def launch_folder(*, in_memory: bool) -> Iterator[Path]:
-    """Create a folder for a launch, and remove it at the end.
-
-    Args:
-        in_memory: create it in host memory, where the system has a file system there. What killed
-            launchers have left in memory is removed first.
-    """
-    if sys.platform == "linux" and in_memory and os.access(MEMORY, os.W_OK):
-        import fcntl
-
-        _remove_dead()
-        # It is locked before it gets the name by which other launchers look for dead ones.
-        unnamed = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=MEMORY))
-        lock = os.open(unnamed, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        folder = unnamed.rename(MEMORY / unnamed.name[1:])
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
-        return
-    with tempfile.TemporaryDirectory(prefix="accel-", ignore_cleanup_errors=True) as notes:
-        yield Path(notes)
-
-
-def _remove_dead() -> None:
-    """Remove the folders in memory whose launchers are dead: these hold no lock any more."""
-    if sys.platform == "linux":
-        import fcntl
-
-        for folder in MEMORY.glob(f"{_PREFIX}*"):
-            with suppress(OSError):  # it is locked, or another launcher has removed it
-                lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-                try:
-                    if os.fstat(lock).st_uid == os.geteuid():
-                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        shutil.rmtree(folder, ignore_errors=True)
-                finally:
-                    os.close(lock)
-
-
-def refusal_of_memory() -> str:
-    """Return why this process cannot leave its state in memory; empty if it can."""
-    if sys.platform != "linux":
-        return "it needs a file system in memory, which only Linux has at a known place"
-    folder = Path(os.environ.get(VARIABLE, ""))
-    if folder.parent != MEMORY:
-        return f"only `accel launch --max_restarts N` keeps it for a restart, in {MEMORY}"
-    status = folder.lstat()
-    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        return f"{folder} must belong to this user alone"
-    return ""
 
 
 def leave_note(name: str, content: Any) -> None:

@@ -134,6 +134,7 @@ def run(layout: str, folder: Path, plan: list[Loss], args: argparse.Namespace) -
     folder.mkdir(parents=True)
     options = [f"--folder={folder}", f"--memory_every={args.memory_every}"]
     options += [f"--save_every={args.save_every}", f"--epochs={args.epochs}"]
+    options += ["--survive"] if args.survive else []
     options += [f"--plan={' '.join('@'.join(map(str, loss)) for loss in plan)}"]
     launch = ["-m", "accel_callbacks.cli", "launch", "--cpu", f"--max_restarts={len(plan) + 1}"]
     launch += [f"--num_processes={LAYOUTS[layout]}", __file__, f"--job={layout}"]
@@ -194,12 +195,15 @@ def main() -> int:
     parser.add_argument("--memory_every", type=int, default=2, help="steps; 0 for none in memory")
     parser.add_argument("--save_every", type=int, default=25, help="steps between checkpoints")
     parser.add_argument("--epochs", type=int, help="of 21 steps; enough for the losses by default")
+    parser.add_argument("--survive", action="store_true", help="ranks that are left keep their pid")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--plan", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.job:
-        job(args)
+        from accel_callbacks import survive
+
+        (survive(job) if args.survive else job)(args)
         return 0
     chosen = [layout for layout in LAYOUTS if args.word in layout]
     if not chosen:

@@ -34,7 +34,7 @@ ROOT_FILES = {
     **dict.fromkeys(("profiler", "logging"), "parts"),
     **dict.fromkeys(("errors", "error_text", "warning", "rank_report"), "texts"),
     **dict.fromkeys(("local_files", "host_copy", "terminal_text", "redaction"), "texts"),
-    **dict.fromkeys(("_siblings", "_lazy", "launch_notes", "recurrence"), "texts"),
+    **dict.fromkeys(("_siblings", "_lazy", "launch_memory", "launch_notes", "recurrence"), "texts"),
     **dict.fromkeys(("state", "local_sgd"), "accelerator"),
     **dict.fromkeys(("as_accelerate", "utils"), "compat"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import platform
@@ -17,7 +18,7 @@ from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.checkpoint.async_save import SaveCallbacks, SaveGroup
 from accel_callbacks.checkpoint.open import LoadFailed, open_newest, open_one
 from accel_callbacks.checkpoint.peer_copies import Holding, copy_files, holding_of
-from accel_callbacks.launch_notes import VARIABLE, refusal_of_memory
+from accel_callbacks.launch_memory import VARIABLE, refusal_of_memory
 from accel_callbacks.local_files import base_name, local_path
 from accel_callbacks.logging import notice
 from accel_callbacks.terminal_text import size_of
@@ -31,6 +32,10 @@ __all__ = ["MemorySnapshots", "is_snapshot", "reached", "snapshots_beside"]
 
 _PREFIX = "snapshot-"
 _OPTION = "Checkpoint(memory_every_n_steps=...)"
+_ENLARGE = (
+    "Enlarge /dev/shm (docker run --shm-size=...) or the memory of the machine, or leave the "
+    "argument out."
+)
 
 
 def snapshots_beside(checkpoints: str) -> MemorySnapshots | None:
@@ -142,16 +147,10 @@ class MemorySnapshots:
             needed = 2 * sum(nbytes for machine, (nbytes, _) in pairs if machine in held)
             free = sizes[leader][1]
             if free < needed:
-                self._warn(f"two snapshots need {size_of(needed)}, and {size_of(free)} are free")
+                text = f"two snapshots need {size_of(needed)}, and {size_of(free)} are free."
+                _warn(f"{text} {_ENLARGE}")
                 return False
         return True
-
-    def _warn(self, problem: str) -> None:
-        warn(
-            f"{_OPTION} keeps nothing in memory from here on: {problem}. Enlarge "
-            f"{os.path.dirname(os.environ[VARIABLE])} (docker run --shm-size=...) or the memory of "
-            "the machine, or leave the argument out. Checkpoints are saved as before."
-        )
 
     def _on_saved(self, path: str) -> None:
         self._saving = False
@@ -166,8 +165,10 @@ class MemorySnapshots:
         if lasting or not isinstance(error, CheckpointError):
             return False
         self._has_room = False
-        free = shutil.disk_usage(os.environ[VARIABLE]).free
-        self._warn(f"{error} ({size_of(free)} are free)")
+        text = f"{error}."
+        if os.strerror(errno.ENOSPC) in text:
+            text += f" {size_of(shutil.disk_usage(os.environ[VARIABLE]).free)} are free. {_ENLARGE}"
+        _warn(text)
         return True
 
     def _complete(self, name: str, began: float, group: SaveGroup) -> None:
@@ -279,6 +280,10 @@ class MemorySnapshots:
         copy_files(
             os.path.join(self._root, name), holdings, dict.fromkeys(self._leaders, saved), group
         )
+
+
+def _warn(problem: str) -> None:
+    warn(f"{_OPTION} keeps nothing more in memory: {problem} Checkpoints are saved as before.")
 
 
 def _is_newer(later: Mapping[str, Any], earlier: Mapping[str, Any]) -> bool:

@@ -18,13 +18,13 @@ from accel_callbacks import (
     Accelerator,
     DataLoaderConfiguration,
     FullyShardedDataParallelPlugin,
-    launch_notes,
+    launch_memory,
     set_seed,
 )
 from accel_callbacks.callbacks import Checkpoint
 from accel_callbacks.checkpoint.async_save import SaveGroup
 from accel_callbacks.checkpoint.memory_snapshots import MemorySnapshots
-from accel_callbacks.launch_notes import VARIABLE, launch_folder
+from accel_callbacks.launch_memory import VARIABLE, memory_folder
 
 pytestmark = [
     pytest.mark.distributed,
@@ -41,7 +41,7 @@ def train(folder: str, launches: list[str], **options: Any) -> tuple[int, list[f
         **options: ``fsdp``; ``flip``, the rank that sends wrong bytes at the eighth step.
     """
     launch = launches[int(os.environ["RANK"])]
-    os.environ[VARIABLE], launch_notes.MEMORY = launch, Path(launch).parent
+    os.environ[VARIABLE], launch_memory.ROOT = launch, Path(launch).parent
     MemorySnapshots.remove = _only_before  # type: ignore[method-assign]
     try:
         saver = Checkpoint(folder, every_n_epochs=10, memory_every_n_steps=4)
@@ -93,9 +93,9 @@ def _send_wrong(self: SaveGroup, tensor: torch.Tensor, rank: int) -> None:
 @pytest.fixture
 def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The folders of the launch on four machines."""
-    monkeypatch.setattr(launch_notes, "MEMORY", tmp_path)
+    monkeypatch.setattr(launch_memory, "ROOT", tmp_path)
     with ExitStack() as stack:
-        folders = [stack.enter_context(launch_folder(in_memory=True)) for _ in range(4)]
+        folders = [stack.enter_context(memory_folder()) for _ in range(4)]
         yield list(map(str, folders))
 
 

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from accel_callbacks import launch_notes
-from accel_callbacks.launch_notes import VARIABLE, launch_folder, refusal_of_memory
+from accel_callbacks import launch_memory
+from accel_callbacks.launch_memory import VARIABLE, memory_folder, refusal_of_memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /dev/shm")
 
 
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(launch_notes, "MEMORY", tmp_path)
+    monkeypatch.setattr(launch_memory, "ROOT", tmp_path)
     return tmp_path
 
 
 def test_a_folder_in_memory_is_private_and_removed_with_its_content(memory, monkeypatch):
-    with launch_folder(in_memory=True) as folder:
+    with memory_folder() as folder:
         assert folder.parent == memory
         assert folder.stat().st_mode & 0o777 == 0o700
         monkeypatch.setenv(VARIABLE, str(folder))
@@ -33,29 +33,27 @@ def test_a_folder_in_memory_is_private_and_removed_with_its_content(memory, monk
 
 
 def test_a_launch_removes_the_folders_of_dead_launchers_and_no_others(memory, monkeypatch):
-    with launch_folder(in_memory=True) as alive:
+    with memory_folder() as alive:
         dead = memory / "accel-launch-dead"
         (dead / "memory").mkdir(parents=True)
         link = memory / "accel-launch-link"
         link.symlink_to(memory / "elsewhere")
         (memory / "elsewhere").mkdir()
-        with launch_folder(in_memory=True):
+        with memory_folder():
             assert alive.exists()
             assert not dead.exists()
         dead.mkdir()
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
-        with launch_folder(in_memory=True):
+        with memory_folder():
             assert dead.exists(), "it is another user's"
     assert (memory / "elsewhere").exists()
 
 
-def test_without_restarts_or_a_folder_in_memory_nothing_can_be_kept(memory, monkeypatch, tmp_path):
+def test_without_a_folder_in_memory_nothing_can_be_kept(memory, monkeypatch, tmp_path):
     monkeypatch.delenv(VARIABLE, raising=False)
     assert "accel launch --max_restarts" in refusal_of_memory()
-    with launch_folder(in_memory=False) as folder:
-        assert folder.parent != memory
-        monkeypatch.setenv(VARIABLE, str(folder))
-        assert "accel launch --max_restarts" in refusal_of_memory()
-    monkeypatch.setattr(launch_notes, "MEMORY", tmp_path / "absent")
-    with launch_folder(in_memory=True) as folder:
-        assert folder.is_dir()
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "absent"))
+    assert "No such file" in refusal_of_memory()
+    monkeypatch.setattr(launch_memory, "ROOT", tmp_path / "absent")
+    with memory_folder() as folder:
+        assert folder is None
