@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TextIO
 
 from accel_callbacks.collectives import BoundedStore
+from accel_callbacks.distributed.heartbeat import current_heartbeat
 
 __all__ = ["show_held_warnings", "show_warnings_once", "show_warnings_plainly"]
 
@@ -145,6 +146,8 @@ def show_warnings_plainly() -> None:
     atexit.unregister(show_warnings_plainly)
     # A process that ends with an error may be ended by its launcher, and says at once what it has.
     failed = getattr(sys, "last_value", None) is not None
-    shared.settle(patience=0.0 if failed else _GRACE, asks=shared.store_outlives)
+    watch = current_heartbeat()
+    alone = watch is not None and watch.lost is not None and watch.lost.rank == 0
+    shared.settle(patience=0.0 if failed or alone else _GRACE, asks=shared.store_outlives)
     if warnings.showwarning == shared.show:
         warnings.showwarning = shared.python_shows

@@ -7,8 +7,10 @@ ended with code 0, and starting it anew tells it what is different there.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -79,6 +81,7 @@ class Survivors:
         self._awaited = awaited
         try:
             if awaited:
+                self._end_orphans()
                 self._end_absent()
             yield
         except BaseException:
@@ -109,6 +112,20 @@ class Survivors:
 
     def _note_of(self, worker: _Worker) -> Any:
         return read_note(self._notes, SURVIVOR.format(worker.pid))
+
+    def _end_orphans(self) -> None:
+        """End what killed workers have left, such as loader workers: it holds their connections.
+
+        The others would notice the loss only when that ends by itself, which takes seconds.
+        """
+        if sys.platform == "win32":  # it closes the connections of a process that ends
+            return
+        codes = {worker: worker.poll() for worker in self._workers.values()}
+        if any(code is None and self._note_of(worker) for worker, code in codes.items()):
+            for worker, code in codes.items():
+                if code is not None and code < 0:
+                    with suppress(OSError):  # it has left nothing
+                        os.killpg(worker.pid, _KILL)
 
     def _end_absent(self) -> None:
         """Kill the workers that the others have lost, and which have not ended: they hang."""

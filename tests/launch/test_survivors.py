@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from accel_callbacks.launch.survivors import Survivors
+from accel_callbacks.launch_notes import SURVIVOR
 from tests.cli.conftest import clean_environment
 from tests.distributed.conftest import free_port
 from tests.support import warm
@@ -55,6 +60,37 @@ def launched(*words: str, start: tuple[str, ...]) -> subprocess.CompletedProcess
         check=False,
     )
     return done
+
+
+def test_what_a_killed_rank_has_left_is_ended(tmp_path: Path) -> None:
+    def start(command: str) -> SubprocessHandler:
+        return SubprocessHandler(
+            "sh", ("-c", command), {}, None, None, local_rank_id=0, numa_options=None
+        )
+
+    survivors = Survivors(tmp_path, lambda env, **_: start(env["command"]), print)
+    child = tmp_path / "child"
+    dies = f"sleep 600 & echo $! > {child}; kill -9 $$"
+    for rank, command in enumerate(("sleep 600", dies)):
+        stated = {"env": {"command": command}, "local_rank_id": rank}
+        worker = survivors.start(**stated, stdout=None, stderr=None)
+    assert worker.wait(60) == -signal.SIGKILL
+    with survivors.kept(awaited=True):
+        os.kill(int(child.read_text()), 0)  # nobody else survives
+    survivor = survivors._workers[0]
+    (tmp_path / SURVIVOR.format(survivor.pid)).write_text('{"waits": true}')
+    with survivors.kept(awaited=True):
+        survivor.close(signal.SIGTERM)
+        assert survivor.wait(60) == 0
+    assert survivor.survived
+    left = Path(f"/proc/{child.read_text().strip()}/stat")
+    deadline = time.monotonic() + 30
+    while left.exists() and " Z " not in left.read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left.exists() or " Z " in left.read_text()
+    survivors.dismiss()
+    survivor.close(signal.SIGTERM)
+    assert survivor.wait(60) == -signal.SIGTERM
 
 
 def pids(facts: list[dict[str, Any]]) -> dict[int, int]:
