@@ -23,8 +23,13 @@ if TYPE_CHECKING:
 
 __all__ = ["BoundaryExit", "RunLeft"]
 
-_LOOK_EVERY = 0.5  # seconds between two looks at the store in an evaluation
-_PATIENCE = (1.0, 2.0, 4.0)  # seconds that a rank waits for the others before a batch, by round
+_LOOK_EVERY = 0.2  # seconds between two looks at the store in an evaluation
+_PATIENCE = (
+    0.25,
+    1.0,
+    2.0,
+    4.0,
+)  # seconds that a rank waits for the others before a batch, by round
 _POLL_EVERY = 0.01
 _SAMPLED = 16  # values of each weight that are compared
 # Code that is not to be unwound midway: hooks, saves, trackers, and the ends of contexts.
@@ -115,7 +120,8 @@ class BoundaryExit:
         Args:
             savers: the states of the callbacks that save, which are those of now.
         """
-        if not self._left or self._kept is None:
+        # A script that catches every exception may have gone on.
+        if not self._left or self._kept is None or self._run.global_step != self._step:
             return None
         shared, local = self._kept
         return {**shared, "callbacks": {**shared["callbacks"], **savers}}, dict(local)

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 
 from accel_callbacks import Accelerator, Callback, set_seed
-from accel_callbacks.callbacks import EMA, Checkpoint, EarlyStopping, Preemption
+from accel_callbacks.callbacks import EMA, Checkpoint, EarlyStopping, Preemption, cloud_notice
 
 EPOCHS = 2
 Visit = Callable[[str, int], None]
@@ -41,13 +41,18 @@ class Hooks(Callback):
 
 
 def train(
-    folder: str | os.PathLike[str] | None, visit: Visit = lambda place, number: None, **options
+    folder: str | os.PathLike[str] | None,
+    visit: Visit = lambda place, number: None,
+    *,
+    compiles: bool = False,
+    **options,
 ) -> tuple[list[int], list[float]]:
     """Train to the end, or until the run is left; returns the steps taken, and the weights.
 
     Args:
         folder: of checkpoints, None to keep none.
         visit: called at each place with its name and a number.
+        compiles: visit a compilation too.
         **options: of the Preemption.
     """
     set_seed(3)
@@ -69,23 +74,35 @@ def train(
     accel.register_for_checkpointing(scheduler)
     model.register_forward_hook(lambda *_: visit("forward", accel.current_run.global_step))
 
+    def compiler(graph, inputs):
+        for number in range(8):
+            visit("compile", number)
+        return graph.forward
+
+    def loss_of(output):
+        return output.square().mean()
+
+    if compiles:
+        loss_of = torch.compile(loss_of, backend=compiler)
+
     def evaluate(place: str) -> torch.Tensor:
         losses = []
         with accel.evaluate(model):
             for index, batch in enumerate(val):
                 visit(place, index)
                 noisy = batch + 0.01 * torch.randn(batch.shape)
-                losses.append(accel.gather(model(noisy).square().mean()).mean())
+                losses.append(accel.gather(loss_of(model(noisy))).mean())
         return torch.stack(losses).mean()
 
     steps: list[int] = []
     with accel.run("left", resume=folder is not None) as run:
         if not run.global_step:
-            evaluate("sanity")
+            with torch.random.fork_rng(devices=[]):  # it may be repeated
+                evaluate("sanity")
         for epoch in run.epochs(EPOCHS):
             visit("epoch", epoch)
             for batch in data:
-                accel.backward(model(batch).square().mean())
+                accel.backward(loss_of(model(batch)))
                 optimizer.step()
                 optimizer.zero_grad()
                 steps.append(run.global_step)
@@ -100,15 +117,20 @@ def train(
 
 
 def main(folder: str, pace: float) -> None:
-    """Write down each step, slowly, so that somebody can send a signal; the weights at the end."""
+    """Write down each place, slowly, so that somebody can send a signal; the weights at the end."""
     rank = os.environ.get("RANK", "0")
+    with open(f"{folder}/pid-{rank}", "w") as file:
+        file.write(str(os.getpid()))
 
     def visit(place: str, number: int) -> None:
         with open(f"{folder}/places-{rank}", "a") as file:
             file.write(json.dumps([place, number]) + "\n")
         time.sleep(pace)
 
-    _, weights = train(f"{folder}/checkpoints", visit)
+    cloud_notice._EVERY = 0.1
+    # The address is that of the variable.
+    notices = "gce" if "ACCEL_METADATA_ADDRESS" in os.environ else ()
+    _, weights = train(f"{folder}/checkpoints", visit, compiles=True, notices=notices)
     with open(f"{folder}/weights-{rank}", "w") as file:
         json.dump(weights, file)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -154,6 +155,32 @@ def test_a_second_signal_in_the_save_loses_nothing(tmp_path):
         train()
     assert stop.value.code == 75
     assert [e.name for e in checkpoint_io.CheckpointFolder(tmp_path).list()] == ["step-00000002"]
+
+
+def test_a_script_that_catches_the_exit_saves_where_it_stops_after_all(tmp_path):
+    accel = Accelerator(cpu=True, callbacks=[Preemption(), Checkpoint(tmp_path)])
+    model = torch.nn.Linear(1, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.DataLoader(torch.ones(4, 1))
+    model, optimizer, data = accel.prepare(model, sgd, data)
+
+    def train() -> None:
+        with accel.run("catches") as run:
+            for _ in run.epochs(1):
+                with contextlib.suppress(BaseException):
+                    signal.raise_signal(signal.SIGTERM)
+                for batch in data:
+                    accel.backward(model(batch).sum())
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    with pytest.raises(SystemExit):
+        train()
+    (entry,) = checkpoint_io.CheckpointFolder(tmp_path).list()
+    assert entry.name == "step-00000001"
+    reader = checkpoint_io.open_checkpoint(entry.path)
+    assert reader.state["run"]["global_step"] == 1
+    assert torch.equal(reader.state["models"]["0"]["weight"].read(), model.weight)
 
 
 class Stuck(torch.utils.data.Dataset):
