@@ -36,10 +36,16 @@ def warm_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", ["DDP", "FSDP2", pytest.param("HSDP, 2 x 2", marks=pytest.mark.slow)]
+    ("layout", "survive"),
+    [
+        ("DDP", False),
+        ("FSDP2", False),
+        pytest.param("DDP", True, marks=pytest.mark.slow),
+        pytest.param("HSDP, 2 x 2", False, marks=pytest.mark.slow),
+    ],
 )
-def test_lost_ranks_cost_a_few_steps_and_no_bit(layout: str, tmp_path: Path) -> None:
-    args = argparse.Namespace(memory_every=2, save_every=100, epochs=1, survive=False)
+def test_lost_ranks_cost_a_few_steps_and_no_bit(layout: str, survive: bool, tmp_path: Path) -> None:
+    args = argparse.Namespace(memory_every=2, save_every=100, epochs=1, survive=survive)
     result = prove(layout, tmp_path, [Loss(1, 7, 0.0), Loss(0, 15, 0.003)], args)
     assert result.differences == []
     assert result.from_memory == 2

@@ -108,6 +108,7 @@ class MemorySnapshots:
         # Training would wait for the store, because one save is in progress at a time.
         if saves.pending and not self._saving:
             return
+        saves.make_room()  # the end of the snapshot before may tell that there is no room
         if self._has_room is None:
             self._has_room = self._measure(run)
         if not self._has_room:

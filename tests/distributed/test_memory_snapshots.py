@@ -38,13 +38,16 @@ def train(folder: str, launches: list[str], **options: Any) -> tuple[int, list[f
     Args:
         folder: of checkpoints.
         launches: the folder of the launch for each rank: another one is another machine.
-        **options: ``fsdp``; ``flip``, the rank that sends wrong bytes at the eighth step.
+        **options: ``fsdp``; ``flip``, the rank that sends wrong bytes at the eighth step; ``keep``,
+            the one that has the same callback in each call.
     """
     launch = launches[int(os.environ["RANK"])]
     os.environ[VARIABLE], launch_memory.ROOT = launch, Path(launch).parent
     MemorySnapshots.remove = _only_before  # type: ignore[method-assign]
     try:
         saver = Checkpoint(folder, every_n_epochs=10, memory_every_n_steps=4)
+        if options.get("keep") == int(os.environ["RANK"]):
+            saver = _kept.setdefault(folder, saver)
         split = DataLoaderConfiguration(split_batches=True)
         shards = FullyShardedDataParallelPlugin(fsdp_version=2) if options.get("fsdp") else None
         accel = Accelerator(
@@ -76,6 +79,7 @@ def train(folder: str, launches: list[str], **options: Any) -> tuple[int, list[f
 
 
 _NONE = torch.empty(0)
+_kept: dict[str, Checkpoint] = {}
 _REMOVE, _SEND = MemorySnapshots.remove, SaveGroup.send
 
 
@@ -153,6 +157,19 @@ def test_each_machine_holds_its_part_and_that_of_one_other(
 
 def _train_sharded(folder: str, machines: list[str]) -> tuple[int, list[float]]:
     return train(folder, machines, fsdp=True)
+
+
+def _train_kept(folder: str, machines: list[str]) -> tuple[int, list[float]]:
+    return train(folder, machines, keep=0)
+
+
+def test_a_rank_that_survives_with_its_callback_agrees_with_a_new_one(
+    pool: Any, tmp_path: Path, machines: list[str]
+) -> None:
+    pool.run(_train_kept, str(tmp_path / "saved"), machines[:1] * 2)
+    shutil.rmtree(tmp_path / "saved")
+    (began, _), _ = pool.run(_train_kept, str(tmp_path / "saved"), machines[:1] * 2)
+    assert began == 8
 
 
 def _train_flipped(folder: str, machines: list[str]) -> tuple[int, list[float]]:
