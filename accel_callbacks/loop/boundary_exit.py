@@ -24,12 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["BoundaryExit", "RunLeft"]
 
 _LOOK_EVERY = 0.2  # seconds between two looks at the store in an evaluation
-_PATIENCE = (
-    0.25,
-    1.0,
-    2.0,
-    4.0,
-)  # seconds that a rank waits for the others before a batch, by round
+_PATIENCE = (0.25, 1.0, 4.0)  # seconds that a rank waits for the others before a batch, by round
+_LONGEST = 30.0  # seconds, for batches that take long
 _POLL_EVERY = 0.01
 _SAMPLED = 16  # values of each weight that are compared
 # Code that is not to be unwound midway: hooks, saves, trackers, and the ends of contexts.
@@ -96,6 +92,7 @@ class BoundaryExit:
         self._key = f"leave/{collectives.broadcast_object(uuid.uuid4().hex)}"
         self._asked: tuple[str, int] | None = None
         self._next_look = 0.0
+        self._came = self._pace = 0.0  # when the last batch came, and seconds since the one before
         self._round = self._batches = 0
         self._target: int | None = None
 
@@ -103,6 +100,7 @@ class BoundaryExit:
         """Keep the state of this boundary, at which all ranks are."""
         self._kept, self._target = None, None
         self._batches = self._round = 0
+        self._came = time.monotonic()
         with suppress(Exception):  # a state that cannot be captured fails its save, and not here
             state = self._capture()
             if state is None:
@@ -138,6 +136,8 @@ class BoundaryExit:
         if self._kept is None:
             return
         self._batches += 1
+        before, self._came = self._came, time.monotonic()
+        self._pace = self._came - before
         if collectives.world_size() == 1:
             if reason is not None and self._can_return():
                 self._leave(reason, 0)
@@ -223,7 +223,9 @@ class BoundaryExit:
         places = [f"{outcome}/{rank}" for rank in ranks]
         place = self._batches if self._can_return() else None
         store.set(places[collectives.rank()], json.dumps(place))
-        deadline = time.monotonic() + _PATIENCE[self._round]
+        # At first another rank may wait in a collective of the next batch, for this one.
+        longest = min(1.5 * self._pace, _LONGEST) if self._round else 0.0
+        deadline = time.monotonic() + max(_PATIENCE[self._round], longest)
         self._round += 1
         while True:
             batches = store.read(places)
@@ -232,7 +234,7 @@ class BoundaryExit:
                 return
             if None not in batches:
                 agreed = store.compare_set(outcome, "", "leave")
-            elif time.monotonic() > deadline:  # another rank may wait in a collective for this one
+            elif time.monotonic() > deadline:
                 agreed = store.compare_set(outcome, "", "go on")
             elif store.check([outcome]):
                 agreed = store.get(outcome)

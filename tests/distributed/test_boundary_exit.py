@@ -18,39 +18,43 @@ from tests.support.metadata import AWS, metadata_server, reply
 pytestmark = pytest.mark.distributed
 
 
-def run_left(folder: str | None, rank: int, place: str, number: int, slow: float = 0.0) -> list:
+def run_left(folder: str | None, rank: int, place: str, number: int, sharded: bool) -> list:
     """The places that a run came to, and how it ended; the rank ``rank`` gets a signal."""
     log: list = []
     mine = int(os.environ["RANK"]) == rank
 
     def visit(now: str, here: int) -> None:
         log.append((now, here))
-        if now == place and mine:
-            time.sleep(slow)
-            if here == number:
-                os.kill(os.getpid(), signal.SIGTERM)
+        if now == place and mine and here == number:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     try:
-        steps, weights = left.train(folder, visit)
+        steps, weights = left.train(folder, visit, sharded=sharded)
     except SystemExit as stop:
         return [stop.code, [entry for entry in log if entry[0] == place], len(log)]
     return [steps, weights]
 
 
 @pytest.mark.parametrize(
-    ("rank", "place", "number"), [(0, "validation 0", 1), (1, "validation 1", 0), (1, "test", 2)]
+    ("rank", "place", "number", "sharded"),
+    [
+        (0, "validation 0", 1, False),
+        (1, "validation 1", 0, False),
+        (1, "test", 2, False),
+        (1, "validation 0", 1, True),
+    ],
 )
 def test_both_leave_the_evaluation_at_one_batch_and_resume_bitwise(
-    pool, tmp_path, rank, place, number
+    pool, tmp_path, rank, place, number, sharded
 ):
-    ended = pool.run(run_left, str(tmp_path), rank, place, number)
+    ended = pool.run(run_left, str(tmp_path), rank, place, number, sharded)
     assert ended[0] == ended[1]
     code, places, _ = ended[0]
     assert code == 75
     assert places[-1][1] in (number, number + 1, number + 2)  # and not all six, but for the last
-    resumed = pool.run(run_left, str(tmp_path), rank, "nowhere", 0)
+    resumed = pool.run(run_left, str(tmp_path), rank, "nowhere", 0, sharded)
     first = {"validation 0": 5, "validation 1": 9, "test": 9}[place]
-    undisturbed = pool.run(run_left, None, rank, "nowhere", 0)
+    undisturbed = pool.run(run_left, None, rank, "nowhere", 0, sharded)
     assert [steps for steps, _ in resumed] == [list(range(first, 9))] * 2
     assert [weights for _, weights in resumed] == [weights for _, weights in undisturbed]
 
@@ -98,3 +102,37 @@ def test_a_notice_to_one_machine_stops_both_at_one_step(pool, tmp_path):
         metadata.answers.clear()
         resumed = pool.run(run_noticed, str(tmp_path), metadata.address, 0)
     assert resumed == [[[5, 6, 7, 8]]] * 2
+
+
+def run_apart(folder: str) -> list:
+    """A run whose ranks evaluate slowly, out of step, and meet in no collective meanwhile."""
+    accel = Accelerator(cpu=True, callbacks=[Preemption(), Checkpoint(folder, every_n_steps=100)])
+    model = torch.nn.Linear(1, 1)
+    data = torch.utils.data.DataLoader(torch.ones(4, 1))
+    val = torch.utils.data.DataLoader(torch.ones(40, 1))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, data, val = accel.prepare(model, sgd, data, val)
+    batches = 0
+    try:
+        with accel.run("apart") as run:
+            for _ in run.epochs(1):
+                for batch in data:
+                    accel.backward(model(batch).sum())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                time.sleep(0.3 * run.global_rank)
+                with accel.evaluate(model):
+                    for batches, _ in enumerate(val, start=1):
+                        time.sleep(0.6)
+                        if batches == 2 and run.global_rank == 1:
+                            os.kill(os.getpid(), signal.SIGTERM)
+    except SystemExit as stop:
+        return [stop.code, batches]
+    return [batches]
+
+
+def test_ranks_that_meet_in_no_collective_leave_at_one_batch_too(pool, tmp_path):
+    first, second = pool.run(run_apart, str(tmp_path))
+    assert first == second
+    assert first[0] == 75
+    assert first[1] < 10  # of 20

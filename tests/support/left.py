@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch
 
-from accel_callbacks import Accelerator, Callback, set_seed
+from accel_callbacks import Accelerator, Callback, FullyShardedDataParallelPlugin, set_seed
 from accel_callbacks.callbacks import EMA, Checkpoint, EarlyStopping, Preemption, cloud_notice
 
 EPOCHS = 2
@@ -45,6 +45,7 @@ def train(
     visit: Visit = lambda place, number: None,
     *,
     compiles: bool = False,
+    sharded: bool = False,
     **options,
 ) -> tuple[list[int], list[float]]:
     """Train to the end, or until the run is left; returns the steps taken, and the weights.
@@ -53,6 +54,7 @@ def train(
         folder: of checkpoints, None to keep none.
         visit: called at each place with its name and a number.
         compiles: visit a compilation too.
+        sharded: under FSDP.
         **options: of the Preemption.
     """
     set_seed(3)
@@ -64,7 +66,12 @@ def train(
     ]
     if folder is not None:
         callbacks.append(Checkpoint(folder, every_n_epochs=1, keep_last=None))
-    accel = Accelerator(cpu=True, callbacks=callbacks, timeout=timedelta(seconds=60))
+    accel = Accelerator(
+        cpu=True,
+        callbacks=callbacks,
+        timeout=timedelta(seconds=60),
+        fsdp_plugin=FullyShardedDataParallelPlugin() if sharded else None,
+    )
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.3), torch.nn.Linear(4, 1))
     data = torch.utils.data.DataLoader(torch.randn(16, 4), 2, shuffle=True)
     val = torch.utils.data.DataLoader(torch.randn(24, 4), 2, shuffle=True)
@@ -112,7 +119,7 @@ def train(
             visit("between", epoch)
             accel.log({"val": evaluate(f"validation {epoch}")})
         evaluate("test")
-    weights = [x.item() for p in accel.unwrap_model(model).parameters() for x in p.flatten()]
+    weights = [x.item() for p in accel.get_state_dict(model).values() for x in p.flatten()]
     return steps, weights
 
 
