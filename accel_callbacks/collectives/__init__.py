@@ -14,6 +14,7 @@ from accel_callbacks.collectives.group import explained as explained
 from accel_callbacks.collectives.group import explains_with as explains_with
 from accel_callbacks.collectives.group import group_for as group_for
 from accel_callbacks.collectives.group import group_timeout as group_timeout
+from accel_callbacks.collectives.group import has_device_backend as has_device_backend
 from accel_callbacks.collectives.group import has_peers as has_peers
 from accel_callbacks.collectives.group import join_control_group as join_control_group
 from accel_callbacks.collectives.group import leave_control_group as leave_control_group

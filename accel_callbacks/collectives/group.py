@@ -28,6 +28,7 @@ __all__ = [
     "explains_with",
     "group_for",
     "group_timeout",
+    "has_device_backend",
     "has_peers",
     "join_control_group",
     "leave_control_group",
@@ -229,6 +230,15 @@ def group_timeout() -> timedelta:
     world = dist.group.WORLD
     timeout = None if world is None else _timeout_of(world)
     return dist.constants.default_pg_timeout if timeout is None else timeout
+
+
+def has_device_backend(group: Any) -> bool:
+    """Return whether a group has a backend such as NCCL, whose collectives run on a device.
+
+    gloo has none: it serves the tensors of devices too, from the host.
+    """
+    kinds = (kind for kind in group._device_types if kind.type != "cpu")
+    return any(group._get_backend(kind).name() != "gloo" for kind in kinds)
 
 
 def _timeout_of(group: Any) -> timedelta | None:

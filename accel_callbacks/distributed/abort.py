@@ -45,7 +45,6 @@ __all__ = [
     "explain",
     "explain_in_place",
     "group_is_aborted",
-    "has_device_backend",
     "leave_aborted_group",
     "refuse_aborted_group",
     "wait_for_exempt_groups",
@@ -384,15 +383,6 @@ def _cut_if_rank_lost(exempt: weakref.ref[Any]) -> None:
         if group not in _exempt or store().check([f"{_ENDED}/{r}" for r in range(world_size())]):
             return
     abort_connections(group)
-
-
-def has_device_backend(group: Any) -> bool:
-    """Return whether a group has a backend such as NCCL, whose collectives run on a device.
-
-    gloo has none: it serves the tensors of devices too, from the host.
-    """
-    kinds = (kind for kind in group._device_types if kind.type != "cpu")
-    return any(group._get_backend(kind).name() != "gloo" for kind in kinds)
 
 
 def watch_for_failures() -> Callable[[], None]:

@@ -437,8 +437,11 @@ class Heartbeat:
         dumps = "" if peer.status else dump_hang(self._rank)  # before the abort
         if first and peer.status not in _ORDERLY:
             print(f"[accel] {lost}{dumps and f'.{dumps}'}", file=sys.stderr, flush=True)
-        # gloo notices by itself that a process has ended; nothing notices one that hangs.
-        if lost.rank != self._rank and not peer.status:
+        # gloo notices by itself that a process has ended; NCCL does not, and nothing notices one
+        # that hangs.
+        group = collectives.default_group()
+        unnoticed = group is not None and collectives.has_device_backend(group)
+        if lost.rank != self._rank and (unnoticed or not peer.status):
             # Before the abort, which lets the training thread go on.
             place = place_of_thread(self._trains)
             remote_failure.note(lambda operation: self.error_of(lost, operation, place))
@@ -450,6 +453,8 @@ class Heartbeat:
         limit, before = time.monotonic() + self._timeout / 2, list[Call]()
         while time.monotonic() < limit or call_of_torch(before):
             time.sleep(self._interval)
+            if _current is not None and _current[0] is not self:
+                return  # it has joined another group meanwhile
             now = stacks().get(self._trains.ident or 0, [])
             if time.monotonic() >= limit and call_of_torch(now) and now == before:
                 text = f"[accel] {self.lost}: this process waits for it in a call of torch that "

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 from accel_callbacks import collectives
+from accel_callbacks.collectives import has_device_backend
 from accel_callbacks.distributed.abort import (
     abort_all_groups,
     abort_devices,
     explain,
     group_is_aborted,
-    has_device_backend,
     leave_aborted_group,
     wait_for_exempt_groups,
 )

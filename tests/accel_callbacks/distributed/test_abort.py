@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from accel_callbacks import collectives
 from accel_callbacks.distributed import abort
 from accel_callbacks.distributed.heartbeat import Heartbeat
 
@@ -98,8 +99,8 @@ def test_only_a_backend_that_is_not_gloo_runs_on_a_device():
         def name(self) -> str:
             return "gloo"
 
-    assert abort.has_device_backend(Group(Communicator("a", [])))
-    assert not abort.has_device_backend(Group(Gloo("a", [])))
+    assert collectives.has_device_backend(Group(Communicator("a", [])))
+    assert not collectives.has_device_backend(Group(Gloo("a", [])))
 
 
 class OfLivingRanks:

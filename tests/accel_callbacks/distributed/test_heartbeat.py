@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from accel_callbacks.collectives.store import BoundedStore, read_keys
-from accel_callbacks.distributed import stack
+from accel_callbacks.distributed import heartbeat, stack
 from accel_callbacks.distributed.heartbeat import Heartbeat, LostRank, is_disconnect
 from accel_callbacks.distributed.processes import fate_of, host_id
 from accel_callbacks.distributed.remote_failure import remote_failure
@@ -345,3 +345,36 @@ def test_a_watch_that_is_stopped_is_woken_when_it_can_see_that(store):
     watch.start()
     watch.stop()
     assert woken == [False]
+
+
+def test_a_process_that_has_joined_another_group_is_not_ended(store, monkeypatch):
+    watch, later = (Heartbeat(store, 0, 1, timeout=0.1, abort=print) for _ in range(2))
+    ended: list[int] = []
+
+    def end(code: int) -> None:
+        ended.append(code)
+        raise SystemExit(code)
+
+    monkeypatch.setattr(heartbeat, "stacks", dict)
+    monkeypatch.setattr(heartbeat, "call_of_torch", lambda calls: True)
+    monkeypatch.setattr(heartbeat.os, "_exit", end)
+    monkeypatch.setattr(heartbeat, "_current", (later, None))
+    watch._end_process()
+    monkeypatch.setattr(heartbeat, "_current", (watch, None))
+    with pytest.raises(SystemExit):
+        watch._end_process()
+    assert ended == [1]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_device_does_not_notice_by_itself_that_a_peer_has_ended(store, monkeypatch, on_device):
+    monkeypatch.setattr(heartbeat.collectives, "default_group", lambda: "stands for a group")
+    monkeypatch.setattr(heartbeat.collectives, "has_device_backend", lambda group: on_device)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    beat(store, 1, process=[host_id(), child.pid])
+    with watching(store, timeout=600) as (watch, aborted):
+        until(watch._pidfds, "its process is not watched")
+        child.kill()
+        until(lambda: watch.lost, "rank 1 is not lost")
+    child.wait()
+    assert aborted.is_set() == on_device
