@@ -39,7 +39,7 @@ def warm_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     ("layout", "survive"),
     [
         ("DDP", False),
-        ("FSDP2", False),
+        pytest.param("FSDP2", False, marks=pytest.mark.slow),
         pytest.param("DDP", True, marks=pytest.mark.slow),
         pytest.param("HSDP, 2 x 2", False, marks=pytest.mark.slow),
     ],

@@ -57,6 +57,7 @@ CASES: dict[str, Case] = {
     "EarlyStopping that stops": Case(
         lambda: callbacks.EarlyStopping("val/loss", patience=0, mode="max"), slow=True
     ),
+    "EnergyMonitor": Case(lambda: callbacks.EnergyMonitor("DEU")),
     "Freeze": Case(lambda: callbacks.Freeze({"0.*": 3}, lr_factor=0.5)),
     "Freeze for ever": Case(
         lambda: callbacks.Freeze({"0.*": None, "2.bias": "1 epoch"}), slow=True

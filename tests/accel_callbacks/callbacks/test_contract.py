@@ -16,6 +16,7 @@ from accel_callbacks.callbacks.dispatch.registration import overrides
 from accel_callbacks.distributed.topology import destroy_topology
 from accel_callbacks.testing import Check, callback_checks
 from tests.accel_callbacks.callbacks.factories import CASES, MEMORY
+from tests.support import energy
 
 
 def checks() -> Iterator[Any]:
@@ -34,6 +35,12 @@ def empty_memory() -> Iterator[None]:
     store = fsspec.filesystem("memory")
     if store.exists(MEMORY):
         store.rm(MEMORY, recursive=True)
+
+
+@pytest.fixture(autouse=True)
+def sensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read no sensors of this machine, and need no codecarbon."""
+    energy.stand_in(monkeypatch)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="the test below is for a GPU")
