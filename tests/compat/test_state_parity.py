@@ -36,6 +36,7 @@ def result(*command: str) -> list[object]:
     return printed
 
 
+@pytest.mark.slow
 def test_orders_of_one_process():
     assert result(*HERE, SCRIPT, "orders") == result(SCRIPT, "orders")
 

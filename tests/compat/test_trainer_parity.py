@@ -33,6 +33,7 @@ def results(*command: str) -> dict[str, list[object]]:
     return {name: values for name, *values in map(json.loads, lines)}
 
 
+@pytest.mark.slow
 def test_one_process_ends_with_the_same_weights():
     here = results("-m", "accel_callbacks.as_accelerate", str(SCRIPT))
     assert len(here) == 11

@@ -182,7 +182,10 @@ STARTS = {1: ("-m", "accel_callbacks.as_accelerate"), 2: LAUNCH}
 
 @pytest.mark.s3
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.distributed)])
+@pytest.mark.parametrize(
+    "processes",
+    [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.distributed)],
+)
 def test_a_trainer_goes_on_from_a_url_on_a_new_disk(processes, tmp_path, s3_options):
     pytest.importorskip("transformers")
     script, place = tmp_path / "script.py", f"bucket/on-{processes}"
