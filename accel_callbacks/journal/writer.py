@@ -151,7 +151,12 @@ class JournalWriter(Tracker):
     def _packed(self, row: tuple[Any, ...]) -> bytes:
         *known, rates, states, losses, norm, flags = row
         step, epoch, batch, position, *totals, time, met = known
-        generators, host_generators = states or ((), ())
+        digest = host_digest = 0
+        if states:
+            generators, host_generators = states
+            digest = _digest(b"".join(state.numpy() for state in generators))
+            if host_generators:
+                host_digest = _digest(b"".join(map(_state_bytes, host_generators)))
         # A run that starts over counts from zero again.
         pairs = zip(totals, self._totals, strict=True)
         spent = [now - before if now >= before else now for now, before in pairs]
@@ -168,8 +173,8 @@ class JournalWriter(Tracker):
                 time,
                 _digest(struct.pack(f"<{len(losses)}d", *losses)),
                 _digest(struct.pack(f"<{len(rates)}d", *rates)),
-                _digest(*(state.numpy() for state in generators)),
-                _digest(*map(_state_bytes, host_generators)),
+                digest,
+                host_digest,
                 *(*spent, step_s, min(forward_s, step_s)),
                 min(len(losses), 65535),
                 flags,
@@ -199,14 +204,9 @@ def _read(values: Mapping[Any, Any]) -> tuple[Any, ...]:
     return (*known, numbers, values.get("norm"), flags)
 
 
-def _digest(*parts: Any) -> int:
-    """Return the xxh32 of buffers, 0 without any; never 0 otherwise."""
-    if not parts:
-        return 0
-    digest = xxhash.xxh32()
-    for part in parts:
-        digest.update(part)
-    return digest.intdigest() or 1
+def _digest(data: bytes) -> int:
+    """Return the xxh32 of bytes; never 0, which says that there were none."""
+    return xxhash.xxh32_intdigest(data) or 1
 
 
 def _state_bytes(state: Any) -> bytes:
