@@ -114,6 +114,7 @@ def test_the_survivor_keeps_its_pid_and_the_run_its_weights_and_samples(tmp_path
         assert before["descriptors"] + 2 >= after["descriptors"]  # a save may have files open
 
 
+@pytest.mark.slow
 def test_shards_on_four_ranks_survive_as_well(tmp_path: Path) -> None:
     options = "--fsdp --epochs 2"
     whole = survive_proof.run(tmp_path / "whole", 4, options)
