@@ -41,8 +41,6 @@ class Outcome(NamedTuple):
         place: where it came.
         code: with which the run ended.
         seconds: from then to the end.
-        repeated: optimizer steps that the resumed run took again.
-        repeated_places: other places that it came to again.
     """
 
     kind: str
@@ -50,8 +48,22 @@ class Outcome(NamedTuple):
     place: str
     code: int
     seconds: float
-    repeated: int
-    repeated_places: int
+
+
+class Proof(NamedTuple):
+    """What a run showed that was disturbed.
+
+    Attributes:
+        outcomes: of the signals and notices.
+        steps: optimizer steps that resumed runs took again.
+        places: other places that they came to again.
+        same: the weights are those of a run that nobody has disturbed.
+    """
+
+    outcomes: list[Outcome]
+    steps: int
+    places: int
+    same: bool
 
 
 def start(folder: Path, processes: int, metadata: Metadata | None) -> subprocess.Popen[bytes]:
@@ -73,10 +85,19 @@ def places(folder: Path) -> list[tuple[str, int]]:
     return [tuple(json.loads(line)) for line in text.splitlines() if line.endswith("]")]
 
 
-def wait_for(folder: Path, count: int, process: subprocess.Popen[bytes]) -> bool:
-    """Wait until the run has come to so many places; return False if it ended before."""
+def wait_for(
+    folder: Path, place: tuple[str, int], before: int, process: subprocess.Popen[bytes]
+) -> bool:
+    """Wait until the run comes to a place in this start; return False if it ended before.
+
+    Args:
+        folder: of the run.
+        place: the place.
+        before: places of the starts before.
+        process: the run, or its launcher.
+    """
     deadline = time.monotonic() + _PATIENCE
-    while len(places(folder)) < count:
+    while place not in places(folder)[before:]:
         if process.poll() is not None or time.monotonic() > deadline:
             return False
         time.sleep(0.005)
@@ -94,10 +115,8 @@ def send(folder: Path, processes: int, metadata: Metadata | None, chance: random
     return "SIGTERM" if processes == 1 else f"SIGTERM to {' and '.join(map(str, ranks))}"
 
 
-def prove(
-    processes: int, count: int, chance: random.Random, *, notices: bool = False
-) -> tuple[list[Outcome], bool]:
-    """Disturb one run ``count`` times; return what became of it, and whether the weights agree."""
+def prove(processes: int, count: int, chance: random.Random, *, notices: bool = False) -> Proof:
+    """Disturb one run up to ``count`` times, and compare it with one that is not."""
     with tempfile.TemporaryDirectory() as folder, metadata_server() as metadata:
         whole, disturbed = Path(folder) / "whole", Path(folder) / "disturbed"
         for path in (whole, disturbed):
@@ -105,13 +124,16 @@ def prove(
         asked = metadata if notices else None
         if start(whole, processes, None).wait(_PATIENCE):
             raise SystemExit((whole / "log").read_text()[-4000:])
-        length, outcomes = len(places(whole)), list[Outcome]()
+        route, outcomes = places(whole), list[Outcome]()
         while True:
             metadata.answers["/computeMetadata/v1/instance/preempted"] = (200, b"FALSE")
             before = len(places(disturbed))
             process = start(disturbed, processes, asked)
-            moment = before + chance.randrange(1, max(length // count, 2))
-            if len(outcomes) < count and wait_for(disturbed, moment, process):
+            # One of each part of the whole run, so that a resumed run comes to it too.
+            part = slice(*(len(route) * (len(outcomes) + end) // count for end in (0, 1)))
+            if len(outcomes) < count and wait_for(
+                disturbed, chance.choice(route[part]), before, process
+            ):
                 kind = send(disturbed, processes, asked, chance)
                 began, came = time.monotonic(), places(disturbed)
                 code = process.wait(_PATIENCE)
@@ -119,7 +141,7 @@ def prove(
                     break  # it came too late
                 place = " ".join(map(str, came[-1]))
                 seconds = time.monotonic() - began
-                outcomes.append(Outcome(kind, processes, place, code, seconds, 0, 0))
+                outcomes.append(Outcome(kind, processes, place, code, seconds))
                 if code not in (75, 143):
                     raise SystemExit((disturbed / "log").read_text()[-4000:])
                 continue
@@ -128,12 +150,9 @@ def prove(
             break
         again = Counter(places(disturbed)) - Counter(places(whole))
         steps = sum(times for (place, _), times in again.items() if place == "step")
-        if outcomes:  # they are known of the whole run only
-            others = sum(again.values()) - steps
-            outcomes[-1] = outcomes[-1]._replace(repeated=steps, repeated_places=others)
         ranks = [f"weights-{rank}" for rank in range(processes)]
         same = all((whole / name).read_text() == (disturbed / name).read_text() for name in ranks)
-        return outcomes, same
+        return Proof(outcomes, steps, sum(again.values()) - steps, same)
 
 
 def main() -> int:
@@ -150,13 +169,12 @@ def main() -> int:
         count = (number + 1) * args.notices // len(cases) - number * args.notices // len(cases)
         if not count:
             continue
-        outcomes, same = prove(processes, count, chance, notices=notices)
-        for outcome in outcomes:
+        proof = prove(processes, count, chance, notices=notices)
+        for outcome in proof.outcomes:
             cells = (*outcome[:4], f"{outcome.seconds:.1f}")
             print(f"| {' | '.join(map(str, cells))} |", flush=True)
-        total, differing = total + len(outcomes), differing + (not same)
-        steps += sum(outcome.repeated for outcome in outcomes)
-        others += sum(outcome.repeated_places for outcome in outcomes)
+        total, differing = total + len(proof.outcomes), differing + (not proof.same)
+        steps, others = steps + proof.steps, others + proof.places
     print(
         f"{total} signals and notices: {steps} optimizer steps repeated, {others} places of starts "
         f"and evaluations; {differing} of {len(cases)} runs with other weights than undisturbed"

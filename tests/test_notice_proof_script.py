@@ -39,7 +39,7 @@ def warm_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_run_that_is_disturbed_ends_with_the_weights_of_one_that_is_not(processes, notices):
-    outcomes, same = notice_proof.prove(processes, 2, random.Random(0), notices=notices)
-    assert outcomes
-    assert same
-    assert sum(outcome.repeated for outcome in outcomes) == 0
+    proof = notice_proof.prove(processes, 2, random.Random(0), notices=notices)
+    assert proof.outcomes
+    assert proof.same
+    assert proof.steps == 0
