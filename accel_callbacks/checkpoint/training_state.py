@@ -115,10 +115,9 @@ class TrainingState:
     def capture(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what all ranks share and what belongs to this rank, as trees of plain values."""
         loop, strategy = self.loop, self.strategy
-        if loop.boundary_exit is not None:
+        if loop.boundary_exit is not None and loop.boundary_exit.left:
             savers = {entry.key: entry.state() for entry in loop.dispatch.entries if entry.saves}
-            if (kept := loop.boundary_exit.state(savers)) is not None:
-                return kept
+            return loop.boundary_exit.state(savers)
         names = parameter_names(self.bare_models)
         # First: a stream that is asked for its position may draw its next samples.
         random = loop.random_at_stop if loop.run.epoch_open else None

@@ -74,6 +74,9 @@ class BoundaryExit:
         run: the run.
         waits_between_steps: returns, while training waits for data, whether no step is under way.
         capture: returns the state, see :meth:`TrainingState.capture`; None if it is a copy.
+
+    Attributes:
+        left: True once the run was left, and not where a script catches the exit and goes on.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class BoundaryExit:
         self._step = 0
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._samples: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._left = False
+        self.left = False
         # Of this run only: another one may use the same store later.
         self._key = f"leave/{collectives.broadcast_object(uuid.uuid4().hex)}"
         self._asked: tuple[str, int] | None = None
@@ -112,15 +115,22 @@ class BoundaryExit:
             # The containers are copied, as a callback may return the very dict that it changes.
             self._kept = _pytree.tree_map(lambda leaf: leaf, state)
 
-    def state(self, savers: Mapping[str, Any]) -> _State | None:
-        """Return the state to save once the run was left, None before.
+    def go_back(self) -> None:
+        """Return to the boundary, once the script is unwound: its state is what is saved now."""
+        if self._kept is None or self._run.global_step != self._step:
+            return  # a script has caught the exit, gone on, and raises it only now
+        self.left = True
+        position = self._kept[0]["run"]  # what is saved at that position already is not saved again
+        self._run.epoch_open = position["epoch_open"]
+        self._run.epochs_done = position["epochs_done"]
+
+    def state(self, savers: Mapping[str, Any]) -> _State:
+        """Return the state to save once the run was left.
 
         Args:
             savers: the states of the callbacks that save, which are those of now.
         """
-        # A script that catches every exception may have gone on.
-        if not self._left or self._kept is None or self._run.global_step != self._step:
-            return None
+        assert self._kept is not None
         shared, local = self._kept
         return {**shared, "callbacks": {**shared["callbacks"], **savers}}, dict(local)
 
@@ -140,14 +150,14 @@ class BoundaryExit:
         self._pace = self._came - before
         if collectives.world_size() == 1:
             if reason is not None and self._can_return():
-                self._leave(reason, 0)
+                raise RunLeft(reason, 0)
             return
         if self._target is None and self._round < len(_PATIENCE):
             with suppress(dist.DistError):  # a store that is gone: the next collective says why
                 if self._asked is not None or self._is_asked(reason):
                     self._agree()
         if self._target is not None and self._asked and self._batches >= self._target:
-            self._leave(*self._asked)
+            raise RunLeft(*self._asked)
 
     def interrupt(self, reason: str, frame: FrameType | None) -> None:
         """Leave the run of a single process wherever it is, if the way back is open.
@@ -161,7 +171,7 @@ class BoundaryExit:
         Raises:
             RunLeft: it is left.
         """
-        if collectives.world_size() > 1 or self._left:
+        if collectives.world_size() > 1 or self.left:
             return
         inside, waits, inner = False, False, ""
         while frame is not None:
@@ -176,15 +186,7 @@ class BoundaryExit:
         if waits and self._waits_between_steps():
             self.keep()
         if self._kept is not None and self._can_return():
-            self._leave(reason, 0)
-
-    def _leave(self, reason: str, rank: int) -> None:
-        self._left = True
-        if self._kept is not None:  # what is saved at that position already is not saved again
-            position = self._kept[0]["run"]
-            self._run.epoch_open = position["epoch_open"]
-            self._run.epochs_done = position["epochs_done"]
-        raise RunLeft(reason, rank)
+            raise RunLeft(reason, 0)
 
     def _can_return(self) -> bool:
         """Return whether the tensors are still those of the boundary."""

@@ -214,6 +214,8 @@ class RunContext(AbstractContextManager[TrainingRun]):
         try:
             if left is not None:
                 self._loop.drop_passes()  # the resumed run does again what was left
+                if self._loop.boundary_exit is not None:
+                    self._loop.boundary_exit.go_back()
                 StepBoundary(self._loop).carry_out({"preempt": (left.reason, left.rank)})
             self._finish()
         except BaseException as problem:
