@@ -173,6 +173,8 @@ def main() -> int:
         for outcome in proof.outcomes:
             cells = (*outcome[:4], f"{outcome.seconds:.1f}")
             print(f"| {' | '.join(map(str, cells))} |", flush=True)
+        if not proof.same:
+            print(f"| {processes} processes | other weights | | | |", flush=True)
         total, differing = total + len(proof.outcomes), differing + (not proof.same)
         steps, others = steps + proof.steps, others + proof.places
     print(
