@@ -87,6 +87,9 @@ def _run_elastic(settings: Namespace, plan: AgentPlan) -> None:
     if settings.standalone:
         settings.rdzv_backend, settings.rdzv_endpoint = "c10d", "127.0.0.1:0"
         settings.rdzv_id = str(uuid.uuid4())
+    elif plan.rendezvous.any_port and sys.platform != "win32":
+        # The one that was free when it was chosen may be taken by now.
+        settings.master_port = 0
     config_from_args: Callable[[Namespace], tuple[Any, Any, list[str]]] = untyped_config
     config, command, arguments = config_from_args(settings)
     listen_at_one_address(config)

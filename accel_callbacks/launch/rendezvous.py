@@ -36,6 +36,7 @@ class Rendezvous:
     first_rank: int | None = None  # of this machine; None if the rendezvous assigns ranks
     address: str = "127.0.0.1"
     port: int | None = None
+    any_port: bool = False  # nobody has asked for this one
 
 
 def has_explicit_place(resolved: Resolved) -> bool:
@@ -170,6 +171,7 @@ def _static(settings: LaunchSettings, machines: int, local: int, host: Host) -> 
         if not address or not text.isdecimal():
             raise SettingsError(f"--rdzv_endpoint {shown(settings.rdzv_endpoint)} is not HOST:PORT")
         port = int(text)
+    any_port = machines == 1 and not port
     if machines == 1:
         # Not c10d's: it waits for a random time of up to 0.3 s first.
         address, port = address or "127.0.0.1", port or host.free_port()
@@ -182,7 +184,7 @@ def _static(settings: LaunchSettings, machines: int, local: int, host: Host) -> 
     words += (*main_machine, *(("--local-addr", local_address) if local_address else ()))
     words += ("--rdzv-conf", settings.rdzv_conf) if settings.rdzv_conf else ()
     first = settings.machine_rank * local
-    return Rendezvous(machines, machines, local, words, first, address, port)
+    return Rendezvous(machines, machines, local, words, first, address, port, any_port)
 
 
 def _dynamic(

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.conftest import clean_environment
+
 Start = Callable[..., "subprocess.Popen[str]"]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -148,6 +150,31 @@ def test_a_taken_port_is_reported_without_a_traceback(
     assert one.stderr.startswith(f"accel launch: error: port {free_port} cannot be used")
     assert "accel launch: error: the processes did not find each other" in two.stderr
     assert "Traceback" not in one.stderr + two.stderr
+
+
+CHOSEN = """
+import sys
+from accel_callbacks.cli import launch, main
+launch._free_port = lambda: int(sys.argv[1])
+sys.exit(main.main(["launch", "--cpu", "--num_processes", "2", sys.argv[2]]))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the port is chosen before it is bound there")
+def test_a_chosen_port_that_is_taken_since_is_no_error(
+    write: Callable[[str, str], str], tmp_path: Path, free_port: int
+) -> None:
+    script = write("reduce.py", ALL_REDUCE)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", free_port))
+        taken.listen()
+        command = [sys.executable, "-c", CHOSEN, str(free_port), script]
+        env = {**clean_environment(tmp_path), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
+        )
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"out{rank}").read_text()[:5] for rank in range(2)] == ["3.0 2"] * 2
 
 
 def test_program_that_is_not_python(accel: Run, tmp_path: Path) -> None:
