@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from accel_callbacks import collectives
-from accel_callbacks.collectives import has_device_backend
 from accel_callbacks.distributed.abort import (
     abort_all_groups,
     abort_devices,
@@ -324,7 +323,7 @@ def _leave_at_exit() -> None:
 def _computes_on_device() -> bool:
     """Return whether the group that was joined here has a backend such as NCCL."""
     group = collectives.default_group() if _owns_group and _has_joined_group() else None
-    return group is not None and has_device_backend(group)
+    return group is not None and collectives.has_device_backend(group)
 
 
 def _rejoin(asked: GroupOptions) -> None:

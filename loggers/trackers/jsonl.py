@@ -25,6 +25,8 @@ __all__ = ["JSONLTracker", "read_jsonl"]
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _METRICS = b'{"type":"metrics",'
 _MAX_SHAPES = 256
+_FIELDS_OF_TABLES = {"step": int, "name": str, "columns": list, "rows": list}
+_FIELDS = {"step": int, "values": dict}  # of the other records that are read back
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 
@@ -244,9 +246,10 @@ def read_jsonl(
 ) -> list[dict[str, Any]]:
     """Return the metrics of one run in a file that `JSONLTracker` wrote.
 
-    Incomplete lines are skipped. Rows that a killed process logged after the checkpoint it was
-    resumed from are omitted, because the resumed process logged those steps again: the history is
-    that of an uninterrupted run. "NaN", "Infinity" and "-Infinity" become floats.
+    Incomplete lines, and records without the fields of their type, are skipped. Rows that a killed
+    process logged after the checkpoint it was resumed from are omitted, because the resumed process
+    logged those steps again: the history is that of an uninterrupted run. "NaN", "Infinity" and
+    "-Infinity" become floats.
 
     Args:
         path: the file, or its fsspec URL.
@@ -280,11 +283,19 @@ def read_jsonl(
         if record.get("type") == "run":
             newest, keep = record.get("run_id"), _kept_step(record)
             runs[newest] = [row for row in runs.get(newest, []) if row["step"] <= keep]
-        elif record.get("type") == kind and "step" in record:
+        elif record.get("type") == kind and _is_whole(record):
             if kind == "metrics":
                 record["values"] = _parse_floats(record["values"])
             runs.setdefault(newest, []).append(record)
     return runs.get(newest if run_id is None else run_id, [])
+
+
+def _is_whole(record: Mapping[str, Any]) -> bool:
+    """Return whether a record has the fields of its type, which a file from elsewhere may lack."""
+    fields = _FIELDS_OF_TABLES if record["type"] == "table" else _FIELDS
+    return isinstance(record.get("time", 0.0), (int, float)) and all(
+        isinstance(record.get(name), type_) for name, type_ in fields.items()
+    )
 
 
 class _Past:

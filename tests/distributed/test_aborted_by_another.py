@@ -218,12 +218,12 @@ AT_EXIT = """
 import sys
 from datetime import timedelta
 import torch.distributed as dist
-from accel_callbacks import Accelerator
-from accel_callbacks.distributed import abort, topology
+from accel_callbacks import Accelerator, collectives
+from accel_callbacks.distributed import topology
 
 accel = Accelerator(cpu=True, timeout=timedelta(seconds=30))
 device, fails = sys.argv[1] == "nccl", sys.argv[2] == "fails"
-topology.has_device_backend = lambda group: device
+collectives.has_device_backend = lambda group: device
 destroy = dist.destroy_process_group
 topology.abort_devices = lambda: print("aborted", file=sys.stderr)
 

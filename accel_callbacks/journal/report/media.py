@@ -50,10 +50,10 @@ def pictures_of(journal: Journal) -> list[dict[str, Any]]:
 def _entries(journal: Journal) -> Iterator[dict[str, Any]]:
     """Yield name, step, caption and path of each picture."""
     for record in records_of(journal, "images"):
-        captions = record.get("captions") or {}
+        captions = record.get("captions")
         for name, paths in record["values"].items():
-            texts = captions.get(name) or []
-            for number, path in enumerate(paths):
+            texts = _list(captions.get(name)) if isinstance(captions, dict) else []
+            for number, path in enumerate(_list(paths)):
                 caption = str(texts[number]) if number < len(texts) else ""
                 yield {"name": name, "step": record["step"], "caption": caption, "path": path}
     for record in records_of(journal, "figure"):
@@ -91,12 +91,18 @@ def tables_of(journal: Journal) -> list[dict[str, Any]]:
             "step": record["step"],
             "columns": [_cell(column) for column in record["columns"][:_MOST_COLUMNS]],
             "rows": [
-                [_cell(cell) for cell in row[:_MOST_COLUMNS]] for row in record["rows"][:_MOST_ROWS]
+                [_cell(cell) for cell in _list(row)[:_MOST_COLUMNS]]
+                for row in record["rows"][:_MOST_ROWS]
             ],
             "count": len(record["rows"]),
         }
         for name, record in sorted(newest.items())
     ]
+
+
+def _list(value: Any) -> list[Any]:
+    """Return a list of a record; an empty one in place of anything else that stands there."""
+    return value if isinstance(value, list) else []
 
 
 def _cell(cell: Any) -> str:

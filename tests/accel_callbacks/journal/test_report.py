@@ -291,6 +291,36 @@ def test_a_record_brings_no_file_from_elsewhere(tmp_path: Path, path: Any) -> No
     assert page_of(project)["runs"][0]["pictures"] == []
 
 
+def test_records_without_their_fields_are_passed_over(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    whole: dict[str, dict[str, Any]] = {
+        "metrics": {"values": {"loss": 1.0}},
+        "images": {"values": {"x": ["metrics-media/x.png"]}, "captions": {"x": ["a"]}},
+        "figure": {"values": {"y": "metrics-media/y.png"}},
+        "table": {"name": "t", "columns": ["c"], "rows": [["cell"]]},
+    }
+    records: list[dict[str, Any]] = [{"type": "run", "run_id": "a1", "resumed_step": None}]
+    for kind, fields in whole.items():
+        for name in ("step", "time", *fields):
+            record = {"type": kind, "step": 1, "time": 0.0, **fields}
+            if name != "time":
+                records.append({field: value for field, value in record.items() if field != name})
+            records += [{**record, name: value} for value in (None, "text", [7], {"x": 7})]
+    lines = [json.dumps(record) for record in records]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, ""]))
+    (facts,) = page_of(tmp_path)["runs"]
+    assert facts["pictures"] == []
+    # A name may be any text, columns and rows any lists.
+    assert {table["name"]: table["rows"] for table in facts["tables"]} == {
+        "t": [[]],
+        "text": [["cell"]],
+    }
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"type": "table", "step": 2, "time": 0.0, **whole["table"]}) + "\n")
+    (facts,) = page_of(tmp_path)["runs"]
+    assert [table["rows"] for table in facts["tables"]] == [[["cell"]], [["cell"]]]
+
+
 def test_pictures_that_do_not_fit_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
