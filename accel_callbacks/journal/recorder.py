@@ -66,6 +66,7 @@ class Recorder:
         self._first_steps = first_steps
         self._project_dir = project_dir
         self._device = device
+        self._on_host = device.type == "cpu"
         self._facts = facts
         self._hub: TrackerHub | None = None
         self._writer: JournalWriter | None = None
@@ -141,7 +142,7 @@ class Recorder:
             self._lease = _lease_of(local, run)
         self._forget()
         self._hub, self._writer, self._step = hub, writer, run.global_step
-        self._leave = writer.waiting.append if self._device.type == "cpu" else self._put
+        self._leave = writer.waiting.append if self._on_host else self._put
         start = {"kind": "start", "time": now, "attempt": attempt, "name": run.name}
         start |= {"run_id": run.run_id, "step": run.global_step, "epoch": run.current_epoch}
         start["in_window"] = run.in_window
@@ -247,22 +248,21 @@ class Recorder:
 
     def on_before_backward(self, run: TrainingRun, model: Any, loss: torch.Tensor) -> None:
         """Note the loss as the user computed it, and the rates of the step that follows."""
-        # Read at once on a CPU, where that costs less than a copy; a number is never in the way.
-        if loss.is_cpu and not loss.ndim:
-            self._losses.append(loss.item())
-        else:
+        # Hot path. Read at once on a CPU, where that costs less than a copy; a number is never in
+        # the way.
+        try:
+            self._losses.append(loss.item() if self._on_host else self._copied(loss))
+        except RuntimeError:  # it has several values
             self._losses.append(self._copied(loss))
         if self._loop.window.sync:
             self._met = time()
-            self._rates = [
-                group.get("lr")
-                for optimizer in self._loop.optimizers
-                for group in optimizer.optimizer.param_groups  # type: ignore[attr-defined]
-            ]
+            # A loop, because a comprehension is a call.
+            self._rates = rates = []
+            for optimizer in self._loop.optimizers:
+                for group in optimizer.optimizer.param_groups:  # type: ignore[attr-defined]
+                    rates.append(group.get("lr"))
 
-    def on_train_batch_end(
-        self, run: TrainingRun, model: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def end_batch(self, run: TrainingRun, batch: Any) -> None:
         """Note the row of the step, if one was taken or left out."""
         # Hot path: most batches take a step, of which the host knows.
         step = run._global_step
@@ -273,8 +273,7 @@ class Recorder:
         self._step = step
         if self._may_begin_here:
             self._note_beginning(batch)
-        row = self._row(run)
-        self._leave(row)
+        self._leave(self._row(run))
 
     def on_validation_start(self, run: TrainingRun, model: Any) -> None:
         """Begin the clock of evaluations."""
@@ -293,7 +292,7 @@ class Recorder:
 
     def on_save_checkpoint(self, run: TrainingRun, model: Any, checkpoint: dict[str, Any]) -> None:
         """Write all rows up to the checkpoint: a resume from it does not repeat them."""
-        self.on_train_batch_end(run, model, None, None, -1)
+        self.end_batch(run, None)
         self._read_findings(keep=0)
         self._looks_at_generators = self._may_begin_here = True
         if self._hub is not None:

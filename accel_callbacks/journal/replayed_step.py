@@ -66,11 +66,9 @@ class ReplayRecorder(Recorder):
                             gradient = gradient.to_local()  # type: ignore[attr-defined]
                         self._keep(f"gradients/{number}/{name}", gradient)
 
-    def on_train_batch_end(
-        self, run: TrainingRun, model: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def end_batch(self, run: TrainingRun, batch: Any) -> None:
         """Note the row, and end the process after that of the step."""
-        super().on_train_batch_end(run, model, outputs, batch, batch_idx)
+        super().end_batch(run, batch)
         # Also one that was left out in the run is left out here, and has no later row.
         if run.global_step >= self._request.step:
             self._end(run)

@@ -182,6 +182,8 @@ class Passes:
                         break
                 else:
                     loop.worked = True
+                    if dispatch.end_batch is not None:
+                        dispatch.end_batch(run, batch)
                 # Not through the property: this is the hot path.
                 if run._stop_reason is not None and not loop.window.is_open:
                     loop.stop_pass(loader)
@@ -251,6 +253,8 @@ class Passes:
         loop.worked = True
         if loop.saves.pending:
             self.boundary.poll()
+        if loop.dispatch.end_batch is not None:
+            loop.dispatch.end_batch(run, batch)
         hooks = loop.dispatch.hooks["on_train_batch_end"]
         if hooks:
             outputs = None if loop.last_loss is None else {"loss": loop.last_loss}

@@ -186,7 +186,7 @@ def check(struck: Struck) -> None:
         if rank == case.rank:
             continue
         text = struck.text(rank)
-        told = f"{case}: rank {rank}\n{text}"
+        told = f"{case}: rank {rank}, exit code {struck.processes[rank].returncode}\n{text}"
         assert struck.processes[rank].returncode not in (None, 0), told
         sentence = SENTENCES[case.fault].format(rank=case.rank)
         if case.place == "start":

@@ -8,6 +8,7 @@ exist when the fault strikes.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -209,4 +210,5 @@ def main(place: str, fault: str, victim: str, folder: str, timeout: str, run: st
 
 
 if __name__ == "__main__":
+    faulthandler.enable()  # a crash says where it was
     main(*sys.argv[1:])
