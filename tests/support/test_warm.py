@@ -119,10 +119,24 @@ def test_what_a_fork_cannot_be_is_a_fresh_one() -> None:
     for words in (["-I", "-c", code], ["-X", "utf8", "-c", code]):
         done = warm.run([sys.executable, *words], capture_output=True, text=True)
         assert done.stdout.startswith("False")
-    done = warm.run(
-        [sys.executable, "-c", code], env={"OMP_NUM_THREADS": "2"}, capture_output=True, text=True
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "2,1"}  # of nested regions
+    done = warm.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout.startswith("False")
+
+
+@pytest.mark.parametrize("threads", ["1", "2"])
+def test_it_computes_with_the_threads_of_its_environment(threads: str) -> None:
+    code = "import sys; warm = 'torch' in sys.modules; import torch; x = torch.rand(400, 400)\n"
+    code += "print((x @ x).isfinite().all().item(), torch.get_num_threads(), warm)"
+    environment = {**os.environ, "OMP_NUM_THREADS": threads}
+    done = [
+        kind.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        for kind in (warm, subprocess)
+    ]
+    assert [each.stdout.split() for each in done] == [
+        ["True", threads, "True"],
+        ["True", threads, "False"],
+    ], done
 
 
 def test_it_does_not_outlive_whoever_started_it() -> None:

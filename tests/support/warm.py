@@ -145,8 +145,8 @@ def _same_python(environment: dict[str, str]) -> bool:
         free = ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "PYTHONUNBUFFERED")  # a fork obeys them
         return {k: v for k, v in variables.items() if k.startswith("PYTHON") and k not in free}
 
-    one_thread = environment.get("OMP_NUM_THREADS", "1") == "1"
-    return one_thread and steering(environment) == steering(os.environ)
+    threads = environment.get("OMP_NUM_THREADS", "1")  # which a fork obeys, too
+    return threads.isdecimal() and steering(environment) == steering(os.environ)
 
 
 class Popen(subprocess.Popen):  # type: ignore[type-arg]

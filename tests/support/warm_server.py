@@ -133,7 +133,11 @@ def take_over(request: warm.Request) -> None:
     _open_streams(unbuffered=request.unbuffered or bool(os.environ.get("PYTHONUNBUFFERED")))
     sys.orig_argv[:] = [sys.executable, *request.argv]
     import numpy as np
+    import torch
 
+    threads = int(request.env.get("OMP_NUM_THREADS", "1"))
+    if threads != torch.get_num_threads():  # a launcher of one rank gives it all cores
+        torch.set_num_threads(threads)
     np.random.seed()  # torch begins with the same seed in all processes; a fork seeds random
     if not request.destructors:
         libc = ctypes.CDLL(None)
