@@ -7,12 +7,13 @@ ended with code 0, and starting it anew tells it what is different there.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ __all__ = ["Survivors"]
 
 _PATIENCE = 30.0  # seconds from the request to end to SIGKILL, as in torch's launcher
 _POLLING = 0.005
+_HEAD_START = 2.0  # seconds by which a worker may end before the one that it has lost
 _KILL: signal.Signals = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has no SIGKILL
 
 
@@ -68,7 +70,7 @@ class Survivors:
                 with suppress(OSError):  # another process may get its id
                     (self._notes / SURVIVOR.format(worker.pid)).unlink()
             handler = self._start(**options)
-        self._workers[rank] = _Worker(self, handler, rank)
+        self._workers[rank] = _Worker(self, handler, rank, options["env"])
         return self._workers[rank]
 
     @contextmanager
@@ -102,6 +104,15 @@ class Survivors:
     def waits(self, worker: _Worker) -> bool:
         """Return whether a worker waits for the next attempt."""
         return (self._note_of(worker) or {}).get("waits") is True
+
+    def is_early(self, worker: _Worker) -> bool:
+        """Return whether a worker has ended because of another one here, which is still ending.
+
+        Under load it may be the first. The other one would be stopped then, and its own exit code
+        lost, which is what the launch ends with.
+        """
+        cause = self._workers.get(worker.cause())
+        return cause is not None and cause.handler.proc.poll() is None
 
     def tell_killed(self, worker: _Worker) -> None:
         """Say that a worker has not come to the next attempt."""
@@ -149,22 +160,46 @@ class _Worker:
         survivors: of the launch.
         handler: of torch, for its process.
         rank: local rank.
+        environment: of the process.
 
     Attributes:
         survived: it waits for the next attempt, and has ended for torch.
         asked: it is to end, or to survive.
     """
 
-    def __init__(self, survivors: Survivors, handler: SubprocessHandler, rank: int) -> None:
+    def __init__(
+        self,
+        survivors: Survivors,
+        handler: SubprocessHandler,
+        rank: int,
+        environment: Mapping[str, str],
+    ) -> None:
         self.handler, self.rank = handler, rank
         self.proc = self
         self.pid: int = handler.proc.pid
         self.survived = self.asked = False
-        self._survivors = survivors
+        self._survivors, self._environment = survivors, environment
+        # Until when its own end does not count, as soon as that is known; 0 once it always does.
+        self._early_until: float | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code, 0 if it has survived; None while it runs."""
-        return 0 if self.survived else self.handler.proc.poll()
+        """Return the exit code, 0 if it has survived; None while it runs, or ended too early."""
+        if self.survived:
+            return 0
+        code: int | None = self.handler.proc.poll()
+        if code and self._early_until is None:
+            self._early_until = time.monotonic() + _HEAD_START
+        early = code and time.monotonic() < (self._early_until or 0.0)
+        return None if early and self._survivors.is_early(self) else code
+
+    def cause(self) -> int:
+        """Return the local rank of the loss that this one has ended with; -1 for another end."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            text = Path(self._environment["TORCHELASTIC_ERROR_FILE"]).read_text(encoding="utf-8")
+            record = json.loads(text)["message"]["extraInfo"]
+            first = int(self._environment["RANK"]) - self.rank
+            return int(record["told_by"]) - first if record["follows"] else -1
+        return -1
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the end of the process, or until it waits for the next attempt.
@@ -185,6 +220,9 @@ class _Worker:
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
         """End the process, or ask it to survive; kill one that was asked, and has not come."""
+        self._early_until = 0.0
+        if self.poll() is not None:
+            return
         if death_sig != _KILL and self._survivors.outlives(self):
             self.asked = True
             return
