@@ -141,7 +141,7 @@ def test_all_holds_on_two_processes(warm_accel: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_all_holds_for_stages_of_a_pipeline(warm_accel: Run, shards: int) -> None:
     words = ["--use_parallelism_config", "--parallelism_config_pp_size=2"]
     words += ["--cpu", f"--num_processes={2 * shards}"]

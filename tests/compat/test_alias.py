@@ -145,10 +145,11 @@ def test_a_launch_stands_in_on_all_processes(tmp_path):
     said = run(
         tmp_path,
         """
-        import torch
+        import os, torch
         from accelerate import Accelerator
 
         accelerator = Accelerator(cpu=True)
+        accelerator.print(os.environ["ACCELERATE_MIXED_PRECISION"], accelerator.mixed_precision)
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
         optimizer, schedule = accelerator.prepare(optimizer, schedule)
@@ -158,9 +159,9 @@ def test_a_launch_stands_in_on_all_processes(tmp_path):
         accelerator.print(accelerator.num_processes, schedule.get_last_lr())
         """,
         *("-m", "accel_callbacks.cli", "launch", "--as_accelerate", "--cpu"),
-        *("--num_processes", "2"),
+        *("--num_processes", "2", "--mixed_precision", "bf16"),
     )
-    assert said == "2 [0.25]\n"
+    assert said == "bf16 bf16\n2 [0.25]\n"
 
 
 TRAINER = """

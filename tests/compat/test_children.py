@@ -95,6 +95,7 @@ def test_options_of_a_launch_have_the_names_of_accelerate():
     )
 
 
+@pytest.mark.slow  # test_alias.py has a launch of both processes, with one of the variables
 @pytest.mark.distributed
 def test_a_launch_sets_the_variables_of_accelerate(tmp_path):
     said = run(

@@ -195,6 +195,8 @@ def saved(request: Any, run_on: Run, tmp_path_factory: Any) -> tuple[str, bool, 
     return folder, counted, {one: run_on(one, saving, folder, counted) for one in LAYOUTS}
 
 
+#: Of what is saved by shards and by replicas of shards alike: those of replicas hold both.
+SLOW_FSDP2 = pytest.param("fsdp2", marks=pytest.mark.slow)
 # Layouts of four processes take turns, and the rest is slow.
 LATE = [("fsdp4", "inside"), ("hsdp2x2", "between")]
 
@@ -512,7 +514,7 @@ def loads_counting(layout: str, path: str) -> list:
     return [tensors_of_counting(accel, model, optimizer), {"calls": model.calls}]
 
 
-@pytest.mark.parametrize("before", ["fsdp2", "hsdp2x2"])
+@pytest.mark.parametrize("before", [SLOW_FSDP2, "hsdp2x2"])
 def test_background_saves_hold_the_state_of_their_call(pools, run_on, tmp_path, before):
     """And a model with a state of its own, which tensors cannot be written into directly."""
     path = str(tmp_path / "c")
@@ -561,7 +563,9 @@ def loads_averages(layout: str, path: str) -> dict[str, list]:
     return found
 
 
-@pytest.mark.parametrize("before", ["one", "fsdp4", "hsdp2x2"])
+@pytest.mark.parametrize(
+    "before", [pytest.param("one", marks=pytest.mark.slow), "fsdp4", "hsdp2x2"]
+)
 def test_averages_of_sharded_weights_load_on_every_layout(run_on, tmp_path, before):
     wanted = run_on(before, saves_averages, str(tmp_path / "c"))
     for layout in LAYOUTS:
@@ -629,7 +633,7 @@ def scaled_job(layout: str, path: str, load: bool) -> list:
     return [accel.scaler.get_scale(), tensors_of((accel, model, optimizer))]
 
 
-@pytest.mark.parametrize("before", ["fsdp2", "hsdp2x2"])
+@pytest.mark.parametrize("before", [SLOW_FSDP2, "hsdp2x2"])
 def test_the_loss_scale_of_fp16_is_loaded(run_on, tmp_path, before):
     wanted = run_on(before, scaled_job, str(tmp_path / "c"), False)
     assert wanted[0] < 2.0**16  # halved by the overflow
@@ -670,7 +674,7 @@ def loads_by_accelerates_names(layout: str, folder: str) -> dict[str, list]:
     return tensors_of((accel, model, optimizer))
 
 
-@pytest.mark.parametrize("before", ["fsdp2", "hsdp2x2"])
+@pytest.mark.parametrize("before", [SLOW_FSDP2, "hsdp2x2"])
 def test_models_and_optimizers_by_accelerates_names(run_on, tmp_path, before):
     wanted = run_on(before, saves_by_accelerates_names, str(tmp_path))
     for layout in LAYOUTS:

@@ -78,16 +78,26 @@ def gathered(kind: str, count: int, options: dict, skip: int) -> dict:
     return seen
 
 
-@pytest.mark.parametrize("kind", LOADERS)
+OPTIONS = {
+    "even": {},
+    "uneven": {"even_batches": False},
+    "split": {"split_batches": True},
+}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"even_batches": False}, {"split_batches": True}],
-    ids=["even", "uneven", "split"],
+    ("kind", "options", "skip"),
+    [
+        # Each pair of the three; the rest is slow.
+        pytest.param(kind, options, skip, marks=[pytest.mark.slow] if (i + j + skip) % 2 else [])
+        for i, kind in enumerate(LOADERS)
+        for j, options in enumerate(OPTIONS)
+        for skip in (0, 1)
+    ],
 )
-@pytest.mark.parametrize("skip", [0, 1])
 def test_every_sample_is_gathered_exactly_once(pool, kind, options, skip):
     for count in (2, 5, 7, 12, 13):
-        first, second = pool.run(gathered, kind, count, options, skip)
+        first, second = pool.run(gathered, kind, count, OPTIONS[options], skip)
         assert first == second
         expected = first["tensor"]
         assert expected == list(range(count - len(expected), count))

@@ -162,7 +162,9 @@ def test_what_a_schedule_cannot_train_is_refused(pool):
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("kind", ["llama", pytest.param("t5", marks=pytest.mark.slow), "scaled"])
+@pytest.mark.parametrize(
+    "kind", ["scaled", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "t5"))]
+)
 def test_tied_weights_are_sharded_and_have_windows(pool_of_4, kind):
     """Two stages, each over two ranks that read different data."""
     results = pool_of_4.run(trains, kind, 2, 2, 2)
