@@ -22,6 +22,7 @@ ROWS = (
     ("tuning", "testing", "selftest", "cli"),
     ("compat", "accelerator", "integrations", "journal"),
     ("loop", "tracking", "precision", "callbacks"),
+    ("replicas",),
     ("checkpoint", "strategies", "offload", "launch"),
     ("options", "data", "modeling", "parts"),
     ("plugins", "distributed", "collectives", "texts"),

@@ -139,6 +139,8 @@ class TrainingState:
             state["order"]["generators"] = generators
         if strategy.copies > 1:
             shared["copies"] = strategy.copies  # of each data rank's local state
+        if loop.rounds is not None:
+            shared["rounds"] = loop.rounds.state_dict()
         local: dict[str, Any] = {"rng": rng}
         classes = {kind: self.class_names(kind) for kind in ("optimizers", "schedulers")}
         shared["classes"] = {kind: _numbered(names) for kind, names in classes.items()}

@@ -185,6 +185,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
         self._finder: Any = None  # the callback in whose folder that checkpoint is
         self._differences: list[str] = []
         self._stop_watching: Callable[[], None] = lambda: None
+        self._is_open = False  # its trackers and its journal
 
     def __enter__(self) -> TrainingRun:
         refuse_aborted_group("run")
@@ -204,6 +205,8 @@ class RunContext(AbstractContextManager[TrainingRun]):
             self._end(error)
         finally:
             self._loop.boundary_exit = None
+            if self._loop.rounds is not None:
+                self._loop.rounds.close()
         # A launcher ends the other ranks as soon as one has left with an exit code.
         if self._run.preempted:
             collectives.barrier()
@@ -327,13 +330,27 @@ class RunContext(AbstractContextManager[TrainingRun]):
             self._report(restore_from(self._training, self._path, options, self._reader))
         elif self._resume is not False:
             self._restore_newest()
+        if self._loop.rounds is not None:
+            self._loop.rounds.on_writing = self._begin_to_write
+            self._loop.rounds.join()
         self._loop.leases.describe(run)  # a resumed run has the id of before
         self._reader = None
         run.loaded_step = None  # consumed: a run after this one does not take it over
         with shared_failure("starting the trackers"):
             self._tracking.open(run)
-        if self._recorder is not None:
-            self._recorder.open(run)
+        self._open_journal()
+
+    def _open_journal(self) -> None:
+        """Open the journal, which one launch writes where replicas come and go."""
+        self._is_open = True
+        if self._recorder is not None and self._training.strategy.writes:
+            self._recorder.open(self._run)
+
+    def _begin_to_write(self) -> None:
+        """Log and save from now on, in place of a replica of another launch."""
+        self._tracking.take_over(self._run)
+        if self._is_open:
+            self._open_journal()
 
     def _restore_newest(self) -> None:
         """Restore from the first callback that has a valid checkpoint."""

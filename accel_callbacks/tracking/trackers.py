@@ -230,6 +230,15 @@ class Tracking:
         if hub.trackers:
             self._sigterm = EndOnSigterm().__enter__()
 
+    def take_over(self, run: TrainingRun) -> None:
+        """Log from now on in this process, where another one did so before."""
+        was_open = self.is_open
+        if was_open:
+            self.close("success")
+        self._is_main_process = True
+        if was_open:
+            self.open(run)
+
     def init(
         self,
         run: TrainingRun,
