@@ -22,6 +22,7 @@ __all__ = [
     "note_imports",
     "read_note",
     "remove_note",
+    "survives",
     "take_note",
 ]
 
@@ -65,6 +66,12 @@ def remove_note(name: str) -> None:
     """Remove a note, if there is one."""
     with suppress(OSError):
         Path(os.environ.get(VARIABLE, ""), name).unlink()
+
+
+def survives() -> bool:
+    """Return whether this process outlives the loss of another one of its launch."""
+    folder = Path(os.environ.get(VARIABLE, ""))
+    return read_note(folder, SURVIVOR.format(os.getpid())) is not None
 
 
 def note_imports() -> None:

@@ -2,18 +2,24 @@
 
     python scripts/loss_proof.py                        10 losses of each layout
     python scripts/loss_proof.py DDP --losses 100       only layouts with that word in their name
+    python scripts/loss_proof.py --ranks others --at_once 2 --seed 1    two, but never rank 0
+    python scripts/loss_proof.py --survive              ranks that are left keep their process
     python scripts/loss_proof.py --memory_every 0       resume from checkpoints alone
 
-Each loss is a SIGKILL to a random rank, some milliseconds after a random step, so that it also
-comes in the middle of a snapshot. A restart resumes from the state in host memory.
+Each loss is a SIGKILL to random ranks, some milliseconds after a random step, so that it also
+comes in the middle of a snapshot. A restart resumes from the state in host memory, with --survive
+under DDP from the state of a rank that is left, where that is whole. As many processes are there
+after each loss as before: on one machine the launcher starts no fewer.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -21,21 +27,34 @@ import sys
 import tempfile
 import threading
 import time
-from itertools import pairwise
+from collections import Counter
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-LAYOUTS = {"DDP": 2, "FSDP2": 2, "HSDP, 2 x 2": 4}
+LAYOUTS = {"DDP": 2, "DDP of 4": 4, "FSDP2": 2, "FSDP2 of 4": 4, "HSDP, 2 x 2": 4}
+_EPOCH = 21  # steps
 _LONGEST_DELAY = 0.02  # seconds from the end of a step to the SIGKILL
 
 
 class Loss(NamedTuple):
-    """A rank that is killed, the first step after which, and how many seconds later."""
+    """Ranks that are killed, the first step after which, and how many seconds later.
 
-    rank: int
+    Those with negative seconds are killed as the next step begins.
+    """
+
+    ranks: tuple[int, ...]
     step: int
     delay: float
+
+    def __str__(self) -> str:
+        return f"{'+'.join(map(str, self.ranks))}@{self.step}@{self.delay}"
+
+    @classmethod
+    def parse(cls, text: str) -> Loss:
+        ranks, step, delay = text.split("@")
+        return cls(tuple(map(int, ranks.split("+"))), int(step), float(delay))
 
 
 class Line(NamedTuple):
@@ -54,13 +73,17 @@ class Result(NamedTuple):
         repeated: steps that were done again, for each loss.
         seconds: from the last step before to the first one after it.
         from_memory: how many restarts resumed from memory.
+        living: how many of these from the state of a rank that was left.
         differences: steps, and files of weights, that are not those of the run without a loss.
+        samples: how many were trained on more often in an epoch, or less, than without a loss.
     """
 
     repeated: list[int]
     seconds: list[float]
     from_memory: int
+    living: int
     differences: list[str]
+    samples: int
 
 
 # --- the run ------------------------------------------------------------------------------------
@@ -80,7 +103,8 @@ def job(args: argparse.Namespace) -> None:
     )
     from accel_callbacks.callbacks import Checkpoint
 
-    shards = FullyShardedDataParallelPlugin(fsdp_version=2) if args.job != "DDP" else None
+    sharded = not args.job.startswith("DDP")
+    shards = FullyShardedDataParallelPlugin(fsdp_version=2) if sharded else None
     axes = {"dp_replicate_size": 2, "dp_shard_size": 2}
     saver = Checkpoint(
         every_n_steps=args.save_every, memory_every_n_steps=args.memory_every or None, keep_last=2
@@ -99,25 +123,28 @@ def job(args: argparse.Namespace) -> None:
     loader = DataLoader(samples, 16 // accel.num_processes, shuffle=True)
     model, optimizer, loader = accel.prepare(network, optimizer, loader)
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    losses = [Loss(*map(float, text.split("@"))) for text in args.plan.split()]
-    loss_now = losses[attempt] if attempt < len(losses) else None
+    losses = list(map(Loss.parse, args.plan.split()))
+    loss_now, dies_next = losses[attempt] if attempt < len(losses) else None, False
     with accel.run("loss") as run, open(args.folder / "steps", "ab", buffering=0) as steps:
         for _ in run.epochs(args.epochs):
             for inputs, targets, numbers in loader:
+                if dies_next:
+                    os.kill(os.getpid(), signal.SIGKILL)
                 loss = loss_of(model, inputs, targets)
                 accel.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
+                # Before the step: a loss that is noticed after it has no whole state to go back to.
                 batch = accel.gather(numbers).tolist()
                 mean = accel.reduce(loss.detach(), "mean").item().hex()
+                optimizer.step()
+                optimizer.zero_grad()
                 if accel.is_main_process:
                     line = f"{attempt} {run.global_step} {time.time()} {mean}:{batch}"
                     steps.write(line.replace(", ", ",").encode() + b"\n")
                 if loss_now and run.global_step >= loss_now.step:
-                    if accel.process_index == loss_now.rank:
-                        kill = (os.getpid(), signal.SIGKILL)
-                        threading.Timer(loss_now.delay, os.kill, kill).start()
-                    loss_now = None
+                    dies, delay = accel.process_index in loss_now.ranks, loss_now.delay
+                    loss_now, dies_next = None, dies and delay < 0
+                    if dies and delay >= 0:
+                        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
     accel.save_model(model, args.folder / "model")
     accel.end_training()
 
@@ -135,7 +162,7 @@ def run(layout: str, folder: Path, plan: list[Loss], args: argparse.Namespace) -
     options = [f"--folder={folder}", f"--memory_every={args.memory_every}"]
     options += [f"--save_every={args.save_every}", f"--epochs={args.epochs}"]
     options += ["--survive"] if args.survive else []
-    options += [f"--plan={' '.join('@'.join(map(str, loss)) for loss in plan)}"]
+    options += [f"--plan={' '.join(map(str, plan))}"]
     launch = ["-m", "accel_callbacks.cli", "launch", "--cpu", f"--max_restarts={len(plan) + 1}"]
     launch += [f"--num_processes={LAYOUTS[layout]}", __file__, f"--job={layout}"]
     done = subprocess.run(
@@ -165,8 +192,8 @@ def prove(layout: str, folder: Path, plan: list[Loss], args: argparse.Namespace)
     """Run a layout without a loss and with those of a plan, and compare the two."""
     run(layout, folder / "whole", [], args)
     printed = run(layout, folder / "lost", plan, args)
-    whole = {line.step: line.content for line in lines_of(folder / "whole")}
-    lost = lines_of(folder / "lost")
+    undisturbed, lost = lines_of(folder / "whole"), lines_of(folder / "lost")
+    whole = {line.step: line.content for line in undisturbed}
     repeated, seconds = [], []
     for before, after in pairwise(lost):
         if after.attempt != before.attempt:
@@ -177,7 +204,27 @@ def prove(layout: str, folder: Path, plan: list[Loss], args: argparse.Namespace)
         differences.append("the steps that were done")
     if weights_of(folder / "lost") != weights_of(folder / "whole"):
         differences.append("weights")
-    return Result(repeated, seconds, printed.count("resumed from memory"), differences)
+    resumed = re.findall(r"resumed from memory, \S*snapshot-\d+(-\w+)?", printed)
+    pairs = zip(counts_of(undisturbed), counts_of(lost), strict=True)
+    samples = sum(((before - now) + (now - before)).total() for before, now in pairs)
+    living = sum(map(bool, resumed))
+    return Result(repeated, seconds, len(resumed), living, differences, samples)
+
+
+def counts_of(lines: list[Line]) -> list[Counter[int]]:
+    """Return how often each epoch has trained on each sample; of a step done again, the last."""
+    batches = {line.step: json.loads(line.content.partition(":")[2]) for line in lines}
+    steps = sorted(batches)
+    epochs = [steps[first : first + _EPOCH] for first in range(0, len(steps), _EPOCH)]
+    return [Counter(chain(*(batches[step] for step in epoch))) for epoch in epochs]
+
+
+def ranks_of(layout: str, args: argparse.Namespace, chance: random.Random) -> tuple[int, ...]:
+    """Return the ranks that are lost at once."""
+    others = range(int(args.ranks != "any"), LAYOUTS[layout])
+    chosen = [0] if args.ranks == "0" else []
+    more = min(args.at_once - len(chosen), len(others))
+    return tuple(sorted([*chosen, *chance.sample(others, more)]))
 
 
 def spread(values: list[Any], form: str) -> str:
@@ -192,6 +239,8 @@ def main() -> int:
     parser.add_argument("word", nargs="?", default="", help="in the names of the layouts")
     parser.add_argument("--losses", type=int, default=10, help="of each layout")
     parser.add_argument("--seed", type=int, default=0, help="of the random losses")
+    parser.add_argument("--ranks", choices=("any", "0", "others"), default="any", help="lost ones")
+    parser.add_argument("--at_once", type=int, default=1, help="ranks that are lost together")
     parser.add_argument("--memory_every", type=int, default=2, help="steps; 0 for none in memory")
     parser.add_argument("--save_every", type=int, default=25, help="steps between checkpoints")
     parser.add_argument("--epochs", type=int, help="of 21 steps; enough for the losses by default")
@@ -211,21 +260,24 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     args.epochs = args.epochs or 2 + args.losses // 2
     chance, failed = random.Random(args.seed), 0
-    print("| layout | processes | losses | from memory | steps repeated | seconds | bits |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    heads = ["layout", "processes", "losses", "of ranks", "from memory", "of a living rank"]
+    heads += ["steps repeated", "seconds", "bits", "samples lost or repeated"]
+    print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
     for layout in chosen:
-        steps = sorted(chance.sample(range(3, 21 * args.epochs - 5), args.losses))
+        steps = sorted(chance.sample(range(3, _EPOCH * args.epochs - 5), args.losses))
         plan = [
-            Loss(chance.randrange(LAYOUTS[layout]), step, chance.uniform(0, _LONGEST_DELAY))
+            Loss(ranks_of(layout, args, chance), step, chance.uniform(0, _LONGEST_DELAY))
             for step in steps
         ]
         with tempfile.TemporaryDirectory() as folder:
             result = prove(layout, Path(folder), plan, args)
         bits = ", ".join(result.differences) or "equal"
-        cells = [layout, LAYOUTS[layout], len(result.repeated), result.from_memory]
-        cells += [spread(result.repeated, ".0f"), spread(result.seconds, ".2f"), bits]
+        lost = f"{args.ranks}, {args.at_once} at once" if args.at_once > 1 else args.ranks
+        cells = [layout, LAYOUTS[layout], len(result.repeated), lost, result.from_memory]
+        cells += [result.living, spread(result.repeated, ".0f"), spread(result.seconds, ".2f")]
+        cells += [bits, result.samples]
         print(f"| {' | '.join(map(str, cells))} |", flush=True)
-        failed += bool(result.differences)
+        failed += bool(result.differences or result.samples)
     print("steps and seconds: median (maximum); from the last step before a loss to the next one")
     return int(failed > 0)
 

@@ -90,7 +90,8 @@ class Checkpoint(ResumableState):
         memory_every_n_steps: also keep the newest state in host memory so often, under ``accel
             launch --max_restarts`` on Linux: a restart of that launch resumes from it if it is
             newer than the newest checkpoint. Each machine also holds the part of another one,
-            which may be lost. None is kept by default.
+            which may be lost. With :func:`survive` and DDP on CPUs, a process that is left also
+            gives its own state, mostly that of the last step. None is kept by default.
         trainable_only: leave frozen parameters out, off by default: a resume takes those of the
             model that the script builds, and warns if they are others. Buffers, and parameters
             that were trained before they were frozen, are saved. Of a PEFT model with one adapter
@@ -261,6 +262,8 @@ class Checkpoint(ResumableState):
                 max_shard_size=self.max_shard_size,
                 trainable_only=self.trainable_only,
             )
+        if self._memory is not None and self._memory.survivor is not None:
+            self._memory.survivor.keep(run, trainable_only=self.trainable_only)
 
     def on_train_epoch_end(self, run: TrainingRun, model: Any) -> None:
         """Save if an epoch interval ends here, or the metric improved."""
@@ -321,7 +324,12 @@ class Checkpoint(ResumableState):
             warn(f"{text} Without it there is no best checkpoint: log it, or change monitor=.")
 
     def on_exception(self, run: TrainingRun, model: Any, exception: BaseException) -> None:
-        """Save the state of a run of one process, with ``on_exception=True``."""
+        """Save the state of a run of one process, with ``on_exception=True``.
+
+        After the loss of another rank, leave the state of this one for the restart, if it is whole.
+        """
+        if self._memory is not None and self._memory.survivor is not None:
+            self._memory.survivor.leave(run, exception)
         if self.saves_on_exception:
             options = (self.max_shard_size, self.storage_options)
             save_on_exception(

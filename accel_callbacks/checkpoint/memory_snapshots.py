@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import os
 import platform
 import shutil
 import time
+import uuid
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.checkpoint.async_save import SaveCallbacks, SaveGroup
 from accel_callbacks.checkpoint.open import LoadFailed, open_newest, open_one
 from accel_callbacks.checkpoint.peer_copies import Holding, copy_files, holding_of
+from accel_callbacks.checkpoint.survivor_state import SurvivorState
 from accel_callbacks.launch_memory import VARIABLE, refusal_of_memory
+from accel_callbacks.launch_notes import survives
 from accel_callbacks.local_files import base_name, local_path
 from accel_callbacks.logging import notice
 from accel_callbacks.terminal_text import size_of
@@ -47,17 +51,37 @@ def snapshots_beside(checkpoints: str) -> MemorySnapshots | None:
         checkpoints: path or URL of the folder.
     """
     launch = os.environ.get(VARIABLE, "")
-    places = collectives.all_objects((refusal_of_memory(), platform.node(), launch))
-    for reason, _, _ in places:
-        if reason:
-            notice(f"{_OPTION} keeps nothing in memory: {reason}")
+    own = (refusal_of_memory(), (platform.node(), launch), survives(), uuid.uuid4().hex[:12])
+    places = list(itertools.starmap(_Place, collectives.all_objects(own)))
+    for place in places:
+        if place.refusal:
+            notice(f"{_OPTION} keeps nothing in memory: {place.refusal}")
             return None
     lowest: dict[tuple[str, str], int] = {}
-    machines = [lowest.setdefault(place[1:], rank) for rank, place in enumerate(places)]
+    machines = [lowest.setdefault(place.machine, rank) for rank, place in enumerate(places)]
     path = local_path(checkpoints)
     whole = checkpoints if path is None else os.path.abspath(path)
     name = hashlib.sha256(whole.encode()).hexdigest()[:16]
-    return MemorySnapshots(os.path.join(launch, "memory", name), machines)
+    snapshots = MemorySnapshots(os.path.join(launch, "memory", name), machines)
+    if len(places) > 1 and len(lowest) == 1 and all(place.survives for place in places):
+        snapshots.keep_for_survivors(os.path.join(launch, "boundaries", name), places[0].attempt)
+    return snapshots
+
+
+class _Place(NamedTuple):
+    """What a rank tells the others of itself.
+
+    Attributes:
+        refusal: why it keeps nothing in memory; empty if it does.
+        machine: its name, and the folder of the launch.
+        survives: it outlives the loss of other ranks.
+        attempt: a name of this attempt; that of rank 0 counts.
+    """
+
+    refusal: str
+    machine: tuple[str, str]
+    survives: bool
+    attempt: str
 
 
 def is_snapshot(path: str) -> bool:
@@ -83,10 +107,15 @@ class MemorySnapshots:
     Args:
         root: the folder on this machine; it need not exist yet.
         machines: for each rank the lowest rank of its machine, which copies for it.
+
+    Attributes:
+        survivor: keeps the state of the boundary between snapshots, None where no rank survives.
     """
 
     def __init__(self, root: str, machines: Sequence[int]) -> None:
         require_neighbor("checkpoint_io")
+        self.survivor: SurvivorState | None = None
+        self._attempt = "none"
         self._root = root
         self._machines = machines
         self._leaders = sorted(set(machines))
@@ -94,6 +123,16 @@ class MemorySnapshots:
         self._has_room: bool | None = None  # None before the first snapshot
         self._saving = False  # the save in progress is a snapshot
         self._reported = False
+
+    def keep_for_survivors(self, records: str, attempt: str) -> None:
+        """Keep the state of each boundary too, for a rank that outlives the loss of another one.
+
+        Args:
+            records: folder in host memory for what each rank writes.
+            attempt: a name that the ranks of this attempt have agreed on.
+        """
+        self._attempt = attempt
+        self.survivor = SurvivorState(self._survivor_path, records, attempt)
 
     def save(self, run: TrainingRun, **options: Any) -> None:
         """Collective: take a snapshot in the background, unless a checkpoint is being written.
@@ -217,10 +256,15 @@ class MemorySnapshots:
 
     def remove(self, but: str | None = None) -> None:
         """Remove what is in the memory of this machine, except the snapshot of a path or name."""
-        kept = None if but is None else base_name(but)
+        # A save that ends after its run must not remove what a living rank has left since.
+        kept = (f"-{self._attempt}", *([] if but is None else [base_name(but)]))
         for name in self._names() if self._leads else ():
-            if name != kept:
+            if not name.endswith(kept):
                 shutil.rmtree(os.path.join(self._root, name), ignore_errors=True)
+
+    def _survivor_path(self, step: int) -> str:
+        """Return where the state of a living rank is saved; by name it is newer than a snapshot."""
+        return os.path.join(self._root, f"{_PREFIX}{step:08d}-{self._attempt}")
 
     def _names(self) -> list[str]:
         return os.listdir(self._root) if os.path.isdir(self._root) else []

@@ -114,45 +114,14 @@ class TrainingState:
 
     def capture(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what all ranks share and what belongs to this rank, as trees of plain values."""
-        loop, strategy = self.loop, self.strategy
+        loop = self.loop
         if loop.boundary_exit is not None and loop.boundary_exit.left:
             savers = {entry.key: entry.state() for entry in loop.dispatch.entries if entry.saves}
             return loop.boundary_exit.state(savers)
-        names = parameter_names(self.bare_models)
-        # First: a stream that is asked for its position may draw its next samples.
-        random = loop.random_at_stop if loop.run.epoch_open else None
-        rng, loader_generators = random or self.random_state()
-        shared: dict[str, Any] = {
-            "models": _numbered([strategy.local_state_dict(model) for model in self.models]),
-            "optimizers": _numbered(
-                [strategy.optimizer_state_dict(o.optimizer, names) for o in self.optimizers]
-            ),
-            "schedulers": _numbered([scheduler.state_dict() for scheduler in self.schedulers]),
-            "loaders": _numbered([self._position(loader) for loader in self.loaders]),
-            "precision": self.precision.state_dict(),
-            "run": self._run_position(),
-            "callbacks": strategy.stored(loop.dispatch.state_dict(), self.models),
-            "trackers": self.tracking.state_dict(),
-            "registered": self.registered.state_dict(),
-        }
-        for state, generators in zip(shared["loaders"].values(), loader_generators, strict=False):
-            state["order"]["generators"] = generators
-        if strategy.copies > 1:
-            shared["copies"] = strategy.copies  # of each data rank's local state
-        if loop.rounds is not None:
-            shared["rounds"] = loop.rounds.state_dict()
-        local: dict[str, Any] = {"rng": rng}
-        classes = {kind: self.class_names(kind) for kind in ("optimizers", "schedulers")}
-        shared["classes"] = {kind: _numbered(names) for kind, names in classes.items()}
-        model_files = enumerate(map(pretrained_files, self.bare_models))
-        if configured := {str(index): files for index, files in model_files if files}:
-            shared["model_files"] = configured
-        if options := loop.dispatch.options():
-            shared["callback_options"] = options
-        if streams := split_local_states(shared["loaders"]):
-            local["streams"] = streams
+        position, local = self.capture_position()
+        shared = {**self.capture_tensors(), **position}
         if loop.window.is_open:
-            if strategy.keeps_gradients_apart:
+            if self.strategy.keeps_gradients_apart:
                 raise RuntimeError(
                     "save_state inside of a gradient window: the engine keeps its gradients, and "
                     "they would be lost. Save after optimizer.step() has ended the window."
@@ -161,6 +130,58 @@ class TrainingState:
             if gradients:
                 shared["window"] = {"gradients": gradients}
         return shared, local
+
+    def capture_tensors(self) -> dict[str, Any]:
+        """Return the sections of models and optimizers, whose tensors are not copied."""
+        strategy, names = self.strategy, parameter_names(self.bare_models)
+        sections: dict[str, Any] = {
+            "models": _numbered([strategy.local_state_dict(model) for model in self.models]),
+            "optimizers": _numbered(
+                [strategy.optimizer_state_dict(o.optimizer, names) for o in self.optimizers]
+            ),
+        }
+        model_files = enumerate(map(pretrained_files, self.bare_models))
+        if configured := {str(index): files for index, files in model_files if files}:
+            sections["model_files"] = configured
+        return sections
+
+    def capture_position(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the other sections that all ranks share, and what belongs to this rank."""
+        loop = self.loop
+        # First: a stream that is asked for its position may draw its next samples.
+        rng, loader_generators = self._random_to_save()
+        shared: dict[str, Any] = {
+            "schedulers": _numbered([scheduler.state_dict() for scheduler in self.schedulers]),
+            "loaders": _numbered([self._position(loader) for loader in self.loaders]),
+            "precision": self.precision.state_dict(),
+            "run": self._run_position(),
+            "callbacks": self.strategy.stored(loop.dispatch.state_dict(), self.models),
+            "trackers": self.tracking.state_dict(),
+            "registered": self.registered.state_dict(),
+        }
+        for state, generators in zip(shared["loaders"].values(), loader_generators, strict=False):
+            state["order"]["generators"] = generators
+        if self.strategy.copies > 1:
+            shared["copies"] = self.strategy.copies  # of each data rank's local state
+        if loop.rounds is not None:
+            shared["rounds"] = loop.rounds.state_dict()
+        local: dict[str, Any] = {"rng": rng}
+        classes = {kind: self.class_names(kind) for kind in ("optimizers", "schedulers")}
+        shared["classes"] = {kind: _numbered(names) for kind, names in classes.items()}
+        if options := loop.dispatch.options():
+            shared["callback_options"] = options
+        if streams := split_local_states(shared["loaders"]):
+            local["streams"] = streams
+        return shared, local
+
+    def _random_to_save(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Return :meth:`random_state`, or what it was where a stop cut the open epoch short."""
+        at_stop = self.loop.random_at_stop if self.loop.run.epoch_open else None
+        return at_stop or self.random_state()
+
+    def capture_random(self) -> dict[str, Any]:
+        """Return what belongs to this rank, in a run without streams."""
+        return {"rng": self._random_to_save()[0]}
 
     def nbytes(self) -> int:
         """Return about how many bytes of weights and optimizers' states this rank writes.

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -27,8 +26,8 @@ from accel_callbacks.launch_notes import (
     SURVIVOR,
     VARIABLE,
     leave_note,
-    read_note,
     remove_note,
+    survives,
     take_note,
 )
 from accel_callbacks.logging import notice
@@ -86,10 +85,10 @@ def survive(train: Callable[P, T]) -> Callable[P, T]:
                     return train(*args, **keywords)
                 except Exception as error:
                     cause = explain(error, _OPERATION)
-                    survives = isinstance(cause, RemoteError) and _may_survive(cause)
-                    if not survives and cause is error:
+                    goes_on = isinstance(cause, RemoteError) and _may_survive(cause)
+                    if not goes_on and cause is error:
                         raise
-                    if not survives:
+                    if not goes_on:
                         raise cause from error
                     without_frames(error)
                     loss = without_frames(cause)
@@ -137,7 +136,7 @@ def _reason_to_end() -> str:
         return "give `accel launch` a number of restarts, --max_restarts N"
     if os.environ.get("GROUP_WORLD_SIZE") != "1":
         return "on several machines all processes are started anew, as a launcher sees only its own"
-    if read_note(Path(os.environ[VARIABLE]), SURVIVOR.format(os.getpid())) is None:
+    if not survives():
         return "the processes had not joined a group"
     return ""
 

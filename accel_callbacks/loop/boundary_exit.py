@@ -7,7 +7,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.utils import _pytree
 
 from accel_callbacks import collectives
+from accel_callbacks.checkpoint.kept_tensors import KeptTensors, own_weights
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
@@ -27,7 +28,6 @@ _LOOK_EVERY = 0.2  # seconds between two looks at the store in an evaluation
 _PATIENCE = (0.25, 1.0, 4.0)  # seconds that a rank waits for the others before a batch, by round
 _LONGEST = 30.0  # seconds, for batches that take long
 _POLL_EVERY = 0.01
-_SAMPLED = 16  # values of each weight that are compared
 # Code that is not to be unwound midway: hooks, saves, trackers, and the ends of contexts.
 _ROOT = Path(__file__).parents[2]
 _WHOLE = tuple(
@@ -88,8 +88,7 @@ class BoundaryExit:
         self._run, self._waits_between_steps, self._capture = run, waits_between_steps, capture
         self._kept: _State | None = None
         self._step = 0
-        self._versions: list[tuple[torch.Tensor, int]] = []
-        self._samples: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._tensors = KeptTensors()
         self.left = False
         # Of this run only: another one may use the same store later.
         self._key = f"leave/{collectives.broadcast_object(uuid.uuid4().hex)}"
@@ -108,9 +107,7 @@ class BoundaryExit:
             state = self._capture()
             if state is None:
                 return
-            self._versions = [(tensor, tensor._version) for tensor in _tensors(state)]
-            # Averages that are copied in through `parameter.data` change no version.
-            self._samples = [(w, _sample(w).clone()) for w in _tensors(state[0]["models"])]
+            self._tensors.keep(_tensors(state), _tensors(state[0]["models"]))
             self._step = self._run.global_step
             # The containers are copied, as a callback may return the very dict that it changes.
             self._kept = _pytree.tree_map(lambda leaf: leaf, state)
@@ -193,13 +190,8 @@ class BoundaryExit:
         run = self._run
         if run.settle_steps is not None or run._global_step != self._step:
             return False
-        if any(tensor._version != version for tensor, version in self._versions):
-            return False
-        with ExitStack() as own_weights:
-            for callback in run.callbacks:
-                if hasattr(callback, "set_aside"):  # it saves the weights that it has displaced
-                    own_weights.enter_context(callback.set_aside())
-            return all(torch.equal(_sample(weight), sample) for weight, sample in self._samples)
+        with own_weights(run.callbacks):
+            return self._tensors.unchanged()
 
     def _is_asked(self, reason: str | None) -> bool:
         """Return whether a rank has asked to leave; look into the store now and then."""
@@ -250,10 +242,3 @@ class BoundaryExit:
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _sample(weight: Any) -> torch.Tensor:
-    """Return a few values of a weight, of a sharded one of the part here."""
-    local: torch.Tensor = weight.to_local() if collectives.is_sharded(weight) else weight
-    values = local.detach().reshape(-1)
-    return values[:: max(1, values.numel() // _SAMPLED)]

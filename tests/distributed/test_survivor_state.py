@@ -1,0 +1,109 @@
+"""SurvivorState: one rank writes the state of all, or nothing where it is not certain."""
+
+from __future__ import annotations
+
+import shutil
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel_callbacks import Accelerator, set_seed
+from accel_callbacks.callbacks import EMA
+from accel_callbacks.checkpoint.survivor_state import SurvivorState
+from accel_callbacks.distributed.rng import capture_rng
+from accel_callbacks.errors import LostRankError
+from checkpoint_io import load, open_checkpoint
+
+pytestmark = pytest.mark.distributed
+LOST = LostRankError("rank 0 was killed", rank=0, where="backward")
+
+
+def train(folder: str, case: str = "") -> dict[str, Any]:
+    """Take three steps, keep the boundary, do what the case says, lose the other rank."""
+    averages = [EMA(0.9)] if case == "averages" else []
+    accel = Accelerator(cpu=True, timeout=timedelta(seconds=60), callbacks=averages)
+    rank = accel.process_index
+    survivor = SurvivorState(lambda step: f"{folder}/snapshot-{step}", f"{folder}/records", "a")
+    set_seed(0, device_specific=True)
+    width = 2000 if case == "large" else 4
+    model = torch.nn.Sequential(
+        torch.nn.BatchNorm1d(4), torch.nn.Dropout(), torch.nn.Linear(4, width)
+    )
+    if case == "large":
+        model.register_buffer("table", torch.zeros(2 << 20))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model, optimizer = accel.prepare(model, optimizer)
+    scheduler = accel.prepare(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+    with accel.run("demo", resume=False) as run:
+        for _ in range(3):
+            accel.backward(model(torch.randn(8, 4)).square().mean())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if not (case == "behind" and rank == 0):
+            survivor.keep(run, trainable_only=False)
+        held = {
+            "weights": accel.unwrap_model(model)[2].weight.tolist(),
+            "mean": accel.unwrap_model(model)[0].running_mean.tolist(),
+            "rng": capture_rng(torch.device("cpu"))["torch"],
+            "rate": optimizer.param_groups[0]["lr"],
+        }
+        accel.wait_for_everyone()
+        loss = model(torch.randn(8, 4)).square().mean()  # writes buffers, and draws
+        scheduler.step()
+        if case == "stepped":
+            accel.backward(loss)
+            optimizer.step()
+        if case == "written":
+            next(model.parameters()).data.mul_(2)
+        if rank == 1:
+            error = ValueError("of this rank") if case == "own error" else LOST
+            survivor.leave(run, error)
+        accel.wait_for_everyone()
+    accel.end_training()
+    return held
+
+
+def test_the_state_is_that_of_the_boundary_on_all_ranks(pool: Any, tmp_path: Path) -> None:
+    held = pool.run(train, str(tmp_path))
+    (path,) = tmp_path.glob("snapshot-*")
+    loaded = [load(str(path), rank=rank) for rank in range(2)]
+    state = loaded[0].state
+    assert path.name == "snapshot-3"
+    assert open_checkpoint(str(path), rank=0).manifest.world_size == 2
+    assert state["run"]["global_step"] == 3
+    assert state["models"]["0"]["2.weight"].tolist() == held[0]["weights"]
+    assert state["models"]["0"]["0.running_mean"].tolist() == held[0]["mean"] != held[1]["mean"]
+    assert state["optimizers"]["0"]["state"]["0.2.weight"]["step"] == 3
+    assert state["optimizers"]["0"]["param_groups"][0]["lr"] == held[0]["rate"]
+    assert [own.local_state["rng"]["torch"] for own in loaded] == [own["rng"] for own in held]
+
+
+def test_averages_that_callbacks_hold_are_those_of_rank_0(pool: Any, tmp_path: Path) -> None:
+    pool.run(train, str(tmp_path), "averages")
+    (path,) = tmp_path.glob("snapshot-*")
+    state = load(str(path), rank=0).state
+    assert set(state["callbacks"]["EMA"]["average"]) >= {"0.2.weight", "0.2.bias"}
+
+
+@pytest.mark.parametrize("case", ["stepped", "written", "behind", "own error", "large"])
+def test_a_state_that_is_not_certain_is_not_written(pool: Any, tmp_path: Path, case: str) -> None:
+    pool.run(train, str(tmp_path), case)
+    assert list(tmp_path.glob("snapshot-*")) == []
+
+
+def test_without_room_nothing_is_left(pool: Any, tmp_path: Path) -> None:
+    pool.run(_train_without_room, str(tmp_path))
+    assert list(tmp_path.glob("snapshot-*")) == []
+
+
+def _train_without_room(folder: str) -> None:
+    usage = shutil.disk_usage
+    shutil.disk_usage = lambda path: usage(path)._replace(free=10)  # type: ignore[assignment]
+    try:
+        train(folder)
+    finally:
+        shutil.disk_usage = usage
