@@ -37,6 +37,7 @@ LIBRARIES = (
     "torch.distributed.run",
     "torch.distributed.tensor",
     "torch.nn.parallel.distributed",
+    "transformers.modeling_utils",
     "tqdm",
     "xxhash",
     "yaml",
