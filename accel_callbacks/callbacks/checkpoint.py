@@ -177,6 +177,7 @@ class Checkpoint(ResumableState):
         self._folder: CheckpointFolder | None = None
         self._memory: MemorySnapshots | None = None
         self._memory_of: TrainingRun | None = None  # the run for which that was decided
+        self.preempted_in_memory = False  # and not in the store yet
         self.reset_state()
 
     def reset_state(self) -> None:
@@ -256,12 +257,7 @@ class Checkpoint(ResumableState):
         if self.schedule.step_is_due(step, self._record.saved_step, before):
             self._save(run)
         elif self._memory is not None and self._memory_schedule.step_is_due(step, None, before):
-            self._memory.save(
-                run,
-                async_save=self.async_save,
-                max_shard_size=self.max_shard_size,
-                trainable_only=self.trainable_only,
-            )
+            self._save_in_memory(run)
         if self._memory is not None and self._memory.survivor is not None:
             self._memory.survivor.keep(run, trainable_only=self.trainable_only)
 
@@ -292,10 +288,18 @@ class Checkpoint(ResumableState):
             self._save(run)
 
     def on_preempt(self, run: TrainingRun, model: Any, reason: str) -> None:
-        """Save this position, and return once it is durable."""
+        """Save this position, and return once it is durable.
+
+        First in memory, if it is kept there: the seconds that are left may be too few for a store.
+        """
         _wait_for_pending_save(run)
         if self._record.saved_at != _position(run):
+            if self._memory is not None and self._save_in_memory(run, last=True):
+                url = self._open(run).path(run.global_step)
+                notice(f"the state is in memory for a restart of this launch; now to {url}")
+                self.preempted_in_memory = True
             self._save(run, last=True)
+            self.preempted_in_memory = False
 
     def on_train_end(self, run: TrainingRun, model: Any) -> None:
         """Save the finished run, unless it is saved already, and wait until that is durable."""
@@ -375,6 +379,16 @@ class Checkpoint(ResumableState):
         except BaseException as error:
             if not self._on_failed(before, error):
                 raise
+
+    def _save_in_memory(self, run: TrainingRun, *, last: bool = False) -> bool:
+        """Take a snapshot; return whether one was taken, and with ``last`` is complete."""
+        assert self._memory is not None
+        return self._memory.save(
+            run,
+            async_save=self.async_save and not last,
+            max_shard_size=self.max_shard_size,
+            trainable_only=self.trainable_only,
+        )
 
     def _on_saved(self, path: str) -> None:
         """Publish the paths once the checkpoint is durable."""

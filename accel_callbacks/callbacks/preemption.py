@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Preemption", "SignalCatcher", "parse_signals", "requeue_slurm"]
 
 _SCONTROL_TIMEOUT = 60.0  # seconds; the job may be killed at any moment
+_NEWEST = "the newest checkpoint"
 _LAST_SECONDS = 2.0  # of those that a notice leaves, to end in
 _FEW_SECONDS = 10.0  # of a notice, which a clock that differs may make of many
 _HANDLER_TIMEOUT = 2.0  # seconds in which the main thread must run a signal's handler
@@ -118,7 +119,11 @@ class Preemption(Callback):
         clouds = (notices,) if isinstance(notices, str) else notices
         self._notices = CloudNotices(clouds, metadata_address) if clouds else None
         self._catcher = SignalCatcher(
-            parse_signals(listed), patience, interrupt=self._interrupt, holds=self._saves
+            parse_signals(listed),
+            patience,
+            interrupt=self._interrupt,
+            holds=self._saves,
+            resumes_from=self._newest_state,
         )
 
     @property
@@ -186,6 +191,16 @@ class Preemption(Callback):
         """Return whether the preemption is being carried out."""
         return self._run is not None and self._run.preempted
 
+    def _newest_state(self) -> str:
+        """Return what a restart resumes from, if this process ends now."""
+        savers = [] if self._run is None else self._run.checkpoint_callbacks
+        if any(getattr(saver, "preempted_in_memory", False) for saver in savers):
+            return (
+                "the state in memory, if it is of this launch, else the newest checkpoint: the "
+                "time was too short for the store"
+            )
+        return _NEWEST
+
     def _requeue(self, run: TrainingRun) -> None:
         try:
             if callable(self.requeue):
@@ -214,6 +229,7 @@ class SignalCatcher:
         patience: seconds after the first signal, after which the signal ends the process.
         interrupt: called with the interrupted frame at the end of the handler of the first signal.
         holds: returns whether a repeated signal is to be ignored now, as in a save.
+        resumes_from: returns what a restart resumes from, for the message at the deadline.
 
     Attributes:
         caught: the first signal that was received, or ``None``.
@@ -231,10 +247,11 @@ class SignalCatcher:
         *,
         interrupt: Callable[[FrameType | None], None] = lambda frame: None,
         holds: Callable[[], bool] = lambda: False,
+        resumes_from: Callable[[], str] = lambda: _NEWEST,
     ) -> None:
         self._signals = tuple(signals)
         self._patience = patience
-        self._interrupt, self._holds = interrupt, holds
+        self._interrupt, self._holds, self._resumes_from = interrupt, holds, resumes_from
         self._original: dict[int, Any] = {}  # handlers
         self._received_at: dict[int, float] = {}
         self._pid = 0
@@ -347,7 +364,7 @@ class SignalCatcher:
         place = place_of_thread(threading.main_thread())
         _notify(
             f"{self._limit:.3g} s after {self.reason} this process is still at "
-            f"{place or 'the same place'}, and ends: a restart resumes from the newest checkpoint"
+            f"{place or 'the same place'}, and ends: a restart resumes from {self._resumes_from()}"
         )
         self._received_at[number] = -math.inf
         os.kill(self._pid, number)

@@ -134,24 +134,27 @@ class MemorySnapshots:
         self._attempt = attempt
         self.survivor = SurvivorState(self._survivor_path, records, attempt)
 
-    def save(self, run: TrainingRun, **options: Any) -> None:
-        """Collective: take a snapshot in the background, unless a checkpoint is being written.
+    def save(self, run: TrainingRun, **options: Any) -> bool:
+        """Collective: take a snapshot, unless a checkpoint is being written.
 
         A failure is a warning, after which no more are taken.
 
         Args:
             run: the run.
             **options: of ``Checkpointer.write``.
+
+        Returns:
+            Whether it is complete, or is being written in the background.
         """
         saves = run.accelerator.loop.saves
         # Training would wait for the store, because one save is in progress at a time.
         if saves.pending and not self._saving:
-            return
+            return False
         saves.make_room()  # the end of the snapshot before may tell that there is no room
         if self._has_room is None:
             self._has_room = self._measure(run)
         if not self._has_room:
-            return
+            return False
         name = f"{_PREFIX}{run.global_step:08d}"
         group = saves.control.beside()
         callbacks = SaveCallbacks(
@@ -172,6 +175,7 @@ class MemorySnapshots:
         except BaseException as error:
             if not self._on_failed(error):
                 raise
+        return self._has_room
 
     def _measure(self, run: TrainingRun) -> bool:
         """Collective: return whether two snapshots fit into memory; warn if they do not."""

@@ -346,3 +346,47 @@ def test_a_process_ends_by_its_signal_after_all(body, patience, says, code):
     done = warm.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.stdout.strip(), done.returncode) == (says, code), done.stderr
     assert ("this process is still at" in done.stderr) == (body in (GRACE, STUCK))
+
+
+SLOW_STORE = """
+import pathlib, signal, sys, fsspec, torch
+from accel_callbacks import Accelerator
+from accel_callbacks.callbacks import Checkpoint, Preemption
+from tests.support.gated_files import GatedFileSystem
+fsspec.register_implementation("gated", GatedFileSystem, clobber=True)
+folder, gate = sys.argv[1], pathlib.Path(sys.argv[1], "gate")
+store = {"storage_options": {"gate": str(gate)}, "memory_every_n_steps": 100}
+saver = Checkpoint(f"gated://{folder}/store", **store)
+accel = Accelerator(cpu=True, callbacks=[saver, Preemption(grace_period=4)])
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.DataLoader(torch.randn(8, 2))
+model, optimizer, data = accel.prepare(model, optimizer, data)
+with accel.run("demo") as run:
+    for batch in data:
+        accel.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if run.global_step == 3:
+            gate.touch()
+            signal.raise_signal(signal.SIGTERM)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /dev/shm")
+def test_where_the_time_is_too_short_for_the_store_the_state_is_in_memory(tmp_path):
+    memory = tmp_path / "launch"
+    memory.mkdir(mode=0o700)
+    done = warm.run(
+        [sys.executable, "-c", SLOW_STORE, str(tmp_path)],
+        env={**os.environ, "ACCEL_LAUNCH_MEMORY": str(memory)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == -15, done.stderr
+    message = " ".join(done.stderr.split())
+    assert "still at" in message
+    assert "a restart resumes from the state in memory, if it is of this launch" in message
+    assert list(memory.glob("memory/*/snapshot-00000003/manifest.json"))
+    assert not list(tmp_path.glob("store/*/manifest.json"))

@@ -18,6 +18,7 @@ from accel_callbacks.callbacks import Checkpoint
 from accel_callbacks.checkpoint import memory_snapshots
 from accel_callbacks.checkpoint.memory_snapshots import MemorySnapshots
 from accel_callbacks.launch_memory import VARIABLE, memory_folder
+from checkpoint_io import CheckpointError
 from checkpoint_io.saver.writer import RankWriter
 from tests.support.gated_files import GatedFileSystem
 
@@ -57,8 +58,18 @@ def snapshots(memory: Path) -> list[Path]:
     return sorted(memory.glob("memory/*/*"))
 
 
-def train(folder: Path, lost_at: int | None = None, every: int = 5, **options: Any) -> Ended:
-    """Train, up to a step at which the process is lost."""
+class Left(Exception):
+    """Stands for the end of a preempted process."""
+
+
+def train(
+    folder: Path,
+    lost_at: int | None = None,
+    every: int = 5,
+    preempt_at: int | None = None,
+    **options: Any,
+) -> Ended:
+    """Train, up to a step at which the process is lost or preempted."""
     options = {"dirpath": folder, "every_n_steps": every, "memory_every_n_steps": 2, **options}
     saved = Saved()
     accel = Accelerator(cpu=True, callbacks=[Checkpoint(**options), saved])
@@ -77,6 +88,10 @@ def train(folder: Path, lost_at: int | None = None, every: int = 5, **options: A
                 accel.wait_for_save()  # so that a snapshot is complete at the next step
                 if run.global_step == lost_at:
                     raise Lost
+                if run.global_step == preempt_at:
+                    run.preempt("notice")
+    if run.preempted:
+        raise Left
     assert run.global_step == STEPS
     return Ended(
         began, torch.nn.utils.parameters_to_vector(model.parameters()).tolist(), saved.paths
@@ -226,6 +241,33 @@ def test_without_a_launch_that_restarts_it_says_so_and_does_nothing(
     assert printed.count("keeps nothing in memory: only `accel launch --max_restarts N`") == 1
     assert not snapshots(memory)
     assert train(tmp_path).began == 5
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["store fails", "store works"])
+def test_a_preempted_run_saves_in_memory_before_the_store(
+    tmp_path, memory, monkeypatch, capsys, full
+):
+    write, urls = RankWriter.write_tensors, list[str]()
+
+    def note(self: Any, files: Any, labels: Any) -> Any:
+        urls.append(Path(self._store.url).name)
+        if full and "step-00000007" in self._store.url:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, files, labels)
+
+    monkeypatch.setattr(RankWriter, "write_tensors", note)
+    whole = train(tmp_path / "whole")
+    with pytest.raises(CheckpointError if full else Left):
+        train(tmp_path / "lost", preempt_at=7)
+    assert urls[-2:] == ["snapshot-00000007", "step-00000007"]
+    assert "the state is in memory for a restart of this launch; now to " in capsys.readouterr().err
+    assert [path.name for path in snapshots(memory)] == ["snapshot-00000007"] * full
+    monkeypatch.undo()
+    monkeypatch.setenv(VARIABLE, str(memory))
+    ended = train(tmp_path / "lost")
+    assert ended.began == 7
+    assert ended.weights == whole.weights
+    assert ("resumed from memory" in capsys.readouterr().err) == full
 
 
 def test_an_interval_below_one_is_refused():
