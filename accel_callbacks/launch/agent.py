@@ -9,18 +9,18 @@ import sys
 import uuid
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import gettempdir
 from typing import Any
 
+from accel_callbacks import launch_memory
 from accel_callbacks.launch import worker
 from accel_callbacks.launch.environment import changed_environment
+from accel_callbacks.launch.launch_folder import launch_folder
 from accel_callbacks.launch.plan import AgentPlan, escaped
 from accel_callbacks.launch.report import code_of, exit_code, failure_report, root_cause
-from accel_callbacks.launch_memory import VARIABLE as MEMORY
-from accel_callbacks.launch_memory import memory_folder
 from accel_callbacks.launch_notes import VARIABLE as NOTES
 from accel_callbacks.plugins.option import SettingsError
 
@@ -95,18 +95,20 @@ def _run_elastic(settings: Namespace, plan: AgentPlan) -> None:
     listen_at_one_address(config)
     with ExitStack() as stack:
         restarts = int(config.max_restarts)
-        notes = stack.enter_context(TemporaryDirectory(prefix="accel-", ignore_cleanup_errors=True))
-        memory = stack.enter_context(memory_folder()) if restarts else None
-        stack.enter_context(changed_environment({NOTES: notes, MEMORY: str(memory or "")}))
-        attempts = Attempts(restarts, plan.max_preemptions, plan.quiet, Path(notes))
+        notes = stack.enter_context(launch_folder(Path(gettempdir())))
+        memory = _enter_memory(stack) if restarts else ""
+        stack.enter_context(
+            changed_environment({NOTES: str(notes), launch_memory.VARIABLE: memory})
+        )
+        attempts = Attempts(restarts, plan.max_preemptions, plan.quiet, notes)
         server, start = None, get_subprocess_handler
         if sys.platform == "linux" and restarts and plan.warm_workers and isinstance(command, str):
             from accel_callbacks.launch.fork_server import ForkServer, start_worker
 
-            server = ForkServer(Path(notes))
+            server = ForkServer(notes)
             stack.callback(server.close)
             start = partial(start_worker, server)
-        survivors = Survivors(Path(notes), start, attempts.tell)
+        survivors = Survivors(notes, start, attempts.tell)
         stack.enter_context(_replaced(api, "get_subprocess_handler", survivors.start))
         agent = partial(RestartingAgent, attempts, server, survivors)
         stack.enter_context(_replaced(launcher, "LocalElasticAgent", agent))
@@ -114,6 +116,14 @@ def _run_elastic(settings: Namespace, plan: AgentPlan) -> None:
             launcher.elastic_launch(config, command)(*arguments)
         finally:
             attempts.close("stopped")
+
+
+def _enter_memory(stack: ExitStack) -> str:
+    """Create a folder of the launch in host memory; return its path, or "" if there is no room."""
+    if sys.platform == "linux":
+        with suppress(OSError):  # such as a full file system, or none there
+            return str(stack.enter_context(launch_folder(launch_memory.ROOT)))
+    return ""
 
 
 @contextmanager

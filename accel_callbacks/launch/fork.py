@@ -32,6 +32,7 @@ from accel_callbacks.launch.environment import (
 )
 from accel_callbacks.launch.fork_safety import isolated_launcher
 from accel_callbacks.launch.interface import gloo_variables
+from accel_callbacks.launch.launch_folder import launch_folder
 from accel_callbacks.local_files import replace
 
 __all__ = ["ErrorReports", "ForkPlan", "ForkedWorker", "LineBuffered", "PackedResult", "run_forked"]
@@ -98,7 +99,7 @@ def run_forked(plan: ForkPlan, function: Callable[..., Any], args: Sequence[Any]
     # Otherwise each fork would inherit, and write, what is still in the buffers.
     sys.stdout.flush()
     sys.stderr.flush()
-    with tempfile.TemporaryDirectory(prefix="accel-") as folder:
+    with launch_folder(Path(tempfile.gettempdir())) as folder:
         reports = ErrorReports(Path(tempfile.mkdtemp(dir=folder)))
 
         worker = ForkedWorker(
@@ -117,7 +118,7 @@ def run_forked(plan: ForkPlan, function: Callable[..., Any], args: Sequence[Any]
                 # DDP imports it, which takes seconds: import it once here, not in each process.
                 importlib.import_module("torch._dynamo")
             try:
-                results = elastic_launch(_configuration(plan, folder), entry)()
+                results = elastic_launch(_configuration(plan, str(folder)), entry)()
                 return [results[rank] for rank in sorted(results)]
             except ChildFailedError as error:
                 failed = error.failures

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from accel_callbacks.launch import watchdog, worker
+from accel_callbacks.launch.launch_folder import launch_folder
 
 Start = Callable[..., "subprocess.Popen[str]"]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -276,15 +277,20 @@ def test_no_place_for_the_record_hides_nothing(
 def test_a_killed_launcher_leaves_no_orphan(
     start: Start, write: Callable[[str, str], str], tmp_path: Path
 ) -> None:
-    launcher = start(*TWO, write("family.py", FAMILY))
+    place = tmp_path / "tmp"
+    place.mkdir()
+    launcher = start(*TWO, write("family.py", FAMILY), TMPDIR=str(place))
     pids = [pid for rank in range(2) for pid in read_pids(tmp_path / f"pid{rank}", launcher)]
     assert all(alive(pid) for pid in pids)
+    (folder,) = place.glob("accel-launch-*")
     launcher.kill()
     launcher.communicate(timeout=30)  # no process of the launch holds its output either
     end = time.monotonic() + 30
     while [pid for pid in pids if alive(pid)]:
         assert time.monotonic() < end
         time.sleep(0.05)
+    with launch_folder(place):  # of the next launch
+        assert not folder.exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

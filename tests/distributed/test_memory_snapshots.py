@@ -24,7 +24,8 @@ from accel_callbacks import (
 from accel_callbacks.callbacks import Checkpoint
 from accel_callbacks.checkpoint.async_save import SaveGroup
 from accel_callbacks.checkpoint.memory_snapshots import MemorySnapshots
-from accel_callbacks.launch_memory import VARIABLE, memory_folder
+from accel_callbacks.launch.launch_folder import launch_folder
+from accel_callbacks.launch_memory import VARIABLE
 
 pytestmark = [
     pytest.mark.distributed,
@@ -95,11 +96,10 @@ def _send_wrong(self: SaveGroup, tensor: torch.Tensor, rank: int) -> None:
 
 
 @pytest.fixture
-def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def machines(tmp_path: Path) -> Iterator[list[str]]:
     """The folders of the launch on four machines."""
-    monkeypatch.setattr(launch_memory, "ROOT", tmp_path)
     with ExitStack() as stack:
-        folders = [stack.enter_context(memory_folder()) for _ in range(4)]
+        folders = [stack.enter_context(launch_folder(tmp_path)) for _ in range(4)]
         yield list(map(str, folders))
 
 

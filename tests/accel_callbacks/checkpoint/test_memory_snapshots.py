@@ -13,11 +13,12 @@ import fsspec
 import pytest
 import torch
 
-from accel_callbacks import Accelerator, Callback, launch_memory, set_seed
+from accel_callbacks import Accelerator, Callback, set_seed
 from accel_callbacks.callbacks import Checkpoint
 from accel_callbacks.checkpoint import memory_snapshots
 from accel_callbacks.checkpoint.memory_snapshots import MemorySnapshots
-from accel_callbacks.launch_memory import VARIABLE, memory_folder
+from accel_callbacks.launch.launch_folder import launch_folder
+from accel_callbacks.launch_memory import VARIABLE
 from checkpoint_io import CheckpointError
 from checkpoint_io.saver.writer import RankWriter
 from tests.support.gated_files import GatedFileSystem
@@ -48,8 +49,7 @@ class Ended(NamedTuple):
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of a launch, in a folder that stands for /dev/shm."""
     (tmp_path / "memory").mkdir()
-    monkeypatch.setattr(launch_memory, "ROOT", tmp_path / "memory")
-    with memory_folder() as folder:
+    with launch_folder(tmp_path / "memory") as folder:
         monkeypatch.setenv(VARIABLE, str(folder))
         yield folder
 
@@ -132,7 +132,7 @@ def test_a_loss_before_the_first_checkpoint_resumes_too(tmp_path):
 
 def test_another_launch_resumes_from_the_checkpoint(tmp_path, memory, monkeypatch):
     lose(tmp_path, 7)
-    with memory_folder() as other:
+    with launch_folder(tmp_path / "memory") as other:
         monkeypatch.setenv(VARIABLE, str(other))
         assert train(tmp_path).began == 5
 
