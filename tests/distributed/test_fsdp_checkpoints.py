@@ -760,7 +760,7 @@ def loads_the_newest(layout: str, folder: str) -> list:
     return [path, tensors_of(job)]
 
 
-@pytest.mark.parametrize("section", ["models", "optimizers"])
+@pytest.mark.parametrize("section", [pytest.param("models", marks=pytest.mark.slow), "optimizers"])
 def test_a_damaged_shard_is_passed_over_on_all_ranks(run_on, tmp_path, section):
     """It is read by one rank of four, after others have read theirs into the model."""
     newest, wanted = run_on("fsdp4", saves_twice, str(tmp_path))
