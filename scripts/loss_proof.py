@@ -132,11 +132,10 @@ def job(args: argparse.Namespace) -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 loss = loss_of(model, inputs, targets)
                 accel.backward(loss)
-                # Before the step: a loss that is noticed after it has no whole state to go back to.
-                batch = accel.gather(numbers).tolist()
-                mean = accel.reduce(loss.detach(), "mean").item().hex()
                 optimizer.step()
                 optimizer.zero_grad()
+                batch = accel.gather(numbers).tolist()
+                mean = accel.reduce(loss.detach(), "mean").item().hex()
                 if accel.is_main_process:
                     line = f"{attempt} {run.global_step} {time.time()} {mean}:{batch}"
                     steps.write(line.replace(", ", ",").encode() + b"\n")

@@ -55,11 +55,12 @@ def test_lost_ranks_cost_a_few_steps_and_no_bit(layout: str, survive: bool, tmp_
     assert all(steps <= 4 for steps in result.repeated)
 
 
-def test_the_state_of_a_rank_that_is_left_costs_no_step(tmp_path: Path) -> None:
+def test_the_state_of_a_rank_that_is_left_costs_one_step_at_most(tmp_path: Path) -> None:
     args = argparse.Namespace(memory_every=10, save_every=100, epochs=1, survive=True)
-    losses = [Loss((1,), 7, -1), Loss((0,), 12, -1), Loss((0,), 18, -1)]
+    losses = [Loss((1,), 7, -1), Loss((0,), 12, 0.0), Loss((0,), 18, -1)]
     result = prove("DDP", tmp_path, losses, args)
     assert result.differences == []
     assert result.samples == 0
     assert result.living == 3
-    assert result.repeated == [0, 0, 0]
+    assert result.repeated[::2] == [0, 0]
+    assert result.repeated[1] <= 1

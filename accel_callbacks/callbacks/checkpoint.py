@@ -91,7 +91,7 @@ class Checkpoint(ResumableState):
             launch --max_restarts`` on Linux: a restart of that launch resumes from it if it is
             newer than the newest checkpoint. Each machine also holds the part of another one,
             which may be lost. With :func:`survive` and DDP on CPUs, a process that is left also
-            gives its own state, mostly that of the last step. None is kept by default.
+            gives its own state, of the last step or the one before. None is kept by default.
         trainable_only: leave frozen parameters out, off by default: a resume takes those of the
             model that the script builds, and warns if they are others. Buffers, and parameters
             that were trained before they were frozen, are saved. Of a PEFT model with one adapter
@@ -318,6 +318,11 @@ class Checkpoint(ResumableState):
         finished = run.max_epochs is not None and run.epochs_done >= run.max_epochs
         if finished and run.resumed_from is not None:
             self.on_train_end(run, model)
+
+    def teardown(self, run: TrainingRun, model: Any, stage: str) -> None:
+        """Let go of what was kept for a loss."""
+        if self._memory is not None and self._memory.survivor is not None:
+            self._memory.survivor.close()
 
     def _warn_of_missing(self, run: TrainingRun, monitor: Monitor) -> None:
         """Warn once of a metric that scores no checkpoint, as it was never logged."""

@@ -38,8 +38,8 @@ class BoundaryRecords:
         self._largest = largest
         self._count = 0
 
-    def write(self, rank: int, step: int, tree: Any) -> None:
-        """Write the record of a step, over that of the step before the last one.
+    def write(self, rank: int, boundary: int, tree: Any) -> None:
+        """Write the record of a boundary, by its number, over that of the one before the last.
 
         Raises:
             RecordTooLargeError: it is too large.
@@ -59,7 +59,7 @@ class BoundaryRecords:
         if nbytes > self._largest:
             raise RecordTooLargeError(nbytes)
         shapes = [[str(tensor.dtype).removeprefix("torch."), *tensor.shape] for tensor in tensors]
-        head = {"attempt": self._attempt, "step": step, "tensors": shapes, "tree": encoded}
+        head = {"attempt": self._attempt, "boundary": boundary, "tensors": shapes, "tree": encoded}
         text = json.dumps(head, separators=(",", ":")).encode()
         data = b"\n".join([text, b"".join(map(_bytes_of, tensors))])
         if len(data) > self._largest:
@@ -69,8 +69,8 @@ class BoundaryRecords:
             file.write(_HEAD.pack(len(data), zlib.crc32(data)) + data)
         self._count += 1
 
-    def read(self, rank: int, step: int) -> Any:
-        """Return the tree that a rank has written at a step, None without a whole one."""
+    def read(self, rank: int, boundary: int) -> Any:
+        """Return the tree that a rank has written at a boundary, None without a whole one."""
         for slot in range(_SLOTS):
             with suppress(OSError, ValueError, KeyError, struct.error):
                 content = self._path(rank, slot).read_bytes()
@@ -79,7 +79,7 @@ class BoundaryRecords:
                 if len(data) == length and zlib.crc32(data) == checksum:
                     text, _, raw = data.partition(b"\n")
                     head = json.loads(text)
-                    if (head["attempt"], head["step"]) == (self._attempt, step):
+                    if (head["attempt"], head["boundary"]) == (self._attempt, boundary):
                         return _decoded(head, raw)
         return None
 

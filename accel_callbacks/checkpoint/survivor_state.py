@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["SurvivorState"]
 
 _LARGEST = 4 << 20  # bytes beside the weights that are written after each step
+_ROOM = 4  # of the free memory, copies take the part at most
 _PATIENCE = 10.0  # seconds for the rows of trackers
 _RANKS_WAIT = 60.0  # seconds that the threads of a save wait for each other
 
@@ -36,9 +37,10 @@ class SurvivorState:
     """Keeps the state of each boundary, and writes it as a snapshot once another rank is lost.
 
     The parameters and the states of their optimizers, which all ranks have alike under DDP, are
-    kept by reference. What belongs to one rank, such as its random generators, and what a forward
-    writes to, such as the statistics of batch norm, is written to the memory of the launch at each
-    boundary, as the rank may be the one that is lost.
+    kept by reference, and copied before an optimizer writes to them: a rank may be lost at the end
+    of a step that the others have done, who have to go back then. What belongs to one rank, such as
+    its random generators, and what a forward writes to, such as the statistics of batch norm, is
+    written to the memory of the launch at each boundary, as that rank may be the one that is lost.
 
     The state is refused where it is not certain to be that of a boundary of all ranks; the
     restart then resumes from an older one.
@@ -53,9 +55,13 @@ class SurvivorState:
         self._place = place
         self._records = BoundaryRecords(records, attempt, _LARGEST)
         self._tensors = KeptTensors()
-        self._step: int | None = None  # of the boundary that is kept
+        self._kept: list[torch.Tensor] = []
+        self._count = 0  # of boundaries, on all ranks alike: steps may come again
+        self._boundary: int | None = None  # the number of the one that is kept
         self._refusal: str | None = None  # why none is kept in this run
         self._replicated: dict[str, set[str]] = {}  # names of parameters, by model
+        self._copies = _Copies()
+        self._step_hooks: list[Any] = []
 
     # --- at a boundary ------------------------------------------------------------------------
 
@@ -69,15 +75,20 @@ class SurvivorState:
         training: TrainingState = run.accelerator.training_state
         if training.loop.in_window:
             return  # the last one stands: a window writes to no weight
-        if self._step is None and self._refusal is None:
+        if not self._count:
             self._refusal = _refusal(training, trainable_only=trainable_only)
             replicated = training.strategy.replicated_parameters
             self._replicated = _numbered(map(replicated, training.models))
-        self._step = None
+            if not self._refusal and _has_room_for_copies(training):
+                self._step_hooks = [
+                    prepared.optimizer.register_step_pre_hook(self._copy_before_step)
+                    for prepared in training.optimizers
+                ]
+        self._count, self._boundary = self._count + 1, None
         if self._refusal:
             return
         try:
-            self._write_record(training, run.global_step)
+            self._write_record(training)
         except RecordTooLargeError as error:
             nbytes = error.args[0]
             self._refuse(f"{size_of(nbytes)} beside the weights would be copied after each step")
@@ -87,14 +98,28 @@ class SurvivorState:
             self._refuse(f"{type(error).__name__}: {error}")
         else:
             parameters = [p for model in training.bare_models for p in model.parameters()]
-            self._tensors.keep([*parameters, *_states(training)], parameters)
-            self._step = run.global_step
+            self._kept = [*parameters, *_states(training)]
+            self._tensors.keep(self._kept, parameters)
+            self._boundary = self._count
+
+    def _copy_before_step(self, *_: Any) -> None:
+        """Copy the tensors of the boundary before the first optimizer step after it."""
+        number = self._boundary
+        if number not in (None, self._copies.boundary) and self._tensors.unchanged():
+            self._copies.take(number, self._kept)
+
+    def close(self) -> None:
+        """Let go of the optimizers, at the end of the run."""
+        for handle in self._step_hooks:
+            handle.remove()
+        self._step_hooks, self._boundary, self._kept = [], None, []
+        self._copies = _Copies()
 
     def _refuse(self, reason: str) -> None:
         self._refusal = reason
         notice(f"a loss takes the state of the last snapshot, and not of a living rank: {reason}")
 
-    def _write_record(self, training: TrainingState, step: int) -> None:
+    def _write_record(self, training: TrainingState) -> None:
         """Write what the other ranks do not have."""
         hub, rank = training.tracking.hub, training.strategy.topology.rank
         content: dict[str, Any] = {"rows": bool(hub and hub.trackers)}
@@ -109,7 +134,7 @@ class SurvivorState:
             )
         if "streams" in content["local"]:
             raise ValueError("only the rank that reads a stream knows its place in it")
-        self._records.write(rank, step, content)
+        self._records.write(rank, self._count, content)
 
     # --- after a loss -------------------------------------------------------------------------
 
@@ -120,48 +145,53 @@ class SurvivorState:
             run: the run, which has ended.
             error: that has ended it.
         """
-        step, self._step = self._step, None
-        if step is None or not isinstance(error, RemoteError):
+        if self._refusal or not isinstance(error, RemoteError):
             return
+        training: TrainingState = run.accelerator.training_state
+        problem = ""
         try:
             with own_weights(run.callbacks):
-                problem = self._write(run.accelerator.training_state, step)
+                if self._boundary is not None and self._is_whole(training):
+                    problem = self._write(training, self._boundary, None)
+                    if not problem:
+                        return
+                if self._copies.boundary is not None:
+                    problem = self._write(training, self._copies.boundary, self._copies)
         except Exception as failure:  # the restart takes an older state
             problem = f"{type(failure).__name__}: {failure}"
         if problem:
             notice(f"the state of this process is not kept for the restart: {problem}")
 
-    def _write(self, training: TrainingState, step: int) -> str:
-        """Write the boundary of a step; return why it is not written, empty if it is."""
-        if not self._tensors.unchanged() or training.loop.borrowed or training.loop.half_loaded:
-            return f"the weights are no longer those of step {step}"
+    def _is_whole(self, training: TrainingState) -> bool:
+        """Return whether the weights are still those of the boundary."""
+        loop = training.loop
+        return self._tensors.unchanged() and not (loop.borrowed or loop.half_loaded)
+
+    def _write(self, training: TrainingState, boundary: int, copies: _Copies | None) -> str:
+        """Write a boundary; return why it is not written, empty if it is.
+
+        Args:
+            training: the state, of which the tensors are taken.
+            boundary: its number.
+            copies: of the tensors, in place of those that have been written to since.
+        """
         topology = training.strategy.topology
-        records = [self._records.read(rank, step) for rank in range(topology.world_size)]
+        records = [self._records.read(rank, boundary) for rank in range(topology.world_size)]
         if None in records:
-            return f"rank {records.index(None)} was lost before the end of step {step}"
+            return f"rank {records.index(None)} was lost before the end of the step"
         logging = [rank for rank, record in enumerate(records) if record["rows"]]
         if logging == [0] and topology.rank:
             return ""  # rank 0 has rows of trackers in its memory: only its state is complete
         hub = training.tracking.hub
         if logging not in ([], [0]) or (logging and not (hub and hub.flush(_PATIENCE))):
             return "rows of trackers would be lost"
-        state = self._assembled(training, records[0])
-        path = self._place(step)
-        try:
-            os.makedirs(path, mode=0o700)
-        except FileExistsError:  # another rank writes it
-            return ""
-        try:
-            free, needed = _free(path), sum(t.nbytes for t in collectives.tensors_in(state))
-            if free < needed:
-                raise OSError(f"it needs {size_of(needed)}, and {size_of(free)} are free")
-            _save_for_all(path, step, state, [record["local"] for record in records])
-        except BaseException:
-            shutil.rmtree(path, ignore_errors=True)
-            raise
-        return ""
+        state = self._assembled(training, records[0], copies)
+        path = self._place(state["run"]["global_step"])
+        return _save(path, state, [record["local"] for record in records])
 
-    def _assembled(self, training: TrainingState, record: Mapping[str, Any]) -> dict[str, Any]:
+    def _assembled(
+        self, training: TrainingState, record: Mapping[str, Any], copies: _Copies | None
+    ) -> dict[str, Any]:
         """Return the state that all ranks share, with the tensors of this one.
 
         Raises:
@@ -182,6 +212,12 @@ class SurvivorState:
             pairs = zip(optimizer["param_groups"], record["groups"][number], strict=True)
             groups = [{"params": now["params"], **then} for now, then in pairs]
             sections["optimizers"][number] = {**optimizer, "param_groups": groups}
+        if copies is not None:
+            for number, optimizer in sections["optimizers"].items():
+                sections["optimizers"][number] = copies.in_place_of(optimizer)
+            for number, weights in sections["models"].items():
+                own = {n: w for n, w in weights.items() if n in self._replicated[number]}
+                sections["models"][number] = {**weights, **copies.in_place_of(own)}
         return {**sections, **record["shared"]}
 
 
@@ -200,6 +236,63 @@ def _refusal(training: TrainingState, *, trainable_only: bool) -> str | None:
         if names != strategy.replicated_parameters(model) or not strategy.loads_in_place(model):
             return "a rank has a part of the weights only"
     return None if training.models else "there is no model"
+
+
+class _Copies:
+    """Copies of the tensors of a boundary.
+
+    Attributes:
+        boundary: the number of that, None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.boundary: int | None = None
+        self._tensors: list[torch.Tensor] = []
+        self._places: list[tuple[Any, ...]] = []
+
+    @torch.no_grad()
+    def take(self, boundary: int | None, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy the tensors of a boundary over those of the one before."""
+        self.boundary = None
+        places = list(map(_place_of, tensors))
+        if places != self._places:
+            self._places, self._tensors = places, [tensor.clone() for tensor in tensors]
+        else:
+            torch._foreach_copy_(self._tensors, list(tensors))
+        self.boundary = boundary
+
+    def in_place_of(self, tree: Mapping[str, Any]) -> Any:
+        """Return a tree with the copies in place of its tensors.
+
+        Raises:
+            ValueError: one was not copied.
+        """
+        by_place = dict(zip(self._places, self._tensors, strict=True))
+
+        def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+            if _place_of(tensor) not in by_place:
+                raise ValueError("the step has made or moved a tensor")
+            return by_place[_place_of(tensor)]
+
+        return collectives.map_leaves(tree, copy_of, torch.is_tensor)
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return where a tensor is in memory, which it shares with what a state dict has of it."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _has_room_for_copies(training: TrainingState) -> bool:
+    """Return whether all ranks can hold a copy, and it is all that a step changes."""
+    from checkpoint_io.memory import free_memory
+
+    for prepared in training.optimizers:
+        for state in prepared.optimizer.state.values():
+            if not all(value is None or torch.is_tensor(value) for value in state.values()):
+                return False  # a number of its own, such as of steps
+    parameters = [p for model in training.bare_models for p in model.parameters()]
+    nbytes = sum(tensor.nbytes for tensor in [*parameters, *_states(training)])
+    return (free_memory() or 0) > _ROOM * nbytes * training.strategy.topology.world_size
 
 
 def _buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -266,8 +359,26 @@ class _Seat:
         return self.all_gather_object(obj)[src]
 
 
+def _save(path: str, state: Mapping[str, Any], own_states: Sequence[Mapping[str, Any]]) -> str:
+    """Save for all ranks, unless another one does; return why not, empty if it is there."""
+    try:
+        os.makedirs(path, mode=0o700)
+    except FileExistsError:
+        return ""
+    try:
+        free, needed = _free(path), sum(tensor.nbytes for tensor in collectives.tensors_in(state))
+        if free >= needed:
+            _save_for_all(path, state, own_states)
+            return ""
+    except BaseException:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
+    shutil.rmtree(path, ignore_errors=True)
+    return f"it needs {size_of(needed)}, and {size_of(free)} are free"
+
+
 def _save_for_all(
-    path: str, step: int, state: Mapping[str, Any], own_states: Sequence[Mapping[str, Any]]
+    path: str, state: Mapping[str, Any], own_states: Sequence[Mapping[str, Any]]
 ) -> None:
     """Save as all ranks would together; the rank of each own state is its index."""
     from checkpoint_io import save
@@ -276,7 +387,7 @@ def _save_for_all(
     labels = {
         "run_id": position["run_id"],
         "run_name": position["name"],
-        "step": step,
+        "step": position["global_step"],
         "epoch": position["current_epoch"],
         "epochs_done": position["epochs_done"],
     }
@@ -290,7 +401,7 @@ def _save_for_all(
                 local_state=own_states[rank],
                 metadata=labels,
                 group=_Seat(seats, rank),
-                generation=step,
+                generation=position["global_step"],
                 replicated=False,
                 progress=False,
             )
