@@ -303,6 +303,7 @@ class Accelerator(ProcessControl, MediaLogging):
             self.project_configuration.log_folder,
             leases,
             is_main_process=self.is_main_process and alone,
+            follows=not alone,
             strict=strict_trackers,
             config=tracker_config,
             window=self.window,

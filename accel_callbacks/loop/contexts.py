@@ -193,7 +193,10 @@ class RunContext(AbstractContextManager[TrainingRun]):
         try:
             self._begin()
         except BaseException as error:
-            self._fail(error)
+            try:
+                self._fail(error)
+            finally:
+                self._leave_replicas()
             raise
         return self._run
 
@@ -205,12 +208,15 @@ class RunContext(AbstractContextManager[TrainingRun]):
             self._end(error)
         finally:
             self._loop.boundary_exit = None
-            if self._loop.rounds is not None:
-                self._loop.rounds.close()
+            self._leave_replicas()
         # A launcher ends the other ranks as soon as one has left with an exit code.
         if self._run.preempted:
             collectives.barrier()
         self._run._leave()
+
+    def _leave_replicas(self) -> None:
+        if self._loop.rounds is not None:
+            self._loop.rounds.close()
 
     def _end(self, left: RunLeft | None) -> None:
         """End a run that has succeeded, or was left for a preemption."""

@@ -128,7 +128,13 @@ class Lighthouse:
             shrink_only=False,
             data=values,
         )
-        members = [Member(entry.replica_id, **entry.data) for entry in quorum.participants]
+        try:
+            members = [Member(entry.replica_id, **entry.data) for entry in quorum.participants]
+        except TypeError:
+            raise ValueError(
+                f"another program, or another version of this library, asks the lighthouse at "
+                f"{self.address} too: start a lighthouse for each training, at a port of its own."
+            ) from None
         return int(quorum.quorum_id), sorted(members, key=lambda member: member.name)
 
     def _connect(self) -> Any:

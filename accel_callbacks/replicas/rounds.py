@@ -117,7 +117,7 @@ class Rounds:
             number, members = self._enough()
             try:
                 self._connect(number, members)
-                self._heal(members, f"{number}.{_failures(members)}")
+                self._heal(members, _key(number, members))
                 self.is_open, self.refused = True, False
             except GroupLost:
                 self._fail()
@@ -176,11 +176,9 @@ class Rounds:
         if key == self._connected:
             return
         self._say_who(names)
-        first = members[0]
         self._own = replace(self._own, configured=self._own.configured + 1)
         self._connected = ()
-        prefix = f"{number}.{_failures(members)}.{first.configured}"
-        self._group.connect(first.store, prefix, place, len(members))
+        self._group.connect(members[0].store, _key(number, members), place, len(members))
         self._connected = key
 
     def _say_who(self, names: tuple[str, ...]) -> None:
@@ -207,7 +205,7 @@ class Rounds:
         elif not self._own.live:
             self._take_over(source, key)
         # At most one writes, for long: a place among the others may change with each newcomer.
-        writer = next((member for member in members if member.live and member.writes), source)
+        writer = next((member for member in members if member.writes), source)
         if writer.name == self._own.name and not self.writes:
             self.writes = True
             self.on_writing()
@@ -289,6 +287,8 @@ class Rounds:
         else:
             self._own = replace(self._own, windows=self._own.windows + 1)
         self.is_open, self._started = False, None
+        if self._server is not None:
+            self._server.forget()  # newcomers have it, as they have voted
 
     def _average(self, parameters: list[torch.nn.Parameter]) -> None:
         """Set gradients to their mean; one that no replica has stays None."""
@@ -323,12 +323,17 @@ class Rounds:
             self._server.close()
             self._server = None
         self.is_open, self._connected = False, ()
-        self._own = replace(self._own, live=False, writes=False)
-        self.writes = False
+        self._own = replace(self._own, live=False)  # and `writes`: who saves still does so
 
 
 def _failures(members: list[Member]) -> int:
     return max(member.failures for member in members)
+
+
+def _key(number: int, members: list[Member]) -> str:
+    """Return a name for a quorum, also where a new lighthouse counts from 1 again."""
+    first = members[0]
+    return f"{first.name}.{first.configured}.{number}.{_failures(members)}"
 
 
 def _source_of(members: list[Member]) -> Member:

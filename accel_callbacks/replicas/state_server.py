@@ -62,9 +62,9 @@ class StateServer:
                 the state is told that there is none.
         """
         self.forget()
-        self._root = tempfile.mkdtemp(prefix="accel-replica-")
-        folder = os.path.join(self._root, "state")
         try:
+            self._root = tempfile.mkdtemp(prefix="accel-replica-")
+            folder = os.path.join(self._root, "state")
             write(folder)
         except BaseException:
             self._folders = {key: None}

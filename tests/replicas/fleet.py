@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from tests.cli.conftest import clean_environment
 from tests.replicas.job import BATCH, SAMPLES, Numbers, loss_of, network, optimizer_of
 from tests.support import warm
 
@@ -76,6 +77,22 @@ class Fleet:
         self.processes[name] = process
         return process
 
+    def launch(self, name: str, **options) -> subprocess.Popen:
+        """Start a replica by a launcher, which starts it again when it is lost."""
+        text = json.dumps({**self.options, **options})
+        command = [sys.executable, "-m", "accel_callbacks.cli", "launch", "--cpu"]
+        command += ["--num_processes", "1", "--max_restarts", "3"]
+        with (self.root / f"{name}.0.out").open("w") as out:
+            process = warm.Popen(
+                [*command, JOB, str(self.root), name, text],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**clean_environment(self.root / "home"), "RUST_LOG": "error"},
+                warm_children=True,
+            )
+        self.processes[name] = process
+        return process
+
     def output(self, name: str) -> str:
         return "".join(path.read_text() for path in sorted(self.root.glob(f"{name}.*.out")))
 
@@ -93,8 +110,12 @@ class Fleet:
         for process in [*self.processes.values(), self.lighthouse]:
             if process.poll() is None:
                 process.send_signal(signal.SIGCONT)
-                process.kill()
-                process.wait(20)
+                process.terminate()  # a launcher ends its replica
+                try:
+                    process.wait(20)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait(20)
 
     def until(self, condition: Callable[[], object]) -> None:
         """Wait for what processes that go on bring about."""

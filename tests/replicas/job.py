@@ -155,6 +155,7 @@ def main():
                         window = []
                         if options.get("log"):
                             accel.log({"loss": float(before)})
+    accel.save_model(model, os.path.join(root, f"model-{name}"))  # the one that writes alone does
     torch.save(accel.get_state_dict(model), Path(root) / f"{name}.last")
     ledger.write(ended=True, learning_rate=scheduler.get_last_lr()[0])
     print("ended", name, flush=True)
