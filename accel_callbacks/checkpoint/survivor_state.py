@@ -75,20 +75,18 @@ class SurvivorState:
         training: TrainingState = run.accelerator.training_state
         if training.loop.in_window:
             return  # the last one stands: a window writes to no weight
-        if not self._count:
-            self._refusal = _refusal(training, trainable_only=trainable_only)
-            replicated = training.strategy.replicated_parameters
-            self._replicated = _numbered(map(replicated, training.models))
-            if not self._refusal and _has_room_for_copies(training):
-                self._step_hooks = [
-                    prepared.optimizer.register_step_pre_hook(self._copy_before_step)
-                    for prepared in training.optimizers
-                ]
-        self._count, self._boundary = self._count + 1, None
+        first, self._count, self._boundary = not self._count, self._count + 1, None
         if self._refusal:
             return
         try:
-            self._write_record(training)
+            if first:
+                self._begin(training, trainable_only=trainable_only)
+            if not self._refusal:
+                self._write_record(training)
+                parameters = [p for model in training.bare_models for p in model.parameters()]
+                self._kept = [*parameters, *_states(training)]
+                self._tensors.keep(self._kept, parameters)
+                self._boundary = self._count
         except RecordTooLargeError as error:
             nbytes = error.args[0]
             self._refuse(f"{size_of(nbytes)} beside the weights would be copied after each step")
@@ -96,17 +94,25 @@ class SurvivorState:
             self._refuse(f"{error.strerror or error}")
         except Exception as error:  # a state that cannot be captured fails its save, and not here
             self._refuse(f"{type(error).__name__}: {error}")
-        else:
-            parameters = [p for model in training.bare_models for p in model.parameters()]
-            self._kept = [*parameters, *_states(training)]
-            self._tensors.keep(self._kept, parameters)
-            self._boundary = self._count
+
+    def _begin(self, training: TrainingState, *, trainable_only: bool) -> None:
+        """Decide what is kept in this run."""
+        self._refusal = _refusal(training, trainable_only=trainable_only)
+        replicated = training.strategy.replicated_parameters
+        self._replicated = _numbered(map(replicated, training.models))
+        if not self._refusal and _has_room_for_copies(training):
+            for prepared in training.optimizers:
+                handle = prepared.optimizer.register_step_pre_hook(self._copy_before_step)
+                self._step_hooks.append(handle)
 
     def _copy_before_step(self, *_: Any) -> None:
         """Copy the tensors of the boundary before the first optimizer step after it."""
         number = self._boundary
-        if number not in (None, self._copies.boundary) and self._tensors.unchanged():
-            self._copies.take(number, self._kept)
+        try:
+            if number not in (None, self._copies.boundary) and self._tensors.unchanged():
+                self._copies.take(number, self._kept)
+        except Exception as error:  # such as no memory, which must not fail the step
+            self._refuse(f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
         """Let go of the optimizers, at the end of the run."""
