@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -182,8 +183,32 @@ class BoundaryExit:
         # While training waits for a worker of its loader, this is a boundary.
         if waits and self._waits_between_steps():
             self.keep()
-        if self._kept is not None and self._can_return():
+        if self._kept is not None and self._can_return_here():
             raise RunLeft(reason, 0)
+
+    def _can_return_here(self) -> bool:
+        """Return whether there is a way back from the middle of any code.
+
+        It is asked on a thread of its own. In a compilation operations of this thread are traced,
+        or give tensors without data: weights that are put back there for the comparison are lost.
+        """
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return False  # another operation would spoil the graph
+        # After what is queued here, which the other thread's own stream would not wait for.
+        stream, answers = None, list[bool]()
+        with suppress(RuntimeError):  # no accelerator, or one without streams
+            stream = torch.accelerator.current_stream()
+
+        def look() -> None:
+            if stream is not None:
+                torch.accelerator.set_stream(stream)
+            with suppress(Exception):
+                answers.append(self._can_return())
+
+        thread = threading.Thread(target=look, name="accel-boundary", daemon=True)
+        thread.start()
+        thread.join()
+        return answers == [True]
 
     def _can_return(self) -> bool:
         """Return whether the tensors are still those of the boundary."""

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 
 import checkpoint_io
 from accel_callbacks import Accelerator, Callback
@@ -79,6 +80,32 @@ def test_a_signal_anywhere_loses_no_step_and_repeats_none(
     assert weights == unbroken[1]
     if place.startswith(("validation", "test")) and is_last:
         assert again.count((place, 5)) == 1  # the evaluation is repeated, once
+
+
+@contextlib.contextmanager
+def kernel_of_fake_tensors():
+    with FakeTensorMode() as mode, in_kernel_invocation_manager(mode):
+        yield
+
+
+@pytest.mark.parametrize("mode", [FakeTensorMode, kernel_of_fake_tensors])
+def test_a_signal_among_tensors_without_data_leaves_the_weights_as_they_are(
+    tmp_path, unbroken, mode
+):
+    """A compilation works with such tensors, and here the model holds averaged weights."""
+
+    def visit(place: str, number: int) -> None:
+        if (place, number) == ("validation 0", 4):
+            with mode():
+                signal.raise_signal(signal.SIGTERM)
+            raise AssertionError("the run was not left")
+
+    with pytest.raises(SystemExit) as stop:
+        left.train(tmp_path, visit)
+    assert stop.value.code == 75
+    steps, weights = left.train(tmp_path)
+    assert steps == list(range(9, 17))
+    assert weights == unbroken[1]
 
 
 def average_by_callback(model, callbacks):
