@@ -19,6 +19,7 @@ from torch.utils import _pytree
 
 from accel_callbacks import collectives
 from accel_callbacks.checkpoint.kept_tensors import KeptTensors, own_weights
+from accel_callbacks.logging import notice
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
@@ -90,6 +91,7 @@ class BoundaryExit:
         self._kept: _State | None = None
         self._step = 0
         self._tensors = KeptTensors()
+        self._raised: RunLeft | None = None
         self.left = False
         # Of this run only: another one may use the same store later.
         self._key = f"leave/{collectives.broadcast_object(uuid.uuid4().hex)}"
@@ -184,7 +186,23 @@ class BoundaryExit:
         if waits and self._waits_between_steps():
             self.keep()
         if self._kept is not None and self._can_return_here():
-            raise RunLeft(reason, 0)
+            self._raised = RunLeft(reason, 0)
+            raise self._raised
+
+    def exit_behind(self, error: BaseException | None) -> RunLeft | None:
+        """Return the exit that an error follows from, None without one.
+
+        An exit that is raised where C++ has called Python, such as in a guard of ``torch.compile``,
+        is swallowed there, and comes out as an error of that code.
+
+        Args:
+            error: what the script has raised, None if nothing.
+        """
+        if not isinstance(error, Exception) or self._raised is None or not self._can_return():
+            return None
+        text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        notice(f"left for {self._raised.reason} inside of what then failed: {text}")
+        return self._raised
 
     def _can_return_here(self) -> bool:
         """Return whether there is a way back from the middle of any code.

@@ -201,11 +201,15 @@ class RunContext(AbstractContextManager[TrainingRun]):
         return self._run
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        leaving = self._loop.boundary_exit
+        left = error if isinstance(error, RunLeft) else None
+        if left is None and leaving is not None:
+            left = leaving.exit_behind(error)
         try:
-            if error is not None and not isinstance(error, RunLeft):
+            if error is not None and left is None:
                 self._fail(error)
                 return
-            self._end(error)
+            self._end(left)
         finally:
             self._loop.boundary_exit = None
             self._leave_replicas()

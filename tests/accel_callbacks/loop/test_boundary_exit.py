@@ -108,6 +108,38 @@ def test_a_signal_among_tensors_without_data_leaves_the_weights_as_they_are(
     assert weights == unbroken[1]
 
 
+@pytest.mark.parametrize("place", ["forward", "validation 0"])
+def test_an_exit_that_comes_out_as_another_error_leaves_the_run_as_well(
+    tmp_path, unbroken, capsys, place
+):
+    """As from a guard of torch.compile, for which an error means that it does not hold."""
+
+    def visit(now: str, number: int) -> None:
+        if (now, number) == (place, 0 if place == "forward" else 4):
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            except SystemExit:
+                raise AssertionError("guard failed") from None
+
+    with pytest.raises(SystemExit) as stop:
+        left.train(tmp_path, visit)
+    assert stop.value.code == 75
+    assert "inside of what then failed: AssertionError: guard failed" in capsys.readouterr().err
+    assert left.train(tmp_path)[1] == unbroken[1]
+
+
+def test_an_error_after_the_way_back_has_closed_is_an_error(tmp_path):
+    def visit(place: str, number: int) -> None:
+        with contextlib.suppress(SystemExit):
+            if (place, number) == ("epoch", 0):
+                signal.raise_signal(signal.SIGTERM)
+        if (place, number) == ("step", 1):
+            raise ValueError("of its own")
+
+    with pytest.raises(ValueError, match="of its own"):
+        left.train(tmp_path, visit)
+
+
 def average_by_callback(model, callbacks):
     callbacks.append(EMA(decay=0.5))
     return lambda: None
