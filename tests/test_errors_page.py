@@ -17,8 +17,10 @@ INTERNAL = {
     "AlreadySent",
     "CommandError",
     "Failed",
+    "GroupLost",
     "Injected",
     "LoadFailed",
+    "RecordTooLargeError",
     "Skipped",
     "WrongAnswer",
 }
