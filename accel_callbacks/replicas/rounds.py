@@ -17,6 +17,7 @@ import torch
 from accel_callbacks.checkpoint.restore import LoadOptions, restore_from
 from accel_callbacks.distributed.tcp_store import is_loopback
 from accel_callbacks.errors import ReplicaBehindError
+from accel_callbacks.launch_notes import folder_of_launch
 from accel_callbacks.logging import notice
 from accel_callbacks.plugins.torchft import TorchFTKwargs
 from accel_callbacks.replicas.batches import replica_batches
@@ -226,7 +227,8 @@ class Rounds:
         run = training.loop.run
         resumed_from = run.resumed_from
         began = time.perf_counter()
-        with tempfile.TemporaryDirectory(prefix="accel-replica-") as root:
+        place = folder_of_launch()
+        with tempfile.TemporaryDirectory(prefix="accel-replica-", dir=place) as root:
             folder = os.path.join(root, "state")
             fetch_state(source.state, key, self._token, folder, self._options.timeout)
             restore_from(training, folder, LoadOptions(verify="full", progress=False))

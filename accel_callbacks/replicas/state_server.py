@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from accel_callbacks.launch_notes import folder_of_launch
+
 __all__ = ["StateServer", "StateTransferError", "fetch_state"]
 
 _PIECE = 2**20  # bytes that are read or written at once
@@ -63,7 +65,7 @@ class StateServer:
         """
         self.forget()
         try:
-            self._root = tempfile.mkdtemp(prefix="accel-replica-")
+            self._root = tempfile.mkdtemp(prefix="accel-replica-", dir=folder_of_launch())
             folder = os.path.join(self._root, "state")
             write(folder)
         except BaseException:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from accel_callbacks import launch_notes
 from accel_callbacks.replicas import state_server
 from accel_callbacks.replicas.state_server import StateServer, StateTransferError, fetch_state
 
@@ -40,6 +41,15 @@ def test_a_folder_comes_whole_and_is_removed_with_the_next(server, tmp_path):
     assert not root.exists()
     with pytest.raises(StateTransferError, match="no state 1 is served"):
         fetch_state(server.address, "1", "secret", str(tmp_path / "old"), 5.0)
+
+
+def test_a_launcher_has_the_folder_and_removes_what_a_kill_has_left(server, tmp_path, monkeypatch):
+    monkeypatch.setenv(launch_notes.VARIABLE, str(tmp_path))
+    server.publish("1", written)
+    assert Path(server.folder("1", 0.0)).parents[1] == tmp_path
+    monkeypatch.setenv(launch_notes.VARIABLE, str(tmp_path / "gone"))
+    server.publish("2", written)
+    assert tmp_path not in Path(server.folder("2", 0.0)).parents
 
 
 def test_a_state_that_is_being_written_is_waited_for(server, tmp_path):
