@@ -71,7 +71,9 @@ def test_the_first_replica_is_lost_within_a_window_of_several_batches(fleet_of):
     fleet.start("a")
     assert fleet.wait("a", "b") == [0, 0], fleet.output("*")
     windows = assert_replayed(fleet, 2, "a", "b")
-    assert {len(place) for window in windows for place in window} == {2}
+    # When the newcomer comes decides whether the last window of an epoch is a short one.
+    short = [window for window in windows if {len(place) for place in window} != {2}]
+    assert len(short) <= 2 < len(windows)
 
 
 def test_a_stopped_replica_is_left_behind_and_takes_over_the_state(fleet_of):
