@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
-__all__ = ["ROOT", "VARIABLE", "refusal_of_memory"]
+__all__ = ["ROOT", "VARIABLE", "free_bytes", "refusal_of_memory"]
 
 ROOT = Path("/dev/shm")  # Linux has a file system in host memory there
 #: Environment variable with the folder; set by launchers that restart processes.
@@ -27,3 +28,11 @@ def refusal_of_memory() -> str:
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         return f"{folder} must belong to this user alone"
     return ""
+
+
+def free_bytes(folder: str) -> int:
+    """Return the bytes that are free in host memory for files of a folder there."""
+    from checkpoint_io.memory import free_memory
+
+    free = shutil.disk_usage(folder).free
+    return min(free, free_memory() or free)

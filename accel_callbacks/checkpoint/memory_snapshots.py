@@ -21,7 +21,7 @@ from accel_callbacks.checkpoint.async_save import SaveCallbacks, SaveGroup
 from accel_callbacks.checkpoint.open import LoadFailed, open_newest, open_one
 from accel_callbacks.checkpoint.peer_copies import Holding, copy_files, holding_of
 from accel_callbacks.checkpoint.survivor_state import SurvivorState
-from accel_callbacks.launch_memory import VARIABLE, refusal_of_memory
+from accel_callbacks.launch_memory import VARIABLE, free_bytes, refusal_of_memory
 from accel_callbacks.launch_notes import survives
 from accel_callbacks.local_files import base_name, local_path
 from accel_callbacks.logging import notice
@@ -179,10 +179,7 @@ class MemorySnapshots:
 
     def _measure(self, run: TrainingRun) -> bool:
         """Collective: return whether two snapshots fit into memory; warn if they do not."""
-        from checkpoint_io.memory import free_memory
-
-        free = shutil.disk_usage(os.environ[VARIABLE]).free
-        free = min(free, free_memory() or free) + _nbytes(Path(self._root))
+        free = free_bytes(os.environ[VARIABLE]) + _nbytes(Path(self._root))
         nbytes = run.accelerator.training_state.nbytes()
         sizes: list[tuple[int, int]] = collectives.all_objects((nbytes, free))
         for number, leader in enumerate(self._leaders):

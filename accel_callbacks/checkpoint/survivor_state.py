@@ -18,6 +18,7 @@ from accel_callbacks import collectives
 from accel_callbacks.checkpoint.boundary_records import BoundaryRecords, RecordTooLargeError
 from accel_callbacks.checkpoint.kept_tensors import KeptTensors, own_weights
 from accel_callbacks.errors import RemoteError
+from accel_callbacks.launch_memory import free_bytes
 from accel_callbacks.logging import notice
 from accel_callbacks.terminal_text import size_of
 
@@ -326,14 +327,6 @@ def _without(group: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != key}
 
 
-def _free(path: str) -> int:
-    """Return the bytes that are free in host memory."""
-    from checkpoint_io.memory import free_memory
-
-    free = shutil.disk_usage(path).free
-    return min(free, free_memory() or free)
-
-
 # --- one process saves for all ranks ------------------------------------------------------------
 
 
@@ -372,7 +365,8 @@ def _save(path: str, state: Mapping[str, Any], own_states: Sequence[Mapping[str,
     except FileExistsError:
         return ""
     try:
-        free, needed = _free(path), sum(tensor.nbytes for tensor in collectives.tensors_in(state))
+        free = free_bytes(path)
+        needed = sum(tensor.nbytes for tensor in collectives.tensors_in(state))
         if free >= needed:
             _save_for_all(path, state, own_states)
             return ""
