@@ -8,8 +8,8 @@
 
 Each loss is a SIGKILL to random ranks, some milliseconds after a random step, so that it also
 comes in the middle of a snapshot. A restart resumes from the state in host memory, with --survive
-under DDP from the state of a rank that is left, where that is whole. As many processes are there
-after each loss as before: on one machine the launcher starts no fewer.
+under DDP and HSDP from the state of ranks that are left, where that is whole. As many processes
+are there after each loss as before: on one machine the launcher starts no fewer.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Result(NamedTuple):
         repeated: steps that were done again, for each loss.
         seconds: from the last step before to the first one after it.
         from_memory: how many restarts resumed from memory.
-        living: how many of these from the state of a rank that was left.
+        living: how many of these from the state of ranks that were left.
         differences: steps, and files of weights, that are not those of the run without a loss.
         samples: how many were trained on more often in an epoch, or less, than without a loss.
     """

@@ -90,8 +90,9 @@ class Checkpoint(ResumableState):
         memory_every_n_steps: also keep the newest state in host memory so often, under ``accel
             launch --max_restarts`` on Linux: a restart of that launch resumes from it if it is
             newer than the newest checkpoint. Each machine also holds the part of another one,
-            which may be lost. With :func:`survive` and DDP on CPUs, a process that is left also
-            gives its own state, of the last step or the one before. None is kept by default.
+            which may be lost. With :func:`survive` and replicas on CPUs (DDP, HSDP), processes
+            that are left also give their own state, of the last step or the one before. None is
+            kept by default.
         trainable_only: leave frozen parameters out, off by default: a resume takes those of the
             model that the script builds, and warns if they are others. Buffers, and parameters
             that were trained before they were frozen, are saved. Of a PEFT model with one adapter

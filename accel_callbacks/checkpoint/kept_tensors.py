@@ -10,7 +10,7 @@ import torch
 
 from accel_callbacks import collectives
 
-__all__ = ["KeptTensors", "own_weights"]
+__all__ = ["KeptTensors", "local_tensor", "own_weights"]
 
 _SAMPLED = 16  # values of each weight that are compared
 
@@ -47,7 +47,7 @@ class KeptTensors:
             weights: those of which values are compared too.
         """
         self._marks = [(tensor, tensor._version, _address(tensor)) for tensor in tensors]
-        local = [_local(weight) for weight in weights]
+        local = [local_tensor(weight) for weight in weights]
         places = [(id(weight), _address(weight)) for weight in local]
         # The views are made once, as this may be called after each step.
         if places != self._places:
@@ -78,9 +78,9 @@ def own_weights(callbacks: Sequence[Any]) -> ExitStack:
         return entered.pop_all()
 
 
-def _local(weight: Any) -> torch.Tensor:
-    """Return a weight, of a sharded one the part here."""
-    local: torch.Tensor = weight.to_local() if collectives.is_sharded(weight) else weight
+def local_tensor(tensor: Any) -> torch.Tensor:
+    """Return a tensor, of a sharded one the shard here."""
+    local: torch.Tensor = tensor.to_local() if collectives.is_sharded(tensor) else tensor
     return local
 
 

@@ -1,7 +1,8 @@
 """SurvivorState: the state of the newest boundary, from a rank that outlives the loss of others.
 
-After the loss of a rank, the weights of a whole replica are still in the memory of the others. They
-are those of the last boundary until the next optimizer step, and become a snapshot for the restart.
+After the loss of a rank, the weights of a whole replica are still in the memory of the others: of
+each under DDP, of several together where shards have replicas (HSDP). They are those of the last
+boundary until the next optimizer step, and become a snapshot for the restart.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel_callbacks import collectives
 from accel_callbacks.checkpoint.boundary_records import BoundaryRecords, RecordTooLargeError
-from accel_callbacks.checkpoint.kept_tensors import KeptTensors, own_weights
+from accel_callbacks.checkpoint.boundary_shards import BoundaryShards
+from accel_callbacks.checkpoint.kept_tensors import KeptTensors, local_tensor, own_weights
 from accel_callbacks.errors import RemoteError
 from accel_callbacks.launch_memory import free_bytes
 from accel_callbacks.logging import notice
@@ -32,16 +35,20 @@ _LARGEST = 4 << 20  # bytes beside the weights that are written after each step
 _ROOM = 4  # of the free memory, copies take the part at most
 _PATIENCE = 10.0  # seconds for the rows of trackers
 _RANKS_WAIT = 60.0  # seconds that the threads of a save wait for each other
+_INCOMPLETE = "other ranks have the rest"
 
 
 class SurvivorState:
     """Keeps the state of each boundary, and writes it as a snapshot once another rank is lost.
 
-    The parameters and the states of their optimizers, which all ranks have alike under DDP, are
-    kept by reference, and copied before an optimizer writes to them: a rank may be lost at the end
-    of a step that the others have done, who have to go back then. What belongs to one rank, such as
-    its random generators, and what a forward writes to, such as the statistics of batch norm, is
+    The parameters and the states of their optimizers, which other ranks have alike, are kept by
+    reference, and copied before an optimizer writes to them: a rank may be lost at the end of a
+    step that the others have done, who have to go back then. What belongs to one rank, such as its
+    random generators, and what a forward writes to, such as the statistics of batch norm, is
     written to the memory of the launch at each boundary, as that rank may be the one that is lost.
+
+    After a loss each rank leaves its shards, if there are any, and the first to see all that is
+    needed saves for all of them.
 
     The state is refused where it is not certain to be that of a boundary of all ranks; the
     restart then resumes from an older one.
@@ -54,6 +61,7 @@ class SurvivorState:
 
     def __init__(self, place: Callable[[int], str], records: str, attempt: str) -> None:
         self._place = place
+        self._folder, self._attempt = Path(records), attempt
         self._records = BoundaryRecords(records, attempt, _LARGEST)
         self._tensors = KeptTensors()
         self._kept: list[torch.Tensor] = []
@@ -61,6 +69,7 @@ class SurvivorState:
         self._boundary: int | None = None  # the number of the one that is kept
         self._refusal: str | None = None  # why none is kept in this run
         self._replicated: dict[str, set[str]] = {}  # names of parameters, by model
+        self._sharded = False  # parameters are shards, which have replicas
         self._copies = _Copies()
         self._step_hooks: list[Any] = []
 
@@ -84,7 +93,8 @@ class SurvivorState:
                 self._begin(training, trainable_only=trainable_only)
             if not self._refusal:
                 self._write_record(training)
-                parameters = [p for model in training.bare_models for p in model.parameters()]
+                _free_gathered(training)
+                parameters = _all_parameters(training)
                 self._kept = [*parameters, *_states(training)]
                 self._tensors.keep(self._kept, parameters)
                 self._boundary = self._count
@@ -98,10 +108,20 @@ class SurvivorState:
 
     def _begin(self, training: TrainingState, *, trainable_only: bool) -> None:
         """Decide what is kept in this run."""
+        _free_gathered(training)
+        # Not by those that left them, as others may still read.
+        if training.strategy.topology.rank == 0:
+            for folder in self._folder.glob("loss-*"):
+                shutil.rmtree(folder, ignore_errors=True)
         self._refusal = _refusal(training, trainable_only=trainable_only)
-        replicated = training.strategy.replicated_parameters
-        self._replicated = _numbered(map(replicated, training.models))
-        if not self._refusal and _has_room_for_copies(training):
+        if self._refusal:
+            return
+        self._replicated = _numbered(
+            _replicated(training, model, bare)
+            for model, bare in zip(training.models, training.bare_models, strict=True)
+        )
+        self._sharded = any(map(collectives.is_sharded, _all_parameters(training)))
+        if _has_room_for_copies(training):
             for prepared in training.optimizers:
                 handle = prepared.optimizer.register_step_pre_hook(self._copy_before_step)
                 self._step_hooks.append(handle)
@@ -158,6 +178,9 @@ class SurvivorState:
         problem = ""
         try:
             with own_weights(run.callbacks):
+                for model in training.models if self._sharded else ():
+                    # A hook of torch puts the shards back: a forward was cut short.
+                    training.strategy.local_state_dict(model)
                 if self._boundary is not None and self._is_whole(training):
                     problem = self._write(training, self._boundary, None)
                     if not problem:
@@ -166,7 +189,7 @@ class SurvivorState:
                     problem = self._write(training, self._copies.boundary, self._copies)
         except Exception as failure:  # the restart takes an older state
             problem = f"{type(failure).__name__}: {failure}"
-        if problem:
+        if problem and problem != _INCOMPLETE:
             notice(f"the state of this process is not kept for the restart: {problem}")
 
     def _is_whole(self, training: TrainingState) -> bool:
@@ -186,15 +209,35 @@ class SurvivorState:
         records = [self._records.read(rank, boundary) for rank in range(topology.world_size)]
         if None in records:
             return f"rank {records.index(None)} was lost before the end of the step"
-        logging = [rank for rank, record in enumerate(records) if record["rows"]]
-        if logging == [0] and topology.rank:
-            return ""  # rank 0 has rows of trackers in its memory: only its state is complete
-        hub = training.tracking.hub
-        if logging not in ([], [0]) or (logging and not (hub and hub.flush(_PATIENCE))):
-            return "rows of trackers would be lost"
+        path = self._place(records[0]["shared"]["run"]["global_step"])
+        if os.path.exists(path):
+            return ""
         state = self._assembled(training, records[0], copies)
-        path = self._place(state["run"]["global_step"])
-        return _save(path, state, [record["local"] for record in records])
+        sharded = list(filter(collectives.is_sharded, collectives.tensors_in(state)))
+        folder = self._folder / f"loss-{self._attempt}-{boundary}"
+        shards, rows = BoundaryShards(folder), folder / "rows"
+        if sharded:
+            shards.leave(sharded)
+        # Rank 0 has rows of trackers in its memory, and says when they are written.
+        logging = [rank for rank, record in enumerate(records) if record["rows"]]
+        if logging and not topology.rank:
+            hub = training.tracking.hub
+            if hub and hub.flush(_PATIENCE):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                rows.touch()
+        if logging not in ([], [0]) or (logging and not topology.rank and not rows.exists()):
+            return "rows of trackers would be lost"
+        if (logging and not rows.exists()) or (sharded and not shards.are_complete(sharded)):
+            return _INCOMPLETE
+
+        def whole_state() -> dict[str, Any]:
+            tensors = iter(shards.whole(sharded))
+            return collectives.map_leaves(
+                state, lambda _: next(tensors), collectives.is_sharded, by_key=True
+            )
+
+        nbytes = sum(tensor.nbytes for tensor in [*collectives.tensors_in(state), *sharded])
+        return _save(path, nbytes, whole_state, [record["local"] for record in records])
 
     def _assembled(
         self, training: TrainingState, record: Mapping[str, Any], copies: _Copies | None
@@ -240,9 +283,34 @@ def _refusal(training: TrainingState, *, trainable_only: bool) -> str | None:
         return "hooks or options change what is saved"
     for model, bare in zip(training.models, training.bare_models, strict=True):
         names = {name for name, _ in bare.named_parameters(remove_duplicate=False)}
-        if names != strategy.replicated_parameters(model) or not strategy.loads_in_place(model):
-            return "a rank has a part of the weights only"
+        if names != _replicated(training, model, bare) or not strategy.loads_in_place(model):
+            return "a rank has a part of the weights that no other one has"
     return None if training.models else "there is no model"
+
+
+def _replicated(training: TrainingState, model: torch.nn.Module, bare: torch.nn.Module) -> set[str]:
+    """Return the names of parameters of which another rank holds what this one does."""
+    named = bare.named_parameters(remove_duplicate=False)
+    sharded = {name for name, parameter in named if _has_replica(parameter)}
+    return sharded | training.strategy.replicated_parameters(model)
+
+
+def _has_replica(parameter: Any) -> bool:
+    """Return whether another rank holds the same shard."""
+    return collectives.is_sharded(parameter) and any(
+        placement.is_replicate() and size > 1
+        for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    )
+
+
+def _all_parameters(training: TrainingState) -> list[torch.nn.Parameter]:
+    return [parameter for model in training.bare_models for parameter in model.parameters()]
+
+
+def _free_gathered(training: TrainingState) -> None:
+    """Let modules have their shards, where a forward without a backward has left whole weights."""
+    for model in training.models:
+        training.strategy.free_gathered(model)
 
 
 class _Copies:
@@ -259,15 +327,17 @@ class _Copies:
 
     @torch.no_grad()
     def take(self, boundary: int | None, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the tensors of a boundary over those of the one before."""
+        """Copy the tensors of a boundary, or their shards, over those of the one before."""
         self.boundary = None
-        places = list(map(_place_of, tensors))
+        local = list(map(local_tensor, tensors))
+        places = list(map(_place_of, local))
         if places != self._places:
-            self._places, self._tensors = places, [tensor.clone() for tensor in tensors]
+            self._places, self._tensors = places, [tensor.clone() for tensor in local]
         else:
-            torch._foreach_copy_(self._tensors, list(tensors))
+            torch._foreach_copy_(self._tensors, local)
         self.boundary = boundary
 
+    @torch.no_grad()
     def in_place_of(self, tree: Mapping[str, Any]) -> Any:
         """Return a tree with the copies in place of its tensors.
 
@@ -276,10 +346,20 @@ class _Copies:
         """
         by_place = dict(zip(self._places, self._tensors, strict=True))
 
-        def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-            if _place_of(tensor) not in by_place:
+        def copy_of(tensor: Any) -> Any:
+            place = _place_of(local_tensor(tensor))
+            if place not in by_place:
                 raise ValueError("the step has made or moved a tensor")
-            return by_place[_place_of(tensor)]
+            if not collectives.is_sharded(tensor):
+                return by_place[place]
+            return type(tensor).from_local(
+                by_place[place],
+                tensor.device_mesh,
+                tensor.placements,
+                run_check=False,
+                shape=tensor.shape,
+                stride=tensor.stride(),
+            )
 
         return collectives.map_leaves(tree, copy_of, torch.is_tensor)
 
@@ -297,8 +377,8 @@ def _has_room_for_copies(training: TrainingState) -> bool:
         for state in prepared.optimizer.state.values():
             if not all(value is None or torch.is_tensor(value) for value in state.values()):
                 return False  # a number of its own, such as of steps
-    parameters = [p for model in training.bare_models for p in model.parameters()]
-    nbytes = sum(tensor.nbytes for tensor in [*parameters, *_states(training)])
+    tensors = [*_all_parameters(training), *_states(training)]
+    nbytes = sum(local_tensor(tensor).nbytes for tensor in tensors)
     return (free_memory() or 0) > _ROOM * nbytes * training.strategy.topology.world_size
 
 
@@ -358,7 +438,12 @@ class _Seat:
         return self.all_gather_object(obj)[src]
 
 
-def _save(path: str, state: Mapping[str, Any], own_states: Sequence[Mapping[str, Any]]) -> str:
+def _save(
+    path: str,
+    nbytes: int,
+    whole_state: Callable[[], Mapping[str, Any]],
+    own_states: Sequence[Mapping[str, Any]],
+) -> str:
     """Save for all ranks, unless another one does; return why not, empty if it is there."""
     try:
         os.makedirs(path, mode=0o700)
@@ -366,15 +451,14 @@ def _save(path: str, state: Mapping[str, Any], own_states: Sequence[Mapping[str,
         return ""
     try:
         free = free_bytes(path)
-        needed = sum(tensor.nbytes for tensor in collectives.tensors_in(state))
-        if free >= needed:
-            _save_for_all(path, state, own_states)
+        if free >= nbytes:
+            _save_for_all(path, whole_state(), own_states)
             return ""
     except BaseException:
         shutil.rmtree(path, ignore_errors=True)
         raise
     shutil.rmtree(path, ignore_errors=True)
-    return f"it needs {size_of(needed)}, and {size_of(free)} are free"
+    return f"it needs {size_of(nbytes)}, and {size_of(free)} are free"
 
 
 def _save_for_all(

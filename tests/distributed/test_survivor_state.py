@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from accel_callbacks import Accelerator, set_seed
+from accel_callbacks import (
+    Accelerator,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    set_seed,
+)
 from accel_callbacks.callbacks import EMA
 from accel_callbacks.checkpoint.survivor_state import SurvivorState
 from accel_callbacks.distributed.rng import capture_rng
@@ -122,3 +127,103 @@ def _train_without_room(folder: str) -> None:
         train(folder)
     finally:
         shutil.disk_usage = usage
+
+
+# --- shards with replicas -----------------------------------------------------------------------
+
+
+def whole(tensor: Any) -> list[Any]:
+    values: list[Any] = tensor.full_tensor().tolist()
+    return values
+
+
+def train_hybrid(
+    folder: str, alive: tuple[int, ...], case: str, replicas: int
+) -> list[dict[str, Any]]:
+    """Train shards with replicas, and let the ranks that are alive leave the last boundary."""
+    accel = Accelerator(
+        cpu=True,
+        timeout=timedelta(seconds=60),
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False),
+        parallelism_config=ParallelismConfig(
+            dp_replicate_size=replicas, dp_shard_size=4 // replicas
+        ),
+        callbacks=[EMA(0.9)] if case == "averages" else [],
+    )
+    rank = accel.process_index
+    survivor = SurvivorState(lambda step: f"{folder}/snapshot-{step}", f"{folder}/records", "a")
+    set_seed(0, device_specific=True)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Dropout(), torch.nn.Linear(5, 3))
+    model, optimizer = accel.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    held = []
+    with accel.run("demo", resume=False) as run:
+        for step in range(1, 4):
+            accel.backward(model(torch.randn(8, 4)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(torch.ones(1, 4))  # leaves whole parameters in the modules
+            if not (case == "behind" and rank == 1 and step == 3):
+                survivor.keep(run, trainable_only=False)
+            bias = accel.unwrap_model(model)[2].bias
+            held.append(
+                {
+                    "bias": whole(bias),
+                    "average": whole(optimizer.state[bias]["exp_avg"]),
+                    "rng": capture_rng(torch.device("cpu"))["torch"],
+                }
+            )
+        loss = model(torch.randn(8, 4)).square().mean()
+        if case != "in forward":
+            accel.backward(loss)
+        if case == "stepped" and rank > 1:
+            optimizer.step()
+        accel.wait_for_everyone()
+        if rank in alive:
+            survivor.leave(run, LOST)
+        accel.wait_for_everyone()
+        survivor.close()
+    accel.end_training()
+    return held
+
+
+@pytest.mark.parametrize(
+    ("alive", "case", "step"),
+    [
+        ((1, 2, 3), "", 3),
+        ((1, 2), "in forward", 3),  # of each shard one
+        ((0, 1, 3), "stepped", 3),
+        ((0, 1, 2), "behind", 2),
+    ],
+)
+def test_ranks_together_leave_all_shards_of_a_boundary(
+    pool_of_4: Any, tmp_path: Path, alive: tuple[int, ...], case: str, step: int
+) -> None:
+    before = tmp_path / "records" / "loss-of_an_attempt_before-7"
+    before.mkdir(parents=True)
+    results = pool_of_4.run(train_hybrid, str(tmp_path), alive, case, 2)
+    (path,) = tmp_path.glob("snapshot-*")
+    assert path.name == f"snapshot-{step}"
+    held = [result[step - 1] for result in results]
+    loaded = [load(str(path), rank=rank) for rank in range(4)]
+    state = loaded[0].state
+    assert state["run"]["global_step"] == step
+    assert state["models"]["0"]["2.bias"].tolist() == held[0]["bias"]
+    assert state["optimizers"]["0"]["state"]["0.2.bias"]["exp_avg"].tolist() == held[0]["average"]
+    assert [own.local_state["rng"]["torch"] for own in loaded] == [own["rng"] for own in held]
+    assert not before.exists()
+
+
+@pytest.mark.parametrize(
+    ("alive", "case", "replicas"),
+    [
+        ((0, 2), "", 2),  # no one holds the other shards
+        ((0, 1, 2), "", 1),
+        ((0, 1, 2), "averages", 2),
+    ],
+)
+def test_without_all_shards_nothing_is_left(
+    pool_of_4: Any, tmp_path: Path, alive: tuple[int, ...], case: str, replicas: int
+) -> None:
+    pool_of_4.run(train_hybrid, str(tmp_path), alive, case, replicas)
+    assert list(tmp_path.glob("snapshot-*")) == []
