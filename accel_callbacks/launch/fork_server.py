@@ -32,6 +32,9 @@ __all__ = ["ForkServer", "ForkedProcess", "start_worker"]
 _SET_CHILD_SUBREAPER = 36  # an option of prctl
 _PATIENCE = 30.0  # seconds for one fork, on a machine that swaps
 _MOST_STARTS = 4  # each but the first skips a package more
+# The memory pools of pyarrow, which datasets, pandas and so scikit-learn import, start a thread at
+# their import. It only returns memory sooner, which allocations do as well.
+_WITHOUT_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 
 
 class ForkedProcess:
@@ -173,7 +176,7 @@ class ForkServer:
                 self._command,
                 stdout=streams[0],
                 stderr=streams[1],
-                env={**self._variables, FORK_SERVER: str(number)},
+                env={**_WITHOUT_THREADS, **self._variables, FORK_SERVER: str(number)},
                 pass_fds=(number,),
                 start_new_session=True,
             )
@@ -186,9 +189,14 @@ class ForkServer:
         connection.settimeout(_PATIENCE)
         self._connection, self._answers = connection, connection.makefile("rb")
         self.reason = "the fork server was not ready yet"
-        task = {"notes": str(self._notes), "skipped": self._skipped}
+        task = {
+            "notes": str(self._notes),
+            "skipped": self._skipped,
+            "rank_variables": sorted(self._rank_variables),
+            "own_variables": sorted(_WITHOUT_THREADS.keys() - self._variables.keys()),
+        }
         try:
-            self._send({**task, "rank_variables": sorted(self._rank_variables)})
+            self._send(task)
         except OSError as error:
             self._give_up(f"the fork server does not answer: {error}")
 

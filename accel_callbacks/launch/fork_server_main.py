@@ -72,6 +72,8 @@ def serve(variable: str) -> None:
             note = read_note(Path(task["notes"]), IMPORTS)
             _import_all(note["modules"], task["skipped"], task["rank_variables"], descriptor)
             _check_variables(note["changed"])
+            for name in task["own_variables"]:  # workers that are started anew have none
+                os.environ.pop(name, None)
         except _Refused as refusal:
             _send(connection, {"refused": str(refusal), "skip": refusal.skip})
             os._exit(1)

@@ -193,6 +193,25 @@ def test_a_package_that_no_fork_may_share_is_left_out(
     assert forked(server, *words)[1] == "True False True\n"
 
 
+def test_forks_have_pyarrow_whose_memory_pool_starts_a_thread(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("pyarrow")
+    monkeypatch.delenv("JE_ARROW_MALLOC_CONF", raising=False)
+    (tmp_path / "program.py").write_text(
+        "import os, sys\n"
+        "print('pyarrow' in sys.modules, os.environ.get('JE_ARROW_MALLOC_CONF'),\n"
+        "      len(os.listdir('/proc/self/task')))\n"
+        "import pyarrow as pa\n"
+        "pool = pa.jemalloc_memory_pool()\n"
+        "kept = [pa.array(range(9999), memory_pool=pool) for _ in range(99)]\n"
+        "print(sum(len(array) for array in kept), pool.bytes_allocated() > 0)\n"
+    )
+    words = ("script", "program.py")
+    server = serve(*words, good="import pyarrow\n")
+    assert forked(server, *words)[:2] == (0, "True None 1\n989901 True\n")
+
+
 @pytest.mark.parametrize(
     ("changed", "refused"),
     [
