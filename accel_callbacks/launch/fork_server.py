@@ -31,7 +31,6 @@ __all__ = ["ForkServer", "ForkedProcess", "start_worker"]
 
 _SET_CHILD_SUBREAPER = 36  # an option of prctl
 _PATIENCE = 30.0  # seconds for one fork, on a machine that swaps
-_MOST_STARTS = 4  # each but the first skips a package more
 # The memory pools of pyarrow, which datasets, pandas and so scikit-learn import, start a thread at
 # their import. It only returns memory sooner, which allocations do as well.
 _WITHOUT_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
@@ -102,7 +101,6 @@ class ForkServer:
         self._command: Sequence[str] = ()
         self._variables: dict[str, str] = {}  # of the server
         self._rank_variables: set[str] = set()  # those that are different in each worker
-        self._skipped: list[str] = []
 
     def worker_started(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Note how a worker was started: the server is started likewise."""
@@ -191,7 +189,6 @@ class ForkServer:
         self.reason = "the fork server was not ready yet"
         task = {
             "notes": str(self._notes),
-            "skipped": self._skipped,
             "rank_variables": sorted(self._rank_variables),
             "own_variables": sorted(_WITHOUT_THREADS.keys() - self._variables.keys()),
         }
@@ -209,10 +206,7 @@ class ForkServer:
         if answer["refused"] is None:
             self.ready = True
             return
-        self._skipped.append(answer["skip"])
         self._give_up(f"{answer['refused']}, so a fork would not be what a new process is")
-        if answer["skip"] and len(self._skipped) < _MOST_STARTS:
-            self._gave_up, self._process = False, None  # once more, without that package
 
     def _give_up(self, reason: str) -> None:
         self.close()

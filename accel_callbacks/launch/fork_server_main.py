@@ -2,8 +2,8 @@
 
 It runs as `worker.py` with the command line of a worker, and returns from `serve` in its forks
 only, which then run the script as a worker that was started anew. A module whose import would not
-be the same in a fork is refused: one that starts a thread or a process, opens a file, sets up
-logging, or reads the rank.
+be the same in a fork is left out: one that starts a thread or a process, opens a file, sets up
+logging, or reads the rank. A scout finds it, a fork that imports ahead of the server.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import importlib
 import json
 import logging
 import os
+import random
 import site
 import socket
 import sys
 import sysconfig
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,6 +31,8 @@ assert sys.platform == "linux"
 __all__ = ["fork_for_asker", "serve"]
 
 _OURS = ("accel_callbacks", "checkpoint_io", "loggers")
+_LARGEST = "torch"
+_CLEAN, _END = b".", b"!"  # what a scout says
 _HARMLESS_FILES = ("/dev/null", "/dev/random", "/dev/urandom")
 # Of variables that libraries read without Python, when they are loaded.
 _READ_BY_LIBRARIES = (
@@ -36,15 +40,11 @@ _READ_BY_LIBRARIES = (
     *("TORCH", "PYTORCH_", "ATEN_", "C10_", "ARROW_", "JE_"),
 )
 _SEED_OF_OLDER_TORCH = 67280421310721  # of each process; from 2.13 on, it is another for each
-_known_states: dict[str, object] = {}  # of global generators, as their own imports leave them
+_known_states: dict[str, Any] = {}  # of global generators, as their own imports leave them
 
 
 class _Refused(Exception):
-    """A fork would not be what a process that is started anew is; `skip` names the package."""
-
-    def __init__(self, reason: str, skip: str = "") -> None:
-        super().__init__(reason)
-        self.skip = skip
+    """A fork would not be what a process that is started anew is."""
 
 
 class _WatchedEnvironment(os._Environ):  # type: ignore[type-arg]
@@ -70,12 +70,12 @@ def serve(variable: str) -> None:
         task, _ = _receive(connection)
         try:
             note = read_note(Path(task["notes"]), IMPORTS)
-            _import_all(note["modules"], task["skipped"], task["rank_variables"], descriptor)
+            _import_all(note["modules"], task["rank_variables"], descriptor)
             _check_variables(note["changed"])
             for name in task["own_variables"]:  # workers that are started anew have none
                 os.environ.pop(name, None)
         except _Refused as refusal:
-            _send(connection, {"refused": str(refusal), "skip": refusal.skip})
+            _send(connection, {"refused": str(refusal)})
             os._exit(1)
         _send(connection, {"refused": None})
         leave_note(WARM, len(sys.modules))
@@ -111,35 +111,75 @@ def _send(connection: socket.socket, message: Mapping[str, Any]) -> None:
 
 
 def _import_all(
-    modules: Mapping[str, str],
-    skipped: Collection[str],
-    rank_variables: Collection[str],
-    descriptor: int,
+    modules: Mapping[str, str], rank_variables: Collection[str], descriptor: int
 ) -> None:
-    """Import modules in order, each checked for what a fork would not share."""
+    """Import modules in order, without those that leave what a fork would not share.
+
+    Raises:
+        _Refused: a module is another one than for the script, or only here has an effect.
+    """
     environment: Any = os.environ
     environment.__class__ = _WatchedEnvironment
     roots = _installed_roots()
+    names = deque(name for name in modules if _is_installed(name, modules, roots))
     try:
-        for name in modules:
-            if name in sys.modules or not _is_installed(name, modules, roots):
-                continue
-            if any(name == package or name.startswith(f"{package}.") for package in skipped):
-                continue
-            skip = ".".join(name.split(".")[:2])
-            try:
-                importlib.import_module(name)
-            except BaseException as error:
-                raise _Refused(f"{name} fails: {type(error).__name__}: {error}", skip) from None
-            effect = _side_effect(descriptor, rank_variables)
-            if effect:
-                raise _Refused(f"the import of {name} {effect}", skip)
+        if _LARGEST in names:  # without a scout, as it takes as long as the others together
+            _import_clean(_LARGEST, rank_variables, {descriptor})
+        while names:
+            for _ in range(_count_clean(names, rank_variables, descriptor)):
+                _import_clean(names.popleft(), rank_variables, {descriptor})
+            if names:
+                names.popleft()
     finally:
         environment.__class__ = os._Environ
     for name, path in modules.items():
         spec = getattr(sys.modules.get(name), "__spec__", None)
         if spec is not None and spec.origin != path:
             raise _Refused(f"{name} is another file ({spec.origin}) than for the script ({path})")
+
+
+def _import_clean(name: str, rank_variables: Collection[str], own: Collection[int]) -> None:
+    """Import a module, unless it is imported.
+
+    Args:
+        name: of the module.
+        rank_variables: that are different in each worker.
+        own: descriptors that are open.
+
+    Raises:
+        _Refused: the import fails, or has an effect that no fork may share.
+    """
+    if name in sys.modules:
+        return
+    try:
+        importlib.import_module(name)
+    except BaseException as error:
+        raise _Refused(f"{name} fails: {type(error).__name__}: {error}") from None
+    if effect := _side_effect(own, rank_variables):
+        raise _Refused(f"the import of {name} {effect}")
+
+
+def _count_clean(names: Iterable[str], rank_variables: Collection[str], descriptor: int) -> int:
+    """Return how many of the next modules can be imported here, as a fork finds out."""
+    reading, writing = os.pipe()
+    scout = os.fork()
+    if scout == 0:
+        try:
+            if "random" in _known_states:  # Python has seeded it in the fork
+                random.setstate(_known_states["random"])
+            for name in names:
+                _import_clean(name, rank_variables, {descriptor, reading, writing})
+                os.write(writing, _CLEAN)
+        finally:
+            os.write(writing, _END)  # a process that an import starts may keep the pipe open
+            os._exit(0)
+    os.close(writing)
+    answer = b""
+    while not answer.endswith(_END) and (part := os.read(reading, 1 << 12)):
+        answer += part
+    os.close(reading)
+    os.waitpid(scout, 0)
+    return answer.count(_CLEAN)
 
 
 def _installed_roots() -> tuple[str, ...]:
@@ -156,7 +196,7 @@ def _is_installed(name: str, modules: Mapping[str, str], roots: tuple[str, ...])
     return top in _OURS or all(path.startswith(roots) for path in paths)
 
 
-def _side_effect(descriptor: int, rank_variables: Collection[str]) -> str:
+def _side_effect(own: Collection[int], rank_variables: Collection[str]) -> str:
     """Return what the last import has done that no fork may share; empty for nothing."""
     if _threads() > 1:
         # OpenBLAS ends its threads before a fork, and starts them again when it computes.
@@ -173,7 +213,7 @@ def _side_effect(descriptor: int, rank_variables: Collection[str]) -> str:
             path = os.readlink(f"/proc/self/fd/{number}")
         except OSError:
             continue  # the one that lists the folder
-        if int(number) not in (0, 1, 2, descriptor) and path not in _HARMLESS_FILES:
+        if int(number) not in (0, 1, 2, *own) and path not in _HARMLESS_FILES:
             return f"opens {path}"
     if logging.root.handlers:
         return "sets up logging"
@@ -186,8 +226,7 @@ def _side_effect(descriptor: int, rank_variables: Collection[str]) -> str:
 
 def _generator_states() -> Iterator[tuple[str, object]]:
     """Yield the names and states of the global generators that are imported."""
-    if "random" in sys.modules:
-        yield "random", sys.modules["random"].getstate()
+    yield "random", random.getstate()
     if "numpy.random" in sys.modules:
         _, keys, position, *_ = sys.modules["numpy.random"].get_state()
         yield "numpy", (keys.tobytes(), position)

@@ -173,24 +173,32 @@ def test_a_package_that_no_fork_may_share_is_left_out(
     serve: Serve, tmp_path: Path, effect: str
 ) -> None:
     (tmp_path / "program.py").write_text(
-        "import sys; print('before' in sys.modules, 'bad' in sys.modules, 'good' in sys.modules)"
+        "import sys; print(*(name in sys.modules for name in ('before', 'bad', 'asks', 'good')))"
     )
     words = ("script", "program.py")
-    answers: list[str] = []
-    give_up = ForkServer._give_up
+    server = serve(*words, before="", bad=EFFECTS[effect], asks="import bad", good="")
+    assert server.ready, server.reason
+    assert forked(server, *words)[1] == "True False False True\n"
 
-    def noted(server: ForkServer, reason: str) -> None:
-        answers.append(reason)
-        give_up(server, reason)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ForkServer, "_give_up", noted)
-        server = serve(*words, before="", bad=EFFECTS[effect], good="")
-    assert server.ready
-    assert len(answers) == 1
-    assert effect in answers[0]
-    assert "bad" in answers[0]
-    assert forked(server, *words)[1] == "True False True\n"
+def test_an_effect_that_only_the_server_has_is_refused(serve: Serve, tmp_path: Path) -> None:
+    bad = (
+        "import os, threading, time\n"
+        "if 'seen' not in os.listdir():\n"
+        "    open('seen', 'w').close()\n"
+        "else:\n"
+        "    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+    )
+    server = serve("script", "program.py", bad=bad)
+    assert not server.ready
+    assert "the import of bad starts a thread, so a fork" in server.reason
+
+
+def test_a_package_that_ends_the_process_is_left_out(serve: Serve, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("import sys; print('good' in sys.modules)")
+    words = ("script", "program.py")
+    server = serve(*words, bad="import os, signal; os.kill(os.getpid(), signal.SIGKILL)", good="")
+    assert forked(server, *words)[1] == "True\n"
 
 
 def test_forks_have_pyarrow_whose_memory_pool_starts_a_thread(
