@@ -8,6 +8,7 @@ logging, or reads the rank. A scout finds it, a fork that imports ahead of the s
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import logging
@@ -77,6 +78,8 @@ def serve(variable: str) -> None:
         except _Refused as refusal:
             _send(connection, {"refused": str(refusal)})
             os._exit(1)
+        gc.collect()
+        gc.freeze()  # forks share the pages of what a collection does not look at
         _send(connection, {"refused": None})
         leave_note(WARM, len(sys.modules))
         while True:

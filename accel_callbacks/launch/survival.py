@@ -79,6 +79,10 @@ def survive(train: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(train)
     def survivor(*args: P.args, **keywords: P.kwargs) -> T:
+        if not gc.get_freeze_count():
+            # Each loss collects garbage, and would look through what imports have left each time.
+            gc.collect()
+            gc.freeze()
         with _noted():
             while True:
                 try:
