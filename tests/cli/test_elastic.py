@@ -95,13 +95,13 @@ def on_two(folder: str, epochs: int, *options: str) -> list[str]:
     return ["--nproc_per_node", "2", *options, *script(folder, epochs)]
 
 
-def node(number: int, port: int, last_call: int = 1) -> list[str]:
-    """The options of one of two launchers on this machine, either of which may be alone."""
+def node(number: int, port: int, last_call: int = 1, nodes: str = "1:2") -> list[str]:
+    """The options of one of some launchers on this machine, by default of two that may be alone."""
     conf = f"is_host={number == 0},join_timeout=100,keep_alive_interval=1"
     conf += f",last_call_timeout={last_call}"
     where = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_id", "run"]
     alike = ["--nproc_per_node", "1", "--local_addr", "127.0.0.1", "--max_restarts", "3"]
-    return ["--nnodes", "1:2", *alike, *where, "--rdzv_conf", conf]
+    return ["--nnodes", nodes, *alike, *where, "--rdzv_conf", conf]
 
 
 @torchrun_when_slow
@@ -172,3 +172,22 @@ def test_a_lost_launcher_leaves_fewer_processes_and_the_same_order(
     assert begins_in(printed)[-1] in [(1, 40), (1, 50)]
     assert f"done on 1 processes after {3 * STEPS} steps\n" in printed
     assert epochs_in(last, printed) == epochs_in(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /dev/shm")
+def test_three_of_four_machines_have_all_of_the_state_in_memory(
+    start: Start, free_port: int
+) -> None:
+    # A batch that three share as well as four; no checkpoint before the loss.
+    options = ["--batch_size", "24", "--every_n_steps", "1000"]
+    lost = script("lost", 2, *options, "--memory_every_n_steps", "5", "--lose", "machine")
+    nodes = [start("accel", *node(one, free_port, 30, "3:4"), *lost) for one in range(4)]
+    printed = "".join(one.communicate(timeout=250)[0] for one in nodes)
+    assert sorted(one.returncode for one in nodes)[1:] == [0, 0, 0], printed
+    whole = printed_by(start("accel", "--nproc_per_node", "4", *script("whole", 2, *options)))
+    assert "resumed from memory" in printed
+    assert (4, 0) in begins_in(printed)
+    assert begins_in(printed)[-1] in [(3, 50), (3, 55)]  # 55 may not be complete yet
+    assert epochs_in(printed) == epochs_in(whole)
+    assert len(epochs_in(whole)) == 2
