@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import faulthandler
+import functools
+import gc
 import os
-import re
 import sys
 import sysconfig
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -38,9 +37,8 @@ _LOADER = os.path.join(_TORCH, "utils", "data", "dataloader.py")
 _TORCH_ROOT = os.path.dirname(_TORCH.rstrip(os.sep))
 # Frames of code that is neither the user's nor ours. Installed packages are in purelib.
 _LIBRARIES = (_TORCH, *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib")), "<")
-# Lines of faulthandler: of a thread, and of a frame. It escapes what is not ASCII as Python does.
-_THREAD = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+)")
-_FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+
+_collections = threading.RLock()  # whoever stops them starts them again
 
 
 class Call(NamedTuple):
@@ -67,50 +65,48 @@ class Call(NamedTuple):
 
 def stacks() -> dict[int, list[Call]]:
     """Return the Python frames of all threads by their identifiers, innermost first."""
-    if sys.version_info < (3, 12, 2):
-        return _stacks_of_faulthandler()
     by_thread = {}
-    for number, frame in sys._current_frames().items():
-        calls: list[Call] = []
-        inner: FrameType | None = frame
-        while inner is not None:
-            code = inner.f_code
-            calls.append(Call(code.co_filename, inner.f_lineno or 0, code.co_name))
-            inner = inner.f_back
-        by_thread[number] = calls
+    with _uncollected():
+        for number, frame in sys._current_frames().items():
+            calls: list[Call] = []
+            inner: FrameType | None = frame
+            while inner is not None:
+                code = inner.f_code
+                calls.append(Call(code.co_filename, inner.f_lineno or 0, code.co_name))
+                inner = inner.f_back
+            by_thread[number] = calls
     return by_thread
 
 
-def _stacks_of_faulthandler() -> dict[int, list[Call]]:
-    """Return the frames that faulthandler writes while all threads stand still.
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Context manager: collect no garbage on Python before 3.12.2.
 
-    Before Python 3.12 a frame object that is made may first collect garbage, and the thread whose
-    frame it is may go on meanwhile: what the object refers to is gone then. And
-    ``sys._current_frames`` holds a lock in which that thread may wait with the GIL.
+    A frame object that is made there may first collect garbage, and the thread whose frame it is
+    may go on meanwhile: what the object refers to is gone then. ``sys._current_frames`` also holds
+    a lock in which that thread may wait with the GIL. Faulthandler is no way out: it does not hold
+    that lock, and crashes on a thread that is just entering Python from C.
     """
-    with _scratch_file() as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        lines = file.read().decode("ascii", "replace").splitlines()
-    by_thread: dict[int, list[Call]] = {}
-    calls: list[Call] = []
-    for line in lines:
-        if thread := _THREAD.match(line):
-            calls = by_thread.setdefault(int(thread[1], 16), [])
-        elif frame := _FRAME.fullmatch(line):
-            path = frame[1]
-            if "\\" in path and os.sep == "/":
-                path = path.encode("ascii", "replace").decode("unicode_escape")
-            calls.append(Call(path, int(frame[2]) if frame[2].isdigit() else 0, frame[3]))
-    return by_thread
+    if sys.version_info >= (3, 12, 2):
+        yield
+        return
+    _keep_from_forks()
+    with _collections:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
 
 
-def _scratch_file() -> IO[bytes]:
-    """Return a file in memory, or a temporary one: its disk may be full or hang."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            return open(os.memfd_create("accel-stacks"), "r+b")
-    return tempfile.TemporaryFile()
+@functools.cache
+def _keep_from_forks() -> None:
+    """Let no fork begin meanwhile: it would never collect garbage."""
+    if hasattr(os, "register_at_fork"):
+        acquire, release = _collections.acquire, _collections.release
+        os.register_at_fork(before=acquire, after_in_parent=release, after_in_child=release)
 
 
 def place_of(calls: Sequence[Call]) -> str:

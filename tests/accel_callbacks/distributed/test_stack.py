@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
-from accel_callbacks.distributed import stack
 from accel_callbacks.distributed.stack import place_of, stacks
 from tests.support import warm
 
@@ -93,6 +90,40 @@ def test_a_collection_of_garbage_meanwhile_does_no_harm(scene):
     assert done.returncode == 0, done.stderr
 
 
+THREADS = """
+import ctypes, threading, time
+from accel_callbacks.distributed import stack
+
+# Threads of C that enter Python, as those of gloo and autograd do: each is new to it.
+libc = ctypes.CDLL(None)
+enter = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: None)
+
+def begin_threads():
+    number = ctypes.c_ulong()
+    while not over.is_set():
+        libc.pthread_create(ctypes.byref(number), None, enter, None)
+        libc.pthread_join(number, None)
+
+over = threading.Event()
+threads = [threading.Thread(target=begin_threads) for _ in range(3)]
+for thread in threads:
+    thread.start()
+end = time.monotonic() + 4
+while time.monotonic() < end:
+    stack.stacks()
+over.set()
+for thread in threads:
+    thread.join()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="starts threads by the C library of Linux")
+def test_threads_that_enter_python_meanwhile_do_no_harm():
+    command = [sys.executable, "-c", THREADS]
+    done = warm.run(command, stderr=subprocess.PIPE, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
 def test_frames_have_paths_with_any_letters(tmp_path):
     path = tmp_path / "é 世\U0001f600"
     path.mkdir()
@@ -113,13 +144,3 @@ def test_frames_have_paths_with_any_letters(tmp_path):
     assert own == (str(file), own.line, "train")
     assert own.line in (2, 3)
     assert place_of(calls).startswith("my train.py:")
-
-
-def test_without_memory_files_a_temporary_one_serves(monkeypatch):
-    def refused(name):
-        raise PermissionError
-
-    monkeypatch.setattr(os, "memfd_create", refused, raising=False)
-    calls = stack._stacks_of_faulthandler()[threading.get_ident()]
-    assert calls[1].name == "test_without_memory_files_a_temporary_one_serves"
-    assert Path(calls[1].path) == Path(__file__)
