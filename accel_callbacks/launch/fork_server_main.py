@@ -165,12 +165,17 @@ def _import_clean(name: str, rank_variables: Collection[str], own: Collection[in
 def _count_clean(names: Iterable[str], rank_variables: Collection[str], descriptor: int) -> int:
     """Return how many of the next modules can be imported here, as a fork finds out."""
     reading, writing = os.pipe()
-    scout = os.fork()
+    server, scout = os.getpid(), os.fork()
     if scout == 0:
         try:
+            with open(os.devnull, "wb") as null:
+                for stream in (1, 2):
+                    os.dup2(null.fileno(), stream)  # the server imports the same
             if "random" in _known_states:  # Python has seeded it in the fork
                 random.setstate(_known_states["random"])
             for name in names:
+                if os.getppid() != server:
+                    break  # the launch has ended
                 _import_clean(name, rank_variables, {descriptor, reading, writing})
                 os.write(writing, _CLEAN)
         finally:

@@ -42,7 +42,9 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     monkeypatch.chdir(tmp_path)
     servers: list[ForkServer] = []
 
-    def start(*words: str, changed: dict[str, str] | None = None, **sources: str) -> ForkServer:
+    def start(
+        *words: str, changed: dict[str, str] | None = None, waits: bool = True, **sources: str
+    ) -> ForkServer:
         modules = {"json": json.__file__, "random": sys.modules["random"].__file__}
         for name, source in sources.items():
             (packages / f"{name}.py").write_text(source)
@@ -55,7 +57,8 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
         servers.append(server)
         server.worker_started(command(*words), {**os.environ, **RANK})
         deadline = time.monotonic() + 60
-        while not (server.ready or server._gave_up) and time.monotonic() < deadline:
+        server.look()
+        while waits and not (server.ready or server._gave_up) and time.monotonic() < deadline:
             server.look()
             time.sleep(0.01)
         return server
@@ -199,6 +202,21 @@ def test_a_package_that_ends_the_process_is_left_out(serve: Serve, tmp_path: Pat
     words = ("script", "program.py")
     server = serve(*words, bad="import os, signal; os.kill(os.getpid(), signal.SIGKILL)", good="")
     assert forked(server, *words)[1] == "True\n"
+
+
+def test_a_scout_ends_with_its_server(serve: Serve, tmp_path: Path) -> None:
+    slow = "import os, time; open('scout', 'w').write(str(os.getpid())); time.sleep(1)"
+    later = "open('later', 'w').close()"
+    server = serve("script", "program.py", waits=False, slow=slow, later=later)
+    deadline = time.monotonic() + 60
+    while not (Path("scout").exists() and Path("scout").read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    server.close()
+    while Path("/proc", Path("scout").read_text()).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not Path("later").exists()
 
 
 def test_forks_have_pyarrow_whose_memory_pool_starts_a_thread(
