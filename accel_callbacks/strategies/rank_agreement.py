@@ -9,6 +9,7 @@ from typing import Any
 
 from accel_callbacks import collectives
 from accel_callbacks.distributed.abort import abort_run
+from accel_callbacks.distributed.heartbeat import current_heartbeat
 from accel_callbacks.distributed.remote_failure import remote_failure
 
 __all__ = ["END", "Event", "RankAgreement", "unused_advice"]
@@ -125,11 +126,17 @@ class RankAgreement:
         deadline = time.monotonic() + (1.0 if in_forward else 0.9) * timeout
         pause, longest = _POLLING
         operation = self._describe(event)
+        ranks = range(collectives.world_size()) if self._ranks is None else self._ranks
+        others = sorted({*ranks} - {collectives.rank()})
         while True:
             value = collectives.store().read([key])[0]
             if value is not None:
                 return json.loads(value)
             remote_failure.raise_in(operation)
+            # No collective reports it here; and one that has come before would be missed next.
+            watch = current_heartbeat()
+            if watch is not None and (gone := watch.find_gone(others)):
+                raise abort_run(watch.error_of(gone, operation), operation)
             left = deadline - time.monotonic()
             if left <= 0:
                 break

@@ -228,6 +228,8 @@ SHORT = [
     Case("main_process_first", "kill", rank=0),
     Case("gather", "vanish"),
     Case("step", "stop", run="plain"),
+    # Ranks compare what they do in the first step, and wait in no collective then.
+    Case("first forward", "kill", run="sharded"),
     Case("save, in the write", "delay"),
     Case("background save", "delay", rank=0),
     Case("save, in the write", "block"),

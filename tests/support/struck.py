@@ -1,9 +1,9 @@
 """A training script in which one rank is struck by a fault at one place.
 
 Arguments: the place, the fault, the rank that it strikes, a folder, the timeout of the group in
-seconds, and "plain" for a loop outside of a run. With the fault "block", a call of a save may
-take no longer than the timeout, instead of ten minutes. The file ``struck`` in the folder begins to
-exist when the fault strikes.
+seconds, and "plain" for a loop outside of a run, or "sharded" for one with FSDP2. With the fault
+"block", a call of a save may take no longer than the timeout, instead of ten minutes. The file
+``struck`` in the folder begins to exist when the fault strikes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from accel_callbacks import Accelerator, main_process_first
+from accel_callbacks import (
+    Accelerator,
+    FullyShardedDataParallelPlugin,
+    main_process_first,
+)
 from accel_callbacks.distributed import heartbeat
 from loggers import Tracker
 from tests.support.gated_files import GatedFileSystem
@@ -40,7 +44,9 @@ class Strike:
         self._seen = min(float(timeout) / 10, 1.0) * 2.5  # seconds in which a heartbeat shows where
         self._strikes = os.environ["RANK"] == victim
         # At once in some places: loader workers are forked when the loop begins.
-        self.armed = place in ("start", "join", "joined", "tracker start", "loader worker")
+        self.armed = place in (
+            *("start", "join", "joined", "tracker start", "loader worker", "first forward"),
+        )
 
     def reach(self, here: str) -> None:
         if here != self._place or not self._strikes or not self.armed:
@@ -97,6 +103,7 @@ class Model(torch.nn.Linear):
     reach: Reach
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        type(self).reach("first forward")
         type(self).reach("forward")
         return _StrikesInBackward.apply(super().forward(inputs), type(self).reach)
 
@@ -166,6 +173,7 @@ def main(place: str, fault: str, victim: str, folder: str, timeout: str, run: st
         cpu=True,
         timeout=timedelta(seconds=float(timeout)),
         project_dir=folder,
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) if run == "sharded" else None,
         log_with=StrikingTracker(reach) if place == "tracker start" else None,
     )
     model = Model(4, 2)
