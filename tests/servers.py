@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.ports import free_port
+
 KEY, SECRET, REGION, BUCKET = "test", "test-secret", "eu-west-1", "bucket"
 START_SECONDS = 60.0
 _MOTO = "import sys; from moto.server import main; sys.exit(main(sys.argv[1:]))"
@@ -60,12 +62,6 @@ class S3Server:
             aws_access_key_id=KEY,
             aws_secret_access_key=SECRET,
         )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def binary(name: str) -> str:

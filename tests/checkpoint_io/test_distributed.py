@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support import warm
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.distributed
 
@@ -92,9 +92,7 @@ dist.destroy_process_group()
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     root: Path = tmp_path_factory.mktemp("two")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ranks = [
         warm.Popen(
             [sys.executable, "-c", WORKER, str(rank), str(port), str(root)],

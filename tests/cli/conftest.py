@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import warm
+from tests.support import ports, warm
 
 collect_ignore = ["accelerate_scripts"]  # they need accelerate, and are run by test_migrate_runs.py
 
@@ -85,10 +84,7 @@ def warm_accel(tmp_path: Path) -> Run:
 @pytest.fixture
 def free_port() -> int:
     """Return a port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return ports.free_port()
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ import checkpoint_io
 from accel_callbacks import load_checkpoint_in_model
 from accel_callbacks.gradients import local_part
 from tests.deepspeed.jobs import difference, finish, prepared, train, weights
-from tests.distributed.conftest import free_port
+from tests.support.ports import free_port
 from tests.support.rounding import ABSOLUTE
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::FutureWarning")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from typing import Any, NoReturn
 import pytest
 
 from tests.support import warm
+from tests.support.ports import free_port
 
 WORKER = Path(__file__).with_name("worker.py")
 CRASHES = (-signal.SIGSEGV, -signal.SIGABRT)
@@ -22,12 +22,6 @@ CRASHES = (-signal.SIGSEGV, -signal.SIGABRT)
 
 class Crash(AssertionError):
     """A process of a pool ended by a signal that native code raises."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Pool:

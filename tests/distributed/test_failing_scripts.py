@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import warm
+from tests.support.ports import free_port
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
@@ -62,12 +62,6 @@ else:
 """
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def run_script(*args: str, code: str = SCRIPT) -> list[tuple[int, str]]:
     """Exit code and errors of each of two processes."""
     environment = {
@@ -75,7 +69,7 @@ def run_script(*args: str, code: str = SCRIPT) -> list[tuple[int, str]]:
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
     }
     processes = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import warm
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.distributed
 
@@ -82,9 +82,7 @@ class Struck:
         self.case, self.folder = case, folder
         self.began: float | None = None
         self.seconds: dict[int, float] = {}  # from the strike to the end of each other rank
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.processes = [self._start(rank, port) for rank in range(case.world)]
 
     def _start(self, rank: int, port: int) -> warm.Popen:

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import torch
 from accel_callbacks import Accelerator, Callback
 from accel_callbacks.callbacks import Checkpoint, EarlyStopping, Timer
 from tests.support import warm
+from tests.support.ports import free_port
 
 SCRIPT = Path(__file__).resolve().parents[1] / "support" / "preempted.py"
 SPEC = importlib.util.spec_from_file_location("preempted", SCRIPT)
@@ -203,9 +203,7 @@ def test_the_best_checkpoint_is_the_same_on_all_processes(pool, tmp_path, everyb
 
 
 def start(folder: Path, pace: float) -> list[subprocess.Popen]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     environment = {**os.environ, **world, "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     with open(folder / "log", "ab") as log:

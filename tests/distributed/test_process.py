@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 import subprocess
 import sys
 import time
@@ -32,6 +31,7 @@ from accel_callbacks.distributed import failures
 from accel_callbacks.distributed.rng import RNGType
 from accel_callbacks.distributed.topology import destroy_topology, resolve_topology
 from tests.support import warm
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.distributed
 
@@ -459,9 +459,7 @@ def two_processes(code: str, **environment: str) -> list[str]:
 
 @pytest.mark.parametrize("place", ["tcp", pytest.param("file", marks=pytest.mark.slow)])
 def test_processes_meet_where_they_are_told_and_over_the_backend_asked_for(tmp_path, place):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     code = (
         "from datetime import timedelta\n"
         "from accel_callbacks import AcceleratorState, PartialState, collectives, reduce\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -16,6 +15,7 @@ import torch
 import checkpoint_io
 from accel_callbacks import Accelerator, ProjectConfiguration
 from tests.support import warm
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.distributed
 
@@ -93,12 +93,6 @@ NODE = """
         print(error)
     accel.end_training()
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_with_a_disk_of_its_own_each_node_gets_the_model(tmp_path):

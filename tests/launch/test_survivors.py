@@ -18,8 +18,8 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from accel_callbacks.launch.survivors import Survivors
 from accel_callbacks.launch_notes import SURVIVOR
 from tests.cli.conftest import clean_environment
-from tests.distributed.conftest import free_port
 from tests.support import warm
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))

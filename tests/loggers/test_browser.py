@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("chromium", "google-chrome", "chromium-browser", "google-chrome-stable")
@@ -47,9 +48,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(run_folder: Path) -> Iterator[str]:
     """The address of a TensorBoard that serves the folder."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(run_folder)]
     with subprocess.Popen(
         [*command, "--host", "127.0.0.1", "--port", str(port)],

@@ -18,14 +18,9 @@ import torch
 from tests.cli.conftest import clean_environment
 from tests.replicas.job import BATCH, SAMPLES, Numbers, loss_of, network, optimizer_of
 from tests.support import warm
+from tests.support.ports import free_port
 
 JOB = str(Path(__file__).with_name("job.py"))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Fleet:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import warm
+from tests.support.ports import free_port
 
 __all__ = ["EXITS", "Exit", "faults_of"]
 
@@ -139,9 +139,7 @@ def faults_of(way: Exit, *, fresh: bool = False) -> list[str]:
 
 
 def _two_ranks() -> list[dict[str, str]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     return [{**address, **world, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
