@@ -8,12 +8,15 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel_callbacks.launch_memory import free_bytes
 from accel_callbacks.terminal_text import size_of
+
+if TYPE_CHECKING:
+    from checkpoint_io.sharding.local_tensors import Entry
 
 __all__ = ["BoundaryShards"]
 
@@ -28,59 +31,56 @@ class BoundaryShards:
 
     Args:
         folder: in host memory; made with the first shard.
+        tensors: DTensors, with the shards of this rank.
+
+    Raises:
+        checkpoint_io.UnsupportedStateError: a tensor is a sum that is not finished.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, tensors: Sequence[Any]) -> None:
+        from checkpoint_io.sharding.local_tensors import LocalTensors
 
-    def leave(self, tensors: Sequence[Any]) -> None:
+        self._folder, self._tensors = folder, tensors
+        named = {str(number): tensor for number, tensor in enumerate(tensors)}
+        self._local = LocalTensors(named, {}, 0, replicated=False)
+        self._entries: dict[str, Any] = self._local.to_plain()["entries"]
+
+    def leave(self) -> None:
         """Write the shards of this rank, unless a replica of it has written them.
-
-        Args:
-            tensors: DTensors, of which each rank calls this with its own shards.
 
         Raises:
             OSError: there is no room.
-            checkpoint_io.UnsupportedStateError: a tensor is a sum that is not finished.
         """
         from safetensors.torch import save_file
 
-        from checkpoint_io.sharding import local_boxes, local_of
-
-        shards: dict[str, torch.Tensor] = {}
-        boxes: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
-        for number, tensor in enumerate(tensors):
-            for box in local_boxes(tensor, "a tensor of the boundary"):
-                shard = local_of(tensor)
-                for dim, (start, length) in enumerate(
-                    zip(box.local_offsets, box.shape, strict=True)
-                ):
-                    shard = shard.narrow(dim, start, length)
-                shards[str(len(boxes))] = shard.detach().clone(
-                    memory_format=torch.contiguous_format
-                )
-                boxes.append((number, box.offsets, box.shape))
-        text = json.dumps({"tensors": _kinds_of(tensors), "boxes": boxes})
+        text = json.dumps(self._entries)
         path = self._folder / (hashlib.sha256(text.encode()).hexdigest()[:16] + _SUFFIX)
         if path.exists():
             return
+        shards = {
+            f"{key}.{part}": self._local.box(key, offsets).tensor
+            for key, (_, _, boxes) in self._entries.items()
+            for part, (offsets, _) in enumerate(boxes)
+        }
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         nbytes, free = sum(shard.nbytes for shard in shards.values()), free_bytes(str(self._folder))
         if nbytes > free:
             raise OSError(f"it needs {size_of(nbytes)}, and {size_of(free)} are free")
+        # Safetensors writes no tensors that share a storage, as several parts of one shard do.
+        copies = {
+            key: shard.detach().clone(memory_format=torch.contiguous_format)
+            for key, shard in shards.items()
+        }
         # Others see a whole file or none.
         partial = self._folder / f"{path.stem}-{os.getpid()}.tmp"
-        save_file(shards, partial, metadata={"boxes": text})
+        save_file(copies, partial, metadata={"entries": text})
         partial.replace(path)
 
-    def are_complete(self, tensors: Sequence[Any]) -> bool:
+    def are_complete(self) -> bool:
         """Return whether the shards that ranks have left are all of these tensors."""
-        held = [0] * len(tensors)
-        for number, _, shape in {box for _, boxes in self._files(tensors) for box in boxes}:
-            held[number] += math.prod(shape)
-        return held == [tensor.numel() for tensor in tensors]
+        return self._cover(self._files())
 
-    def whole(self, tensors: Sequence[Any]) -> list[torch.Tensor]:
+    def whole(self) -> list[torch.Tensor]:
         """Return these tensors whole.
 
         Raises:
@@ -88,35 +88,39 @@ class BoundaryShards:
         """
         from safetensors import safe_open
 
-        if not self.are_complete(tensors):
+        files = self._files()
+        if not self._cover(files):
             raise ValueError("shards of the boundary are missing")
-        full = [torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in tensors]
-        for path, boxes in self._files(tensors):
+        whole = [torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in self._tensors]
+        for path, entries in files:
             with safe_open(path, "pt") as file:
-                for key, (number, offsets, shape) in enumerate(boxes):
-                    view = full[number]
-                    for dim, (start, length) in enumerate(zip(offsets, shape, strict=True)):
-                        view = view.narrow(dim, start, length)
-                    view.copy_(file.get_tensor(str(key)))
-        return full
+                for number, entry in enumerate(entries):
+                    for part, (offsets, shape) in enumerate(entry.boxes or ()):
+                        extents = zip(offsets, shape, strict=True)
+                        place = tuple(slice(start, start + length) for start, length in extents)
+                        whole[number][place] = file.get_tensor(f"{number}.{part}")
+        return whole
 
-    def _files(
-        self, tensors: Sequence[Any]
-    ) -> list[tuple[Path, list[tuple[int, tuple[int, ...], tuple[int, ...]]]]]:
-        """Return each file with its boxes: the number of a tensor, offsets and shape in it."""
+    def _files(self) -> list[tuple[Path, list[Entry]]]:
+        """Return each file of a rank with these tensors, and which boxes of them it has."""
         from safetensors import safe_open
 
-        kinds, files = _kinds_of(tensors), []
+        from checkpoint_io.sharding.local_tensors import entry_of
+
+        kinds = [entry[:2] for entry in map(entry_of, self._entries.values())]
+        files = []
         for path in sorted(self._folder.glob(f"*{_SUFFIX}")):
             with safe_open(path, "pt") as file:
-                head = json.loads(file.metadata()["boxes"])
-            if (
-                head["tensors"] == kinds
-            ):  # else a rank has other tensors, and the cover is not whole
-                boxes = [(n, tuple(offsets), tuple(shape)) for n, offsets, shape in head["boxes"]]
-                files.append((path, boxes))
+                entries = list(map(entry_of, json.loads(file.metadata()["entries"]).values()))
+            if [entry[:2] for entry in entries] == kinds:
+                files.append((path, entries))
         return files
 
-
-def _kinds_of(tensors: Sequence[Any]) -> list[list[Any]]:
-    return [[str(tensor.dtype), *tensor.shape] for tensor in tensors]
+    def _cover(self, files: Sequence[tuple[Path, list[Entry]]]) -> bool:
+        """Return whether files have all elements of each tensor."""
+        held = [set[Any]() for _ in self._tensors]
+        for _, entries in files:
+            for boxes, entry in zip(held, entries, strict=True):
+                boxes.update(entry.boxes or ())
+        counts = [sum(math.prod(shape) for _, shape in boxes) for boxes in held]
+        return counts == [tensor.numel() for tensor in self._tensors]

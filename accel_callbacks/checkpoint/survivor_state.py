@@ -69,7 +69,6 @@ class SurvivorState:
         self._boundary: int | None = None  # the number of the one that is kept
         self._refusal: str | None = None  # why none is kept in this run
         self._replicated: dict[str, set[str]] = {}  # names of parameters, by model
-        self._sharded = False  # parameters are shards, which have replicas
         self._copies = _Copies()
         self._step_hooks: list[Any] = []
 
@@ -89,11 +88,12 @@ class SurvivorState:
         if self._refusal:
             return
         try:
+            for model in training.models:  # a forward without a backward leaves whole weights
+                training.strategy.free_gathered(model)
             if first:
                 self._begin(training, trainable_only=trainable_only)
             if not self._refusal:
                 self._write_record(training)
-                _free_gathered(training)
                 parameters = _all_parameters(training)
                 self._kept = [*parameters, *_states(training)]
                 self._tensors.keep(self._kept, parameters)
@@ -108,7 +108,6 @@ class SurvivorState:
 
     def _begin(self, training: TrainingState, *, trainable_only: bool) -> None:
         """Decide what is kept in this run."""
-        _free_gathered(training)
         # Not by those that left them, as others may still read.
         if training.strategy.topology.rank == 0:
             for folder in self._folder.glob("loss-*"):
@@ -120,7 +119,6 @@ class SurvivorState:
             _replicated(training, model, bare)
             for model, bare in zip(training.models, training.bare_models, strict=True)
         )
-        self._sharded = any(map(collectives.is_sharded, _all_parameters(training)))
         if _has_room_for_copies(training):
             for prepared in training.optimizers:
                 handle = prepared.optimizer.register_step_pre_hook(self._copy_before_step)
@@ -178,9 +176,6 @@ class SurvivorState:
         problem = ""
         try:
             with own_weights(run.callbacks):
-                for model in training.models if self._sharded else ():
-                    # A hook of torch puts the shards back: a forward was cut short.
-                    training.strategy.local_state_dict(model)
                 if self._boundary is not None and self._is_whole(training):
                     problem = self._write(training, self._boundary, None)
                     if not problem:
@@ -215,23 +210,24 @@ class SurvivorState:
         state = self._assembled(training, records[0], copies)
         sharded = list(filter(collectives.is_sharded, collectives.tensors_in(state)))
         folder = self._folder / f"loss-{self._attempt}-{boundary}"
-        shards, rows = BoundaryShards(folder), folder / "rows"
+        shards, rows = BoundaryShards(folder, sharded), folder / "rows"
         if sharded:
-            shards.leave(sharded)
+            shards.leave()
         # Rank 0 has rows of trackers in its memory, and says when they are written.
         logging = [rank for rank, record in enumerate(records) if record["rows"]]
         if logging and not topology.rank:
             hub = training.tracking.hub
-            if hub and hub.flush(_PATIENCE):
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                rows.touch()
-        if logging not in ([], [0]) or (logging and not topology.rank and not rows.exists()):
+            if not (hub and hub.flush(_PATIENCE)):
+                return "rows of trackers would be lost"
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            rows.touch()
+        if logging not in ([], [0]):
             return "rows of trackers would be lost"
-        if (logging and not rows.exists()) or (sharded and not shards.are_complete(sharded)):
+        if (logging and not rows.exists()) or not shards.are_complete():
             return _INCOMPLETE
 
         def whole_state() -> dict[str, Any]:
-            tensors = iter(shards.whole(sharded))
+            tensors = iter(shards.whole())
             return collectives.map_leaves(
                 state, lambda _: next(tensors), collectives.is_sharded, by_key=True
             )
@@ -305,12 +301,6 @@ def _has_replica(parameter: Any) -> bool:
 
 def _all_parameters(training: TrainingState) -> list[torch.nn.Parameter]:
     return [parameter for model in training.bare_models for parameter in model.parameters()]
-
-
-def _free_gathered(training: TrainingState) -> None:
-    """Let modules have their shards, where a forward without a backward has left whole weights."""
-    for model in training.models:
-        training.strategy.free_gathered(model)
 
 
 class _Copies:

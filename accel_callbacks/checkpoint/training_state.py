@@ -133,9 +133,12 @@ class TrainingState:
 
     def capture_tensors(self) -> dict[str, Any]:
         """Return the sections of models and optimizers, whose tensors are not copied."""
-        strategy, names = self.strategy, parameter_names(self.bare_models)
+        strategy = self.strategy
+        # First: a hook of FSDP puts the shards back, where a forward has left whole parameters.
+        models = [strategy.local_state_dict(model) for model in self.models]
+        names = parameter_names(self.bare_models)
         sections: dict[str, Any] = {
-            "models": _numbered([strategy.local_state_dict(model) for model in self.models]),
+            "models": _numbered(models),
             "optimizers": _numbered(
                 [strategy.optimizer_state_dict(o.optimizer, names) for o in self.optimizers]
             ),

@@ -49,7 +49,8 @@ def survive(train: Callable[P, T]) -> Callable[P, T]:
     process that is inside of such a function keeps its pid: it leaves the broken group, waits for
     the others, and calls the function again from its first line. The function makes its
     Accelerator, models and loaders itself, and resumes by :meth:`Accelerator.run`. What is made
-    outside of it stays, such as imports, datasets, caches and the context of a device.
+    outside of it stays, such as imports, datasets, caches and the context of a device. What is
+    alive at the first call is left out of garbage collections from then on.
 
     An error of this rank is raised as it is. Without that launcher, or on several machines, so is
     the loss of another rank.

@@ -127,15 +127,14 @@ class RankAgreement:
         pause, longest = _POLLING
         operation = self._describe(event)
         ranks = range(collectives.world_size()) if self._ranks is None else self._ranks
-        others = sorted({*ranks} - {collectives.rank()})
         while True:
             value = collectives.store().read([key])[0]
             if value is not None:
                 return json.loads(value)
             remote_failure.raise_in(operation)
-            # No collective reports it here; and one that has come before would be missed next.
+            # No collective reports a loss here; one that has come already is missed in the next.
             watch = current_heartbeat()
-            if watch is not None and (gone := watch.find_gone(others)):
+            if watch is not None and (gone := watch.find_gone(ranks)):
                 raise abort_run(watch.error_of(gone, operation), operation)
             left = deadline - time.monotonic()
             if left <= 0:

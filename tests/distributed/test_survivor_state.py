@@ -18,6 +18,7 @@ from accel_callbacks import (
 )
 from accel_callbacks.callbacks import EMA
 from accel_callbacks.checkpoint.survivor_state import SurvivorState
+from accel_callbacks.collectives import is_sharded
 from accel_callbacks.distributed.rng import capture_rng
 from accel_callbacks.errors import LostRankError
 from checkpoint_io import load, open_checkpoint
@@ -137,6 +138,10 @@ def whole(tensor: Any) -> list[Any]:
     return values
 
 
+def raise_loss(*_: Any) -> None:
+    raise LOST
+
+
 def train_hybrid(
     folder: str, alive: tuple[int, ...], case: str, replicas: int
 ) -> list[dict[str, Any]]:
@@ -162,7 +167,7 @@ def train_hybrid(
             optimizer.step()
             optimizer.zero_grad()
             with torch.no_grad():
-                model(torch.ones(1, 4))  # leaves whole parameters in the modules
+                model(torch.ones(1, 4))
             if not (case == "behind" and rank == 1 and step == 3):
                 survivor.keep(run, trainable_only=False)
             bias = accel.unwrap_model(model)[2].bias
@@ -173,9 +178,13 @@ def train_hybrid(
                     "rng": capture_rng(torch.device("cpu"))["torch"],
                 }
             )
-        loss = model(torch.randn(8, 4)).square().mean()
-        if case != "in forward":
-            accel.backward(loss)
+        if case == "in forward":  # the error of a collective leaves whole parameters in the modules
+            accel.unwrap_model(model)[1].register_forward_hook(raise_loss)
+            with pytest.raises(LostRankError):
+                model(torch.randn(8, 4))
+            assert not is_sharded(accel.unwrap_model(model)[2].bias)
+        else:
+            accel.backward(model(torch.randn(8, 4)).square().mean())
         if case == "stepped" and rank > 1:
             optimizer.step()
         accel.wait_for_everyone()
