@@ -16,7 +16,11 @@ from accel_callbacks import collectives
 from accel_callbacks.callbacks.base import ResumableState, require_at_least
 from accel_callbacks.callbacks.interval import Cadence, Interval
 from accel_callbacks.callbacks.monitor import Monitor
-from accel_callbacks.checkpoint.async_save import SaveCallbacks, check_when_busy
+from accel_callbacks.checkpoint.async_save import (
+    SaveCallbacks,
+    check_when_busy,
+    is_dispensable,
+)
 from accel_callbacks.checkpoint.memory_snapshots import (
     MemorySnapshots,
     is_snapshot,
@@ -402,14 +406,8 @@ class Checkpoint(ResumableState):
 
     def _on_failed(self, before: dict[str, Any], error: BaseException) -> bool:
         """Undo the record of a failed save; returns whether training continues without it."""
-        from checkpoint_io import CheckpointError, LeaseError, UnsupportedStateError
-
         self._record.undo(before)
-        # A state that is unsupported now will not be saved later either, and another run that has
-        # the folder keeps it.
-        lasting = isinstance(error, (UnsupportedStateError, LeaseError))
-        lasting = lasting or not isinstance(error, CheckpointError)
-        if self.when_failed == "raise" or lasting:
+        if self.when_failed == "raise" or not is_dispensable(error):
             return False
         warn(f"training continues without this checkpoint: {error}")
         return True

@@ -15,13 +15,21 @@ import torch.distributed as dist
 
 from accel_callbacks import collectives
 from accel_callbacks.distributed.abort import abort_connections, exempt_group
+from accel_callbacks.distributed.heartbeat import is_disconnect
 from accel_callbacks.logging import notice
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
     from checkpoint_io import BackgroundSaver, SaveJob
 
-__all__ = ["BackgroundSaves", "SaveCallbacks", "SaveControl", "SaveGroup", "check_when_busy"]
+__all__ = [
+    "BackgroundSaves",
+    "SaveCallbacks",
+    "SaveControl",
+    "SaveGroup",
+    "check_when_busy",
+    "is_dispensable",
+]
 
 # The other ranks wait in a collective while the slowest one writes.
 _TIMEOUT = timedelta(hours=2)
@@ -362,6 +370,17 @@ def check_when_busy(when_busy: str) -> None:
     """Raise ValueError unless ``when_busy`` is ``"wait"`` or ``"skip"``."""
     if when_busy not in ("wait", "skip"):
         raise ValueError(f"when_busy={when_busy!r} is unknown; use 'wait' or 'skip'.")
+
+
+def is_dispensable(error: BaseException) -> bool:
+    """Return whether training may go on without a checkpoint, by the error of its save."""
+    from checkpoint_io import CheckpointError, LeaseError, UnsupportedStateError
+
+    # A state that is unsupported now will not be saved later either, and another run that has the
+    # folder keeps it. In a collective that has broken here other ranks may still wait: only the end
+    # of the run closes their connections too.
+    lasting = isinstance(error, (UnsupportedStateError, LeaseError)) or is_disconnect(error)
+    return isinstance(error, CheckpointError) and not lasting
 
 
 def _clean_up(cleanup: Callable[[], None] | None) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbor
-from accel_callbacks.checkpoint.async_save import SaveCallbacks, SaveGroup
+from accel_callbacks.checkpoint.async_save import SaveCallbacks, SaveGroup, is_dispensable
 from accel_callbacks.checkpoint.open import LoadFailed, open_newest, open_one
 from accel_callbacks.checkpoint.peer_copies import Holding, copy_files, holding_of
 from accel_callbacks.checkpoint.survivor_state import SurvivorState
@@ -198,12 +198,8 @@ class MemorySnapshots:
 
     def _on_failed(self, error: BaseException) -> bool:
         """Warn of a snapshot that could not be written; return whether training continues."""
-        from checkpoint_io import CheckpointError, LeaseError, UnsupportedStateError
-
         self._saving = False
-        # These also prevent the next checkpoint.
-        lasting = isinstance(error, (UnsupportedStateError, LeaseError))
-        if lasting or not isinstance(error, CheckpointError):
+        if not is_dispensable(error):
             return False
         self._has_room = False
         text = f"{error}."

@@ -240,6 +240,14 @@ def test_all_others_end_and_say_which_rank_was_struck_and_where(tmp_path):
         check(struck)
 
 
+def test_a_rank_lost_at_the_end_of_a_save_is_not_taken_for_a_failed_save(tmp_path):
+    # Rank 2 exchanges nothing with rank 0 there: it waits for those that do, and might until the
+    # timeout.
+    case = Case("end of a save", "kill", rank=0, world=4, run="warned", timeout=90.0)
+    (struck,) = strike([case], tmp_path, forgiven=FORGIVEN - 2 * case.timeout)
+    check(struck)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world", [2, 3])

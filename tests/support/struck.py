@@ -1,7 +1,8 @@
 """A training script in which one rank is struck by a fault at one place.
 
 Arguments: the place, the fault, the rank that it strikes, a folder, the timeout of the group in
-seconds, and "plain" for a loop outside of a run, or "sharded" for one with FSDP2. With the fault
+seconds, and "plain" for a loop outside of a run, "sharded" for one with FSDP2, or "warned" for one
+that goes on without checkpoints that cannot be written. With the fault
 "block", a call of a save may take no longer than the timeout, instead of ten minutes. The file
 ``struck`` in the folder begins to exist when the fault strikes.
 """
@@ -28,7 +29,9 @@ from accel_callbacks import (
     FullyShardedDataParallelPlugin,
     main_process_first,
 )
+from accel_callbacks.callbacks import Checkpoint
 from accel_callbacks.distributed import heartbeat
+from checkpoint_io import BackgroundSaver
 from loggers import Tracker
 from tests.support.gated_files import GatedFileSystem
 
@@ -147,6 +150,17 @@ def strike_in_join(reach: Reach) -> None:
     dist.init_process_group = struck
 
 
+def strike_in_collection(reach: Reach) -> None:
+    """Strikes where all ranks know that a background save has ended, and ask each other how."""
+    collect = BackgroundSaver._collect
+
+    def struck(saver: BackgroundSaver, handle: Any) -> None:
+        reach("end of a save")
+        collect(saver, handle)
+
+    BackgroundSaver._collect = struck
+
+
 class Counted:
     """Strikes in a load."""
 
@@ -168,6 +182,7 @@ def main(place: str, fault: str, victim: str, folder: str, timeout: str, run: st
     StrikingFiles.reach = Model.reach = staticmethod(reach)
     fsspec.register_implementation("striking", StrikingFiles)
     strike_in_join(reach)
+    strike_in_collection(reach)
     reach("start")
     accel = Accelerator(
         cpu=True,
@@ -175,6 +190,7 @@ def main(place: str, fault: str, victim: str, folder: str, timeout: str, run: st
         project_dir=folder,
         fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) if run == "sharded" else None,
         log_with=StrikingTracker(reach) if place == "tracker start" else None,
+        callbacks=[Checkpoint(every_n_steps=3, when_failed="warn")] if run == "warned" else [],
     )
     model = Model(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
@@ -190,6 +206,8 @@ def main(place: str, fault: str, victim: str, folder: str, timeout: str, run: st
             reach("step")
             optimizer.step()
             optimizer.zero_grad()
+            if run == "warned":
+                time.sleep(0.5)  # a save has ended when the epoch does
             if index != 1:
                 continue
             strike.armed = True
@@ -210,6 +228,10 @@ def main(place: str, fault: str, victim: str, folder: str, timeout: str, run: st
 
     if run == "plain":
         train()
+    elif run == "warned":
+        with accel.run("struck", resume=False) as training:
+            for _ in training.epochs(2):
+                train()
     else:
         with accel.run("struck", resume=False):
             train()
