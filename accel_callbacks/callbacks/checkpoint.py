@@ -16,11 +16,7 @@ from accel_callbacks import collectives
 from accel_callbacks.callbacks.base import ResumableState, require_at_least
 from accel_callbacks.callbacks.interval import Cadence, Interval
 from accel_callbacks.callbacks.monitor import Monitor
-from accel_callbacks.checkpoint.async_save import (
-    SaveCallbacks,
-    check_when_busy,
-    is_dispensable,
-)
+from accel_callbacks.checkpoint.async_save import SaveCallbacks, check_when_busy, is_dispensable
 from accel_callbacks.checkpoint.memory_snapshots import (
     MemorySnapshots,
     is_snapshot,
@@ -87,7 +83,8 @@ class Checkpoint(ResumableState):
         when_busy: what to do if the previous save is still being written: ``"wait"`` (the
             default), or ``"skip"`` this one. The save of the finished run always waits.
         when_failed: what to do if a checkpoint could not be written: ``"raise"`` (the default), or
-            ``"warn"`` and continue training until the next one.
+            ``"warn"`` and continue training until the next one. The loss of another rank is raised
+            in either case.
         on_exception: if an error ends a run of a single process, save its state into
             ``exception-step-<global step>``; a run resumes from there only if its path is given,
             or if there is no other checkpoint. Off by default.

@@ -2,9 +2,9 @@
 
 Arguments: the place, the fault, the rank that it strikes, a folder, the timeout of the group in
 seconds, and "plain" for a loop outside of a run, "sharded" for one with FSDP2, or "warned" for one
-that goes on without checkpoints that cannot be written. With the fault
-"block", a call of a save may take no longer than the timeout, instead of ten minutes. The file
-``struck`` in the folder begins to exist when the fault strikes.
+that goes on without checkpoints that cannot be written. With the fault "block", a call of a save
+may take no longer than the timeout, instead of ten minutes. The file ``struck`` in the folder
+begins to exist when the fault strikes.
 """
 
 from __future__ import annotations
