@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
@@ -121,7 +122,8 @@ def attach(
         if alive is not None:
             alive(optimizer)
 
-    return finalize(method.__self__, _remove, register(hook))  # type: ignore[attr-defined]
+    handle, thread = register(hook), threading.get_ident()
+    return finalize(method.__self__, _remove, handle, thread)  # type: ignore[attr-defined]
 
 
 def in_prepared_step() -> bool:
@@ -129,10 +131,12 @@ def in_prepared_step() -> bool:
     return _is_called_from("accel_callbacks.optimizer", "step")
 
 
-def _remove(handle: Any) -> None:
-    """Remove a hook, later if garbage is collected while torch iterates its hooks."""
+def _remove(handle: Any, thread: int) -> None:
+    """Remove a hook, later if garbage is collected while torch may iterate its hooks."""
     _dead.append(handle)
-    if not _is_called_from("torch.optim.optimizer", "wrapper"):
+    # Another thread, such as that of a save, collects garbage while this one takes a step.
+    on_thread = threading.get_ident() == thread
+    if on_thread and not _is_called_from("torch.optim.optimizer", "wrapper"):
         _remove_dead()
 
 

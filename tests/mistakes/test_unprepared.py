@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -405,6 +406,31 @@ def test_an_accelerator_that_is_gone_leaves_no_hook_on_torchs_optimizers():
     del accel, model, optimizer
     gc.collect()
     assert not set(hooks) - before
+
+
+def test_a_step_goes_on_while_another_thread_collects_an_accelerator():
+    watching = [Accelerator(cpu=True)]
+    watching[0].prepare(sgd(Net()))
+    hook = next(reversed(optimizers._global_optimizer_post_hooks))
+
+    def collect(*_: Any) -> None:
+        watching.clear()
+        thread = threading.Thread(target=gc.collect)
+        thread.start()
+        thread.join()
+
+    handles = [
+        optimizers.register_optimizer_step_post_hook(during)
+        for during in (collect, lambda *_: None)
+    ]
+    try:
+        sgd(Net()).step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert hook in optimizers._global_optimizer_post_hooks
+    Accelerator(cpu=True).prepare(sgd(Net()))
+    assert hook not in optimizers._global_optimizer_post_hooks
 
 
 # --- two processes ----------------------------------------------------------------------------
