@@ -27,6 +27,7 @@ __all__ = [
     "SaveCallbacks",
     "SaveControl",
     "SaveGroup",
+    "TrainingGroup",
     "check_when_busy",
     "is_dispensable",
 ]
@@ -60,26 +61,27 @@ class SaveGroup(_AllRanks):
     """
 
     def __init__(self) -> None:
-        self._process_group: Any = None
         self._group: Any = None
         self._idle: list[Any] = []  # the list that the group is returned to
         self._works = True
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Gather the object of every rank, in rank order."""
-        return [obj] if self._group is None else self._call(self._group.all_gather_object, obj)
+        return [obj] if self._group is None else self._call(collectives.exchange, obj, self._group)
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Return the object of rank ``src``."""
-        return obj if self._group is None else self._call(self._group.broadcast_object, obj, src)
+        if self._group is None:
+            return obj
+        return self._call(collectives.send_object, obj, src, self._group)
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
         """Send a tensor of the CPU to another rank, which receives it."""
-        self._call(partial(dist.send, group=self._process_group), tensor, rank)
+        self._call(partial(dist.send, group=self._group), tensor, rank)
 
     def receive(self, tensor: torch.Tensor, rank: int) -> None:
         """Receive a tensor of the CPU from another rank, into one of its size."""
-        self._call(partial(dist.recv, group=self._process_group), tensor, rank)
+        self._call(partial(dist.recv, group=self._group), tensor, rank)
 
     @collectives.explained("saving")
     def _call(self, collective: Callable[..., Any], *args: Any) -> Any:
@@ -93,14 +95,8 @@ class SaveGroup(_AllRanks):
         """Acquire a group; collective the first time."""
         if collectives.world_size() == 1:
             return
-        import checkpoint_io
-
         self._idle = _idle_groups.setdefault(dist.group.WORLD, [])
-        group = self._idle.pop() if self._idle else _new_group()
-        self._process_group, self._group = (
-            group,
-            checkpoint_io.TorchGroup(group, names_missing=False),
-        )
+        self._group = self._idle.pop() if self._idle else _new_group()
 
     def keep_through_abort(self, until: Callable[[], None]) -> None:
         """Exclude the group from an abort of the run, because a thread still saves in it.
@@ -108,23 +104,23 @@ class SaveGroup(_AllRanks):
         Args:
             until: waits for the thread.
         """
-        if self._process_group is not None:
-            exempt_group(self._process_group, until)
+        if self._group is not None:
+            exempt_group(self._group, until)
 
     def release(self) -> None:
         """Return the group, for the next save to use if it still works."""
-        group = self._process_group
+        group = self._group
         if group is not None:
             exempt_group(group, None)
             if self._works:
                 self._idle.append(group)
-        self._process_group, self._group, self._works = None, None, True
+        self._group, self._works = None, True
 
     def close(self) -> None:
         """Close the group without a collective, so that no other rank blocks on this one."""
-        if self._process_group is not None:
+        if self._group is not None:
             self._works = False
-            abort_connections(self._process_group)
+            abort_connections(self._group)
         self.release()
 
     @contextmanager
@@ -151,15 +147,8 @@ def _new_group() -> Any:
     return dist.new_group(timeout=_TIMEOUT, backend="gloo")
 
 
-class SaveControl(_AllRanks):
-    """The default group on the training thread, in which ranks agree on what to save and when.
-
-    Args:
-        group: for the thread that saves.
-    """
-
-    def __init__(self, group: SaveGroup) -> None:
-        self._group = group
+class TrainingGroup(_AllRanks):
+    """The default group on the training thread, in the form that `checkpoint_io` takes."""
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Gather the object of every rank, in rank order."""
@@ -168,6 +157,17 @@ class SaveControl(_AllRanks):
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Return the object of rank ``src``."""
         return collectives.broadcast_object(obj, src)
+
+
+class SaveControl(TrainingGroup):
+    """The default group in which ranks agree on what to save and when.
+
+    Args:
+        group: for the thread that saves.
+    """
+
+    def __init__(self, group: SaveGroup) -> None:
+        self._group = group
 
     def on_any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank: one small all-reduce."""

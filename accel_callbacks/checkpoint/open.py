@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbor
-from accel_callbacks.checkpoint.async_save import SaveGroup
+from accel_callbacks.checkpoint.async_save import SaveGroup, TrainingGroup
 from accel_callbacks.error_text import published_text
 from accel_callbacks.errors import RemoteError
 from accel_callbacks.logging import notice
@@ -69,9 +69,7 @@ def open_folder(root: str, storage_options: Mapping[str, Any] | None = None) -> 
 
 def process_group() -> ProcessGroupLike | None:
     """Return the default group in the form that `checkpoint_io` takes, None for one rank."""
-    import checkpoint_io
-
-    return checkpoint_io.TorchGroup() if collectives.world_size() > 1 else None
+    return TrainingGroup() if collectives.world_size() > 1 else None
 
 
 class LoadFailed(Exception):

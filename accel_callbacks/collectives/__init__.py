@@ -30,6 +30,8 @@ from accel_callbacks.collectives.group import world_size as world_size
 from accel_callbacks.collectives.nested import map_leaves as map_leaves
 from accel_callbacks.collectives.nested import map_tensors as map_tensors
 from accel_callbacks.collectives.nested import tensors_in as tensors_in
+from accel_callbacks.collectives.object_exchange import exchange as exchange
+from accel_callbacks.collectives.object_exchange import send_object as send_object
 from accel_callbacks.collectives.objects import all_objects as all_objects
 from accel_callbacks.collectives.objects import any_process as any_process
 from accel_callbacks.collectives.objects import barrier as barrier

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel_callbacks.collectives.group import exchange, refuse_in_turn, run_before, world_size
+from accel_callbacks.collectives.group import refuse_in_turn, run_before, world_size
 from accel_callbacks.collectives.nested import is_number, is_tensor, leaves
+from accel_callbacks.collectives.object_exchange import exchange
 from accel_callbacks.errors import DistributedOperationException
 
 __all__ = ["Call", "begin", "contents", "differences", "whole"]

@@ -1,4 +1,4 @@
-"""The default process group: its ranks and store, turns, and the exchange of single objects."""
+"""The default process group: its ranks and store, and turns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any
 from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
@@ -22,7 +22,6 @@ __all__ = [
     "control_group",
     "current_turn",
     "default_group",
-    "exchange",
     "expect_group",
     "explained",
     "explains_with",
@@ -38,7 +37,7 @@ __all__ = [
     "rank",
     "refuse_in_turn",
     "run_before",
-    "send_object",
+    "serves_cpu",
     "source_of",
     "store",
     "turn",
@@ -61,7 +60,6 @@ _explain: Callable[[BaseException, str], BaseException] | None = None
 _before: dict[str, WeakMethod[Any]] = {}
 # Ranks of the group that this process has joined, 1 without one. Global, as the default group is.
 _expected = 1
-T = TypeVar("T")
 
 
 def expect_group(ranks: int) -> None:
@@ -197,7 +195,7 @@ def join_control_group() -> bool:
     world = dist.group.WORLD
     if world is None or world in _control:
         return world is not None
-    if dist.get_world_size() == 1 or _serves_cpu(world):
+    if dist.get_world_size() == 1 or serves_cpu(world):
         return False
     _control[world] = dist.new_group(backend="gloo", timeout=_timeout_of(world))
     return True
@@ -221,7 +219,8 @@ def group_for(tensor: torch.Tensor) -> Any:
     return control_group() if tensor.device.type == "cpu" else None
 
 
-def _serves_cpu(group: Any) -> bool:
+def serves_cpu(group: Any) -> bool:
+    """Return whether a group takes tensors of the CPU."""
     return any(kind.type == "cpu" for kind in group._device_types)
 
 
@@ -290,72 +289,6 @@ def refuse_in_turn(operation: str) -> None:
         )
 
 
-class _Unsendable(NamedTuple):
-    """Sent in place of an object that cannot be pickled, so that no rank waits for it."""
-
-    reason: str
-
-
-class _Seal:
-    """Pickled after an object, to tell errors of pickling from those of the collective.
-
-    If pickling has reached the seal, the object was fine, and the error is not the object's.
-    """
-
-    reached = False
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        self.reached = True
-        return tuple, ()
-
-
-def exchange(value: T) -> list[T]:
-    """Collective: return the objects that all ranks passed, in rank order.
-
-    Raises:
-        TypeError: on all ranks, if an object cannot be pickled.
-        Exception: on a rank that cannot import the class of an object of another rank.
-    """
-    if world_size() == 1:
-        return [value]
-    held: list[Any] = [None] * world_size()
-    seal = _Seal()
-    try:
-        dist.all_gather_object(held, (value, seal), group=control_group())
-    except Exception as error:
-        if seal.reached:
-            raise
-        # The other ranks are in the collective already; complete it with the reason.
-        dist.all_gather_object(held, (_unsendable(error), None), group=control_group())
-        raise TypeError(_complaint(rank(), held[rank()][0])) from error
-    parts = [part for part, _ in held]
-    for index, part in enumerate(parts):
-        if isinstance(part, _Unsendable):
-            raise TypeError(_complaint(index, part))
-    return parts
-
-
-@explained("broadcast_object")
-def send_object(value: T, source: int) -> T:
-    """Collective: return the object that rank ``source`` passed; raise as :func:`exchange`."""
-    if world_size() == 1:
-        return value
-    seal = _Seal()
-    box: list[Any] = [(value, seal) if rank() == source else None]
-    try:
-        dist.broadcast_object_list(box, src=source, group=control_group())
-    except Exception as error:
-        if seal.reached or rank() != source:
-            raise
-        box = [(_unsendable(error), None)]
-        dist.broadcast_object_list(box, src=source, group=control_group())
-        raise TypeError(_complaint(source, box[0][0])) from error
-    sent = box[0][0]
-    if isinstance(sent, _Unsendable):
-        raise TypeError(_complaint(source, sent))
-    return cast(T, sent)
-
-
 def source_of(from_process: int) -> int:
     """Return the rank to send from, if it exists."""
     if not 0 <= from_process < world_size():
@@ -364,11 +297,3 @@ def source_of(from_process: int) -> int:
             "at 0."
         )
     return from_process
-
-
-def _unsendable(error: Exception) -> _Unsendable:
-    return _Unsendable(f"{type(error).__name__}: {error}")
-
-
-def _complaint(index: int, part: _Unsendable) -> str:
-    return f"process {index} passed an object that cannot be sent, {part.reason}."

@@ -11,14 +11,13 @@ import torch.distributed as dist
 from accel_callbacks.collectives.debug import begin
 from accel_callbacks.collectives.group import (
     control_group,
-    exchange,
     explained,
     group_for,
     on_backend,
-    send_object,
     source_of,
     world_size,
 )
+from accel_callbacks.collectives.object_exchange import exchange, send_object
 
 __all__ = [
     "all_objects",
@@ -86,6 +85,7 @@ def gather_object(object: Any, *, debug: bool | None = None) -> list[Any]:
     return parts
 
 
+@explained("broadcast_object")
 def broadcast_object(value: T, from_process: int = 0, *, debug: bool | None = None) -> T:
     """Return the object that ``from_process`` passed, on every process.
 
@@ -109,6 +109,7 @@ def broadcast_object(value: T, from_process: int = 0, *, debug: bool | None = No
     return send_object(value, source)
 
 
+@explained("broadcast_object_list")
 def broadcast_object_list(
     object_list: list[Any], from_process: int = 0, *, debug: bool | None = None
 ) -> list[Any]:

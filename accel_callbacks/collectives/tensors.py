@@ -16,11 +16,9 @@ import torch.distributed as dist
 
 from accel_callbacks.collectives.debug import Call, begin, contents, differences, whole
 from accel_callbacks.collectives.group import (
-    exchange,
     explained,
     group_for,
     on_backend,
-    send_object,
     source_of,
     world_size,
 )
@@ -31,6 +29,7 @@ from accel_callbacks.collectives.nested import (
     map_tensors,
     tensors_in,
 )
+from accel_callbacks.collectives.object_exchange import exchange, send_object
 from accel_callbacks.collectives.sharded import full_tensor, is_sharded
 from accel_callbacks.errors import nearest
 
@@ -384,7 +383,8 @@ def broadcast(tensor: T, from_process: int = 0, *, debug: bool | None = None) ->
     source = source_of(from_process)
     begin("broadcast", debug, lambda: contents(tensor, whole), from_process=from_process)
     sent = map_tensors(tensor, lambda leaf: broadcast_tensor(leaf, source))
-    return _replace_numbers(sent, lambda numbers: send_object(numbers, source))
+    with explained("broadcast"):
+        return _replace_numbers(sent, lambda numbers: send_object(numbers, source))
 
 
 @explained("gather")

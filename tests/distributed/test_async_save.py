@@ -280,7 +280,7 @@ def group_of_a_save_that_waits(folder: str) -> tuple:
     run = checkpoint_io.SaveJob.run
 
     def spy(self, group=None, **options):
-        raw = group._process_group
+        raw = group._group
         backend = raw._get_backend(torch.device("cpu"))
         seen.append((raw is dist.group.WORLD, dist.get_backend(raw), backend.options._timeout))
         return run(self, group, **options)
