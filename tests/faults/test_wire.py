@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -237,11 +238,14 @@ def test_manifests_that_arrive_damaged_each_time_leave_the_old_one(unchecked: Pl
     """Whatever moment a kill picks: after each request the old checkpoint is there, or the new."""
     place = unchecked
     seen: list[int] = []
+    looking = threading.Lock()
 
     def look_after(action: Action) -> Action:
         def act(exchange: Exchange) -> None:
             action(exchange)
-            seen.append(place.load())
+            # The next request may be answered by now, on another thread, which looks too.
+            with looking:
+                seen.append(place.load())
 
         return act
 
