@@ -187,15 +187,18 @@ class _StoreOfEachAttempt(_Served):
         self._address = address or socket.getfqdn()
         self._one_machine = one_machine
         self._attempt: TCPStore | None = None
+        self._alone: RendezvousInfo | None = None  # of the first attempt on one machine
 
     @property
     def use_agent_store(self) -> bool:
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        info = self._inner.next_rendezvous()
+        info = self._alone or self._inner.next_rendezvous()
         if self._inner.use_agent_store:  # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=0 of the user
             return info
+        # No other machine can join: torch would look at its own stack for 0.1 s, for its log.
+        self._alone = info if self._one_machine else None
         self._attempt = None  # ends the store of the previous attempt
         port = None
         if info.rank == 0:

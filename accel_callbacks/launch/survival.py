@@ -50,7 +50,8 @@ def survive(train: Callable[P, T]) -> Callable[P, T]:
     the others, and calls the function again from its first line. The function makes its
     Accelerator, models and loaders itself, and resumes by :meth:`Accelerator.run`. What is made
     outside of it stays, such as imports, datasets, caches and the context of a device. What is
-    alive at the first call is left out of garbage collections from then on.
+    alive at the first call, or after the first loss, is left out of garbage collections from then
+    on.
 
     An error of this rank is raised as it is. Without that launcher, or on several machines, so is
     the loss of another rank.
@@ -80,10 +81,12 @@ def survive(train: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(train)
     def survivor(*args: P.args, **keywords: P.kwargs) -> T:
+        # Each loss collects garbage, and would look through what imports have left each time: those
+        # before the call, and, from the second loss on, those of the function.
         if not gc.get_freeze_count():
-            # Each loss collects garbage, and would look through what imports have left each time.
             gc.collect()
             gc.freeze()
+        lost_before = False
         with _noted():
             while True:
                 try:
@@ -99,6 +102,9 @@ def survive(train: Callable[P, T]) -> Callable[P, T]:
                     loss = without_frames(cause)
                 # Outside of the except block: nothing of the attempt is alive any more.
                 _join_next_attempt(loss)
+                if not lost_before:
+                    gc.freeze()
+                lost_before = True
 
     return survivor
 
