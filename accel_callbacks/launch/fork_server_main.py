@@ -33,6 +33,8 @@ __all__ = ["fork_for_asker", "serve"]
 
 _OURS = ("accel_callbacks", "checkpoint_io", "loggers")
 _LARGEST = "torch"
+# A process that has not resumed yet has the first, and not what reads a checkpoint for it.
+_OF_SHARDS, _OF_RESUMES = "torch.distributed.tensor", "torch.distributed.checkpoint"
 _CLEAN, _END = b".", b"!"  # what a scout says
 _HARMLESS_FILES = ("/dev/null", "/dev/random", "/dev/urandom")
 # Of variables that libraries read without Python, when they are loaded.
@@ -124,21 +126,31 @@ def _import_all(
     environment: Any = os.environ
     environment.__class__ = _WatchedEnvironment
     roots = _installed_roots()
-    names = deque(name for name in modules if _is_installed(name, modules, roots))
+    noted = [name for name in modules if _is_installed(name, modules, roots)]
     try:
-        if _LARGEST in names:  # without a scout, as it takes as long as the others together
+        if _LARGEST in noted:  # without a scout, as it takes as long as the others together
             _import_clean(_LARGEST, rank_variables, {descriptor})
-        while names:
-            for _ in range(_count_clean(names, rank_variables, descriptor)):
-                _import_clean(names.popleft(), rank_variables, {descriptor})
-            if names:
-                names.popleft()
+        _import_in_order(noted, rank_variables, descriptor)
+        if _OF_SHARDS in sys.modules:
+            _import_in_order([_OF_RESUMES], rank_variables, descriptor)
     finally:
         environment.__class__ = os._Environ
     for name, path in modules.items():
         spec = getattr(sys.modules.get(name), "__spec__", None)
         if spec is not None and spec.origin != path:
             raise _Refused(f"{name} is another file ({spec.origin}) than for the script ({path})")
+
+
+def _import_in_order(
+    modules: Iterable[str], rank_variables: Collection[str], descriptor: int
+) -> None:
+    """Import modules, but for those that a scout cannot."""
+    names = deque(modules)
+    while names:
+        for _ in range(_count_clean(names, rank_variables, descriptor)):
+            _import_clean(names.popleft(), rank_variables, {descriptor})
+        if names:
+            names.popleft()
 
 
 def _import_clean(name: str, rank_variables: Collection[str], own: Collection[int]) -> None:

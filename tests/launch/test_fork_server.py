@@ -238,6 +238,17 @@ def test_forks_have_pyarrow_whose_memory_pool_starts_a_thread(
     assert forked(server, *words)[:2] == (0, "True None 1\n989901 True\n")
 
 
+def test_forks_of_a_sharded_training_have_what_a_resume_imports(
+    serve: Serve, tmp_path: Path
+) -> None:
+    (tmp_path / "program.py").write_text(
+        "import sys; print('torch.distributed.checkpoint' in sys.modules)"
+    )
+    words = ("script", "program.py")
+    server = serve(*words, good="import torch.distributed.tensor\n")
+    assert forked(server, *words)[:2] == (0, "True\n")
+
+
 @pytest.mark.parametrize(
     ("changed", "refused"),
     [
