@@ -213,7 +213,7 @@ def same_for_all(reader: CheckpointReader) -> CheckpointReader:
     Raises:
         LoadFailed: the ranks have opened different ones.
     """
-    first = collectives.broadcast_object(reader.manifest.id)
+    first, *others = collectives.all_objects(reader.manifest.id, operation="reading a checkpoint")
 
     def check() -> CheckpointReader:
         import checkpoint_io
@@ -224,7 +224,8 @@ def same_for_all(reader: CheckpointReader) -> CheckpointReader:
             )
         return reader
 
-    return together(f"reading {reader.path}", check)
+    same = all(other == first for other in others)
+    return reader if same else together(f"reading {reader.path}", check)
 
 
 def describe_foreign(url: str, storage_options: Mapping[str, Any] | None = None) -> str | None:

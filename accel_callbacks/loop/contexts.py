@@ -184,6 +184,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
         self._reader: CheckpointReader | None = None
         self._finder: Any = None  # the callback in whose folder that checkpoint is
         self._differences: list[str] = []
+        self._accepted: CheckpointReader | None = None  # the last, which the restore asks for again
         self._stop_watching: Callable[[], None] = lambda: None
         self._is_open = False  # its trackers and its journal
 
@@ -313,6 +314,8 @@ class RunContext(AbstractContextManager[TrainingRun]):
         Raises:
             LoadFailed: it is another one, and ``resume=True``.
         """
+        if reader is self._accepted:
+            return
         identity = self._run.identity
         saved = reader.state.get("run", {}).get("identity")
         if identity is None or saved is None:  # saved before checkpoints had it
@@ -324,10 +327,12 @@ class RunContext(AbstractContextManager[TrainingRun]):
         differences = self._differences = collectives.broadcast_object(lines)
 
         def check() -> None:
-            if differences and self._resume is True:
+            if self._resume is True:
                 raise ResumeError(identity.refusal(reader.path, differences))
 
-        together(operation, check)
+        if differences:
+            together(operation, check)
+        self._accepted = reader
 
     def _restore(self) -> None:
         run = self._run
@@ -344,7 +349,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
             self._loop.rounds.on_writing = self._begin_to_write
             self._loop.rounds.join()
         self._loop.leases.describe(run)  # a resumed run has the id of before
-        self._reader = None
+        self._reader = self._accepted = None
         run.loaded_step = None  # consumed: a run after this one does not take it over
         with shared_failure("starting the trackers"):
             self._tracking.open(run)
