@@ -213,19 +213,18 @@ def same_for_all(reader: CheckpointReader) -> CheckpointReader:
     Raises:
         LoadFailed: the ranks have opened different ones.
     """
-    first, *others = collectives.all_objects(reader.manifest.id, operation="reading a checkpoint")
+    ids = collectives.all_objects(reader.manifest.id, operation="reading a checkpoint")
 
     def check() -> CheckpointReader:
         import checkpoint_io
 
-        if reader.manifest.id != first:
+        if reader.manifest.id != ids[0]:
             raise checkpoint_io.CorruptCheckpointError(
                 f"{reader.path} was replaced while the processes opened it: load it again."
             )
         return reader
 
-    same = all(other == first for other in others)
-    return reader if same else together(f"reading {reader.path}", check)
+    return reader if len(set(ids)) == 1 else together(f"reading {reader.path}", check)
 
 
 def describe_foreign(url: str, storage_options: Mapping[str, Any] | None = None) -> str | None:

@@ -2,7 +2,7 @@
 
 torch's own collectives of objects send sizes first, and gather over a ring, where each rank waits
 for all others in turn. Votes, errors and positions are small: here each rank sends one message of
-a fixed size to rank 0, which sends all of them on.
+a fixed size to rank 0, which sends all of them on. What is longer, torch's own collectives send.
 """
 
 from __future__ import annotations
@@ -81,65 +81,40 @@ def _complaint(index: int, part: _Unsendable) -> str:
 def _gather(content: bytes, group: Any) -> list[bytes]:
     """Collective: return the bytes of all ranks."""
     count = dist.get_world_size(group)
-    if not serves_cpu(group or dist.group.WORLD):
-        held = [b""] * count
-        dist.all_gather_object(held, content, group=group)
-        return held
-    table = _buffer(count * _SHORT).view(count, _SHORT)
-    messages = list(table.unbind()) if rank() == 0 else None
-    dist.gather(_message(content), messages, dst=0, group=group)
-    dist.broadcast(table, src=0, group=group)
-    sizes, starts = zip(*map(_opened, table.unbind()), strict=True)
-    longest = max(sizes) - _ROOM
-    if longest <= 0:
-        return list(starts)
-    rests = [_buffer(longest) for _ in range(count)]
-    rest = _buffer(longest)
-    rest[: max(len(content) - _ROOM, 0)] = _tensor(content[_ROOM:])
-    dist.all_gather(rests, rest, group=group)
-    return [
-        start + _bytes(more[: max(size - _ROOM, 0)])
-        for size, start, more in zip(sizes, starts, rests, strict=True)
-    ]
+    if serves_cpu(group or dist.group.WORLD):
+        table = torch.empty(count, _SHORT, dtype=torch.uint8, device="cpu")
+        messages = list(table.unbind()) if rank() == 0 else None
+        dist.gather(_message(content), messages, dst=0, group=group)
+        dist.broadcast(table, src=0, group=group)
+        sizes, starts = zip(*map(_opened, table.unbind()), strict=True)
+        if max(sizes) <= _ROOM:
+            return list(starts)
+    held = [b""] * count
+    dist.all_gather_object(held, content, group=group)
+    return held
 
 
 def _broadcast(content: bytes, source: int, group: Any) -> bytes:
     """Collective: return the bytes of rank ``source``."""
-    if not serves_cpu(group or dist.group.WORLD):
-        box = [content]
-        dist.broadcast_object_list(box, src=source, group=group)
-        return box[0]
-    message = _message(content)
-    dist.broadcast(message, src=source, group=group)
-    size, start = _opened(message)
-    if size <= _ROOM:
-        return start
-    rest = _tensor(content[_ROOM:]) if rank() == source else _buffer(size - _ROOM)
-    dist.broadcast(rest, src=source, group=group)
-    return start + _bytes(rest)
+    if serves_cpu(group or dist.group.WORLD):
+        message = _message(content)
+        dist.broadcast(message, src=source, group=group)
+        size, start = _opened(message)
+        if size <= _ROOM:
+            return start
+    box = [content]
+    dist.broadcast_object_list(box, src=source, group=group)
+    return box[0]
 
 
 def _message(content: bytes) -> torch.Tensor:
     """Return the size of the content, and its start, as a message of a fixed size."""
     start = len(content).to_bytes(_SIZE, "little") + content[:_ROOM]
-    return _tensor(start.ljust(_SHORT, b"\0"))
+    return torch.frombuffer(bytearray(start.ljust(_SHORT, b"\0")), dtype=torch.uint8)
 
 
 def _opened(message: torch.Tensor) -> tuple[int, bytes]:
     """Return the size of the content, and its start, of a message."""
-    raw = _bytes(message)
+    raw = message.numpy().tobytes()
     size = int.from_bytes(raw[:_SIZE], "little")
     return size, raw[_SIZE : _SIZE + size]
-
-
-def _buffer(size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8, device="cpu")
-
-
-def _tensor(content: bytes) -> torch.Tensor:
-    # frombuffer refuses no bytes at all, and warns of memory that may not be written to.
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else _buffer(0)
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.numpy().tobytes()
