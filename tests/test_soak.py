@@ -51,10 +51,9 @@ def test_a_long_run_neither_grows_nor_loses_a_row(
 ) -> None:
     taken, trackers = soak(tmp_path, steps, samples)
     assert len(taken) == samples
-    # Threads and descriptors: at the end no more than after the first checkpoints. By the least of
-    # the last samples, as a save or a tracker may have a file open just when one is taken.
+    # Threads and descriptors: at the end as many as at any time after the first checkpoints.
     for name in ("threads", "python_threads", "descriptors"):
-        assert min(part(taken, name, 3)) <= max(part(taken, name, 2)), name
+        assert max(part(taken, name, 3)) <= max(part(taken, name, 2)), name
     # Three checkpoints of the callback and the best one, and two of the loop.
     files = part(taken, "checkpoint_files", 2) + part(taken, "checkpoint_files", 3)
     assert max(files) <= 6 * 5

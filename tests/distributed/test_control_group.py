@@ -26,6 +26,7 @@ TIMEOUT = timedelta(seconds=25)
 # torch 2.13 renamed it.
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 CALLS = ("all_reduce", GATHER, "barrier", "broadcast", "gather")
+OF_LONG_OBJECTS = ("all_gather_object", "broadcast_object_list")
 
 
 @contextmanager
@@ -48,7 +49,7 @@ def own_group(file: str) -> Iterator[Any]:
 def watched() -> Iterator[list[tuple[str, bool]]]:
     """Collect the collectives of the block, and whether each is in the control group."""
     seen: list[tuple[str, bool]] = []
-    real = {name: getattr(dist, name) for name in CALLS}
+    real = {name: getattr(dist, name) for name in CALLS + OF_LONG_OBJECTS}
 
     def noting(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -58,7 +59,7 @@ def watched() -> Iterator[list[tuple[str, bool]]]:
 
         return call
 
-    for name in CALLS:
+    for name in CALLS + OF_LONG_OBJECTS:
         setattr(dist, name, noting(name))
     try:
         yield seen
