@@ -37,6 +37,8 @@ _LARGEST = "torch"
 _OF_SHARDS, _OF_RESUMES = "torch.distributed.tensor", "torch.distributed.checkpoint"
 _CLEAN, _END = b".", b"!"  # what a scout says
 _HARMLESS_FILES = ("/dev/null", "/dev/random", "/dev/urandom")
+# Draws where the ids of a terminal's links begin, which forks may share. Scikit-learn imports it.
+_HARMLESS_DRAW = "rich.style"
 # Of variables that libraries read without Python, when they are loaded.
 _READ_BY_LIBRARIES = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "NUMEXPR_", "MALLOC_", "LD_"),
@@ -123,10 +125,12 @@ def _import_all(
     Raises:
         _Refused: a module is another one than for the script, or only here has an effect.
     """
+    _known_states["random"] = random.getstate()
     environment: Any = os.environ
     environment.__class__ = _WatchedEnvironment
     roots = _installed_roots()
     noted = [name for name in modules if _is_installed(name, modules, roots)]
+    noted.sort(key=lambda name: name != _HARMLESS_DRAW)  # before another one imports it
     try:
         if _LARGEST in noted:  # without a scout, as it takes as long as the others together
             _import_clean(_LARGEST, rank_variables, {descriptor})
@@ -170,6 +174,8 @@ def _import_clean(name: str, rank_variables: Collection[str], own: Collection[in
         importlib.import_module(name)
     except BaseException as error:
         raise _Refused(f"{name} fails: {type(error).__name__}: {error}") from None
+    if name == _HARMLESS_DRAW:
+        random.setstate(_known_states["random"])
     if effect := _side_effect(own, rank_variables):
         raise _Refused(f"the import of {name} {effect}")
 
@@ -183,8 +189,7 @@ def _count_clean(names: Iterable[str], rank_variables: Collection[str], descript
             with open(os.devnull, "wb") as null:
                 for stream in (1, 2):
                     os.dup2(null.fileno(), stream)  # the server imports the same
-            if "random" in _known_states:  # Python has seeded it in the fork
-                random.setstate(_known_states["random"])
+            random.setstate(_known_states["random"])  # Python has seeded it in the fork
             for name in names:
                 if os.getppid() != server:
                     break  # the launch has ended

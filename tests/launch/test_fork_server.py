@@ -43,9 +43,14 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     servers: list[ForkServer] = []
 
     def start(
-        *words: str, changed: dict[str, str] | None = None, waits: bool = True, **sources: str
+        *words: str,
+        changed: dict[str, str] | None = None,
+        waits: bool = True,
+        installed: dict[str, str] | None = None,
+        **sources: str,
     ) -> ForkServer:
         modules = {"json": json.__file__, "random": sys.modules["random"].__file__}
+        modules |= installed or {}
         for name, source in sources.items():
             (packages / f"{name}.py").write_text(source)
             modules[name] = str(packages / f"{name}.py")
@@ -236,6 +241,19 @@ def test_forks_have_pyarrow_whose_memory_pool_starts_a_thread(
     words = ("script", "program.py")
     server = serve(*words, good="import pyarrow\n")
     assert forked(server, *words)[:2] == (0, "True None 1\n989901 True\n")
+
+
+def test_forks_have_rich_which_draws_ids_for_links(serve: Serve, tmp_path: Path) -> None:
+    style = pytest.importorskip("rich.style")
+    (tmp_path / "program.py").write_text(
+        "import random, sys; print('shows' in sys.modules, random.random())"
+    )
+    words = ("script", "program.py")
+    before, after = "import rich.console\n", "import rich.progress\n"
+    server = serve(*words, logs=before, installed={"rich.style": style.__file__}, shows=after)
+    ended = [forked(server, *words)[:2] for _ in range(2)]
+    assert [(code, text.split()[0]) for code, text in ended] == [(0, "True")] * 2
+    assert ended[0] != ended[1]  # a fork draws its own numbers
 
 
 def test_forks_of_a_sharded_training_have_what_a_resume_imports(
