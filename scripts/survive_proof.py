@@ -62,13 +62,18 @@ def run(folder: Path, processes: int = 2, options: str = "", restarts: int = 0) 
     )
     if done.returncode != 0:
         raise SystemExit(f"ended with {done.returncode}:\n{done.stdout[-6000:]}")
+    return result_of(folder, processes, done.stdout)
+
+
+def result_of(folder: Path, processes: int, printed: str) -> Result:
+    """Read what a run has left in a folder."""
     facts = [
         [json.loads(line) for line in (folder / f"facts-{rank}.jsonl").read_text().splitlines()]
         for rank in range(processes)
     ]
     weights = (folder / "model" / "model.safetensors").read_bytes()
     samples = json.loads((folder / "seen.json").read_text())
-    return Result(facts, weights, samples, done.stdout)
+    return Result(facts, weights, samples, printed)
 
 
 def main() -> int:

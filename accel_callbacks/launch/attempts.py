@@ -179,13 +179,16 @@ class RestartingAgent(LocalElasticAgent):
             how = f"from new processes: {self._server.reason}"
         survived = self._survivors.count - survivors
         if survived:
-            how = f"{survived} of {len(workers)} processes survived, the others {how}"
+            others = f", the others {how}" if survived < len(workers) else ""
+            how = f"{survived} of {len(workers)} processes survived{others}"
         self._attempts.begin(how)
         return workers
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        self._attempts.end("a machine has joined")  # a failure has ended it before
-        with self._survivors.kept():
+        lost = self._survivors.any_waits()  # none does after a failure here, which has ended all
+        text = "a rank of another machine is lost" if lost else "a machine has joined"
+        self._attempts.end(text, failed=lost)
+        with self._survivors.kept(awaited=lost):
             super()._restart_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -193,7 +196,16 @@ class RestartingAgent(LocalElasticAgent):
             result: RunResult = super()._monitor_workers(worker_group)
         if self._server is not None:
             self._server.look()
-        if result.state == WorkerState.SUCCEEDED:
+        if result.state == WorkerState.HEALTHY and self._survivors.all_wait():
+            left = self._remaining_restarts
+            if not left:
+                self._survivors.refuse()
+            else:
+                # The machine of that rank does the same, but for one that is lost altogether.
+                text = "a rank of another machine is lost; restarting"
+                self._attempts.end(f"{text}, {left - 1} restarts left", failed=True)
+                return RunResult(state=WorkerState.UNHEALTHY)
+        elif result.state == WorkerState.SUCCEEDED:
             self._attempts.end("all ranks are done")
         elif result.is_failed() and result.failures:
             restarts, counts = self._attempts.fail(result.failures, self._remaining_restarts)

@@ -53,8 +53,7 @@ def survive(train: Callable[P, T]) -> Callable[P, T]:
     alive at the first call, or after the first loss, is left out of garbage collections from then
     on.
 
-    An error of this rank is raised as it is. Without that launcher, or on several machines, so is
-    the loss of another rank.
+    An error of this rank is raised as it is. Without that launcher, so is the loss of another rank.
 
     Args:
         train: the function.
@@ -145,8 +144,6 @@ def _reason_to_end() -> str:
         )
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         return "give `accel launch` a number of restarts, --max_restarts N"
-    if os.environ.get("GROUP_WORLD_SIZE") != "1":
-        return "on several machines all processes are started anew, as a launcher sees only its own"
     if not survives():
         return "the processes had not joined a group"
     return ""
@@ -173,7 +170,7 @@ def _join_next_attempt(loss: BaseException) -> None:
     """Leave the broken group, and become a process of the attempt that the launcher begins.
 
     Raises:
-        BaseException: ``loss``, if it begins none.
+        BaseException: ``loss``, if there is none.
     """
     destroy_topology()
     if dist.is_initialized():  # a group that the function has made itself
@@ -189,6 +186,8 @@ def _join_next_attempt(loss: BaseException) -> None:
             raise loss
         time.sleep(_POLLING)
     remove_note(SURVIVOR.format(pid))
+    if not attempt:  # no restarts are left
+        raise loss
     for number, path in zip((1, 2), attempt["streams"], strict=True):
         _redirect(number, path)
     set_variables(attempt["variables"])

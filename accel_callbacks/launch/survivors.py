@@ -97,6 +97,28 @@ class Survivors:
         for worker in self._workers.values():
             worker.survived = worker.asked = False
 
+    def all_wait(self) -> bool:
+        """Return whether all workers wait for the next attempt, and none of them has ended."""
+        running = self._running()
+        return len(running) == len(self._workers) and all(map(self.waits, running))
+
+    def any_waits(self) -> bool:
+        """Return whether a worker has lost one of another machine, or does so within a moment."""
+        deadline = time.monotonic() + _HEAD_START
+        while survivors := [worker for worker in self._running() if self._note_of(worker)]:
+            if any(map(self.waits, survivors)):
+                return True
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_POLLING)
+        return False
+
+    def refuse(self) -> None:
+        """Tell those that wait that no attempt follows: they end with their loss."""
+        for worker in self._running():
+            if self.waits(worker):
+                leave_note(ATTEMPT.format(worker.pid), {})
+
     def outlives(self, worker: _Worker) -> bool:
         """Return whether a worker that is asked to end may take part in the next attempt."""
         return self._awaited and self._note_of(worker) is not None
@@ -121,6 +143,9 @@ class Survivors:
             f"or its run has not ended within {_PATIENCE:.0f} s. It is killed and started anew"
         )
 
+    def _running(self) -> list[_Worker]:
+        return [worker for worker in self._workers.values() if worker.poll() is None]
+
     def _note_of(self, worker: _Worker) -> Any:
         return read_note(self._notes, SURVIVOR.format(worker.pid))
 
@@ -140,7 +165,7 @@ class Survivors:
 
     def _end_absent(self) -> None:
         """Kill the workers that the others have lost, and which have not ended: they hang."""
-        running = [worker for worker in self._workers.values() if worker.poll() is None]
+        running = self._running()
         waiting = [worker for worker in running if self.waits(worker)]
         if not waiting or len(running) < len(self._workers):
             self._waits_since = None

@@ -164,6 +164,50 @@ def test_the_survivor_keeps_its_pid_and_the_run_its_weights_and_samples(tmp_path
         assert before["descriptors"] + 2 >= after["descriptors"]  # a save may have files open
 
 
+def of_two_machines(tmp_path: Path, restarts: int, *options: str) -> tuple[list[int], list[str]]:
+    """Start a launcher for each of two machines; return how they ended, and what they printed."""
+    env = {**clean_environment(tmp_path), "OMP_NUM_THREADS": "1"}
+    meet = [f"--rdzv_endpoint=127.0.0.1:{free_port()}", "--nnodes=2", "--nproc_per_node=1"]
+    words = ["-m", "accel_callbacks.cli", "launch", "--cpu", f"--max_restarts={restarts}", *meet]
+    launchers = [
+        warm.Popen(
+            [sys.executable, *words, f"--rdzv_conf=is_host={host}", JOB, str(tmp_path), *options],
+            warm_children=True,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for host in ("true", "false")
+    ]
+    printed = [launcher.communicate(timeout=120)[0] for launcher in launchers]
+    return [launcher.returncode for launcher in launchers], printed
+
+
+def test_processes_of_other_machines_survive_as_well(tmp_path: Path) -> None:
+    whole = survive_proof.run(tmp_path / "whole", options="--epochs 2")
+    folder = tmp_path / "lost"
+    folder.mkdir()
+    codes, printed = of_two_machines(folder, 2, "--epochs", "2", "--losses", "2", "--ranks", "01")
+    assert codes == [0, 0], "\n".join(printed)
+    lost = survive_proof.result_of(folder, 2, "".join(printed))
+    first, second = ([fact["pid"] for fact in facts] for facts in lost.facts)
+    assert first[0] != first[1] == first[2]
+    assert second[0] == second[1] != second[2]
+    assert lost.printed.count("a rank of another machine is lost") == 2
+    assert lost.printed.count("1 of 1 processes survived\n") == 2
+    assert lost.weights == whole.weights
+    assert lost.samples == whole.samples
+
+
+def test_without_restarts_those_of_other_machines_end_with_the_loss(tmp_path: Path) -> None:
+    # Rank 0 is where the launchers meet, which does not end by itself.
+    codes, printed = of_two_machines(tmp_path, 1, "--epochs", "4", "--losses", "2", "--ranks", "1")
+    assert sorted(codes) == [1, 128 + signal.SIGKILL], "\n".join(printed)
+    (text,) = (text for text in printed if "LostRankError" in text)
+    assert "1 of 1 processes survived\n" in text
+
+
 @pytest.mark.slow
 def test_shards_on_four_ranks_survive_as_well(tmp_path: Path) -> None:
     options = "--fsdp --epochs 2"
