@@ -4,6 +4,7 @@
     python scripts/loss_proof.py DDP --losses 100       only layouts with that word in their name
     python scripts/loss_proof.py --ranks others --at_once 2 --seed 1    two, but never rank 0
     python scripts/loss_proof.py --survive              ranks that are left keep their process
+    python scripts/loss_proof.py DDP --machines 2       each as a launcher of its own
     python scripts/loss_proof.py --memory_every 0       resume from checkpoints alone
 
 Each loss is a SIGKILL to random ranks, some milliseconds after a random step, so that it also
@@ -21,6 +22,7 @@ import os
 import random
 import re
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -28,6 +30,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,6 +126,13 @@ def job(args: argparse.Namespace) -> None:
     loader = DataLoader(samples, 16 // accel.num_processes, shuffle=True)
     model, optimizer, loader = accel.prepare(network, optimizer, loader)
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    if args.machines > 1:  # each launcher has a count of its own
+        attempts = args.folder / "attempts"
+        if accel.is_main_process:
+            with attempts.open("a") as file:
+                file.write(".")
+        accel.wait_for_everyone()
+        attempt = attempts.stat().st_size - 1
     losses = list(map(Loss.parse, args.plan.split()))
     loss_now, dies_next = losses[attempt] if attempt < len(losses) else None, False
     with accel.run("loss") as run, open(args.folder / "steps", "ab", buffering=0) as steps:
@@ -162,19 +172,33 @@ def run(layout: str, folder: Path, plan: list[Loss], args: argparse.Namespace) -
     options += [f"--save_every={args.save_every}", f"--epochs={args.epochs}"]
     options += ["--survive"] if args.survive else []
     options += [f"--plan={' '.join(map(str, plan))}"]
+    options += [f"--machines={args.machines}"]
     launch = ["-m", "accel_callbacks.cli", "launch", "--cpu", f"--max_restarts={len(plan) + 1}"]
-    launch += [f"--num_processes={LAYOUTS[layout]}", __file__, f"--job={layout}"]
-    done = subprocess.run(
-        [sys.executable, *launch, *options],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise SystemExit(f"{layout} ended with {done.returncode}:\n{done.stdout[-4000:]}")
-    return done.stdout
+    launch += [f"--num_processes={LAYOUTS[layout]}"]
+    if args.machines > 1:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        launch += [f"--num_machines={args.machines}", "--main_process_ip=127.0.0.1"]
+        launch += [f"--main_process_port={port}"]
+
+    def launcher(rank: int) -> subprocess.CompletedProcess[str]:
+        place = f"--machine_rank={rank}"
+        return subprocess.run(
+            [sys.executable, *launch, place, __file__, f"--job={layout}", *options],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+
+    with ThreadPoolExecutor(args.machines) as threads:
+        ended = list(threads.map(launcher, range(args.machines)))
+    printed = "".join(done.stdout for done in ended)
+    if any(done.returncode for done in ended):
+        codes = [done.returncode for done in ended]
+        raise SystemExit(f"{layout} ended with {codes}:\n{printed[-4000:]}")
+    return printed
 
 
 def lines_of(folder: Path) -> list[Line]:
@@ -244,6 +268,7 @@ def main() -> int:
     parser.add_argument("--save_every", type=int, default=25, help="steps between checkpoints")
     parser.add_argument("--epochs", type=int, help="of 21 steps; enough for the losses by default")
     parser.add_argument("--survive", action="store_true", help="ranks that are left keep their pid")
+    parser.add_argument("--machines", type=int, default=1, help="launchers that share the ranks")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--plan", help=argparse.SUPPRESS)

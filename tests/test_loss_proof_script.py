@@ -45,7 +45,8 @@ def warm_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_lost_ranks_cost_a_few_steps_and_no_bit(layout: str, survive: bool, tmp_path: Path) -> None:
-    args = argparse.Namespace(memory_every=2, save_every=100, epochs=1, survive=survive)
+    options = {"memory_every": 2, "save_every": 100, "epochs": 1, "machines": 1}
+    args = argparse.Namespace(**options, survive=survive)
     result = prove(layout, tmp_path, [Loss((1,), 7, 0.0), Loss((0,), 15, 0.003)], args)
     assert result.differences == []
     assert result.samples == 0
@@ -55,10 +56,16 @@ def test_lost_ranks_cost_a_few_steps_and_no_bit(layout: str, survive: bool, tmp_
     assert all(steps <= 4 for steps in result.repeated)
 
 
-def test_the_state_of_a_rank_that_is_left_costs_one_step_at_most(tmp_path: Path) -> None:
-    args = argparse.Namespace(memory_every=10, save_every=100, epochs=1, survive=True)
+@pytest.mark.parametrize(
+    ("layout", "machines"),
+    [("DDP", 1), ("DDP", 2), pytest.param("HSDP, 2 x 2", 2, marks=pytest.mark.slow)],
+)
+def test_the_state_of_a_rank_that_is_left_costs_one_step_at_most(
+    layout: str, machines: int, tmp_path: Path
+) -> None:
+    options = {"memory_every": 10, "save_every": 100, "epochs": 1, "machines": machines}
     losses = [Loss((1,), 7, -1), Loss((0,), 12, 0.0), Loss((0,), 18, -1)]
-    result = prove("DDP", tmp_path, losses, args)
+    result = prove(layout, tmp_path, losses, argparse.Namespace(**options, survive=True))
     assert result.differences == []
     assert result.samples == 0
     assert result.living == 3

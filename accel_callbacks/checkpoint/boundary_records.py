@@ -7,11 +7,11 @@ import struct
 import zlib
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["BoundaryRecords", "RecordTooLargeError"]
+__all__ = ["BoundaryRecord", "BoundaryRecords", "RecordTooLargeError", "unpack"]
 
 _HEAD = struct.Struct("<QI")  # length and checksum of what follows
 _SLOTS = 2  # a rank may be a step ahead of another one
@@ -19,6 +19,22 @@ _SLOTS = 2  # a rank may be a step ahead of another one
 
 class RecordTooLargeError(Exception):
     """A tree holds more bytes than a record may have."""
+
+
+class BoundaryRecord(NamedTuple):
+    """What a rank has written at a boundary.
+
+    Attributes:
+        attempt: its name.
+        rank: of that attempt.
+        boundary: its number.
+        tree: plain values.
+    """
+
+    attempt: str
+    rank: int
+    boundary: int
+    tree: Any
 
 
 class BoundaryRecords:
@@ -59,7 +75,8 @@ class BoundaryRecords:
         if nbytes > self._largest:
             raise RecordTooLargeError(nbytes)
         shapes = [[str(tensor.dtype).removeprefix("torch."), *tensor.shape] for tensor in tensors]
-        head = {"attempt": self._attempt, "boundary": boundary, "tensors": shapes, "tree": encoded}
+        place = {"attempt": self._attempt, "rank": rank, "boundary": boundary}
+        head = {**place, "tensors": shapes, "tree": encoded}
         text = json.dumps(head, separators=(",", ":")).encode()
         data = b"\n".join([text, b"".join(map(_bytes_of, tensors))])
         if len(data) > self._largest:
@@ -72,19 +89,32 @@ class BoundaryRecords:
     def read(self, rank: int, boundary: int) -> Any:
         """Return the tree that a rank has written at a boundary, None without a whole one."""
         for slot in range(_SLOTS):
-            with suppress(OSError, ValueError, KeyError, struct.error):
-                content = self._path(rank, slot).read_bytes()
-                length, checksum = _HEAD.unpack_from(content)
-                data = content[_HEAD.size :]
-                if len(data) == length and zlib.crc32(data) == checksum:
-                    text, _, raw = data.partition(b"\n")
-                    head = json.loads(text)
-                    if (head["attempt"], head["boundary"]) == (self._attempt, boundary):
-                        return _decoded(head, raw)
+            with suppress(OSError):
+                record = unpack(self._path(rank, slot).read_bytes())
+                if record and record[:-1] == (self._attempt, rank, boundary):
+                    return record.tree
         return None
+
+    @staticmethod
+    def packed(folder: Path) -> list[bytes]:
+        """Return what the files of a folder have, also those of earlier attempts."""
+        return [path.read_bytes() for path in sorted(folder.glob("rank-*"))]
 
     def _path(self, rank: int, slot: int) -> Path:
         return self._folder / f"rank-{rank}-{slot}"
+
+
+def unpack(content: bytes) -> BoundaryRecord | None:
+    """Return the record that a file has, None without a whole one."""
+    with suppress(ValueError, KeyError, struct.error):
+        length, checksum = _HEAD.unpack_from(content)
+        data = content[_HEAD.size :]
+        if len(data) == length and zlib.crc32(data) == checksum:
+            text, _, raw = data.partition(b"\n")
+            head = json.loads(text)
+            tree = _decoded(head, raw)
+            return BoundaryRecord(head["attempt"], head["rank"], head["boundary"], tree)
+    return None
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:

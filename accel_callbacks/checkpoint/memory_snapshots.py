@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.checkpoint.async_save import SaveCallbacks, SaveGroup, is_dispensable
+from accel_callbacks.checkpoint.boundary_parts import join_parts
 from accel_callbacks.checkpoint.open import LoadFailed, open_newest, open_one
 from accel_callbacks.checkpoint.peer_copies import Holding, copy_files, holding_of
 from accel_callbacks.checkpoint.survivor_state import SurvivorState
@@ -62,9 +63,11 @@ def snapshots_beside(checkpoints: str) -> MemorySnapshots | None:
     path = local_path(checkpoints)
     whole = checkpoints if path is None else os.path.abspath(path)
     name = hashlib.sha256(whole.encode()).hexdigest()[:16]
-    snapshots = MemorySnapshots(os.path.join(launch, "memory", name), machines)
-    if len(places) > 1 and len(lowest) == 1 and all(place.survives for place in places):
-        snapshots.keep_for_survivors(os.path.join(launch, "boundaries", name), places[0].attempt)
+    snapshots = MemorySnapshots(
+        os.path.join(launch, "memory", name), os.path.join(launch, "boundaries", name), machines
+    )
+    if len(places) > 1 and all(place.survives for place in places):
+        snapshots.keep_for_survivors(places[0].attempt)
     return snapshots
 
 
@@ -106,17 +109,18 @@ class MemorySnapshots:
 
     Args:
         root: the folder on this machine; it need not exist yet.
+        boundaries: the folder on this machine for what ranks leave of their last boundaries.
         machines: for each rank the lowest rank of its machine, which copies for it.
 
     Attributes:
         survivor: keeps the state of the boundary between snapshots, None where no rank survives.
     """
 
-    def __init__(self, root: str, machines: Sequence[int]) -> None:
+    def __init__(self, root: str, boundaries: str, machines: Sequence[int]) -> None:
         require_neighbor("checkpoint_io")
         self.survivor: SurvivorState | None = None
         self._attempt = "none"
-        self._root = root
+        self._root, self._boundaries = root, boundaries
         self._machines = machines
         self._leaders = sorted(set(machines))
         self._leads = collectives.rank() in self._leaders
@@ -124,15 +128,17 @@ class MemorySnapshots:
         self._saving = False  # the save in progress is a snapshot
         self._reported = False
 
-    def keep_for_survivors(self, records: str, attempt: str) -> None:
+    def keep_for_survivors(self, attempt: str) -> None:
         """Keep the state of each boundary too, for a rank that outlives the loss of another one.
 
         Args:
-            records: folder in host memory for what each rank writes.
             attempt: a name that the ranks of this attempt have agreed on.
         """
         self._attempt = attempt
-        self.survivor = SurvivorState(self._survivor_path, records, attempt)
+        machine = self._machines[collectives.rank()]
+        ranks = [rank for rank, lowest in enumerate(self._machines) if lowest == machine]
+        place = partial(self._survivor_path, attempt)
+        self.survivor = SurvivorState(place, self._boundaries, attempt, ranks)
 
     def save(self, run: TrainingRun, **options: Any) -> bool:
         """Collective: take a snapshot, unless a checkpoint is being written.
@@ -259,9 +265,9 @@ class MemorySnapshots:
             if not name.endswith(kept):
                 shutil.rmtree(os.path.join(self._root, name), ignore_errors=True)
 
-    def _survivor_path(self, step: int) -> str:
+    def _survivor_path(self, attempt: str, step: int) -> str:
         """Return where the state of a living rank is saved; by name it is newer than a snapshot."""
-        return os.path.join(self._root, f"{_PREFIX}{step:08d}-{self._attempt}")
+        return os.path.join(self._root, f"{_PREFIX}{step:08d}-{attempt}")
 
     def _names(self) -> list[str]:
         return os.listdir(self._root) if os.path.isdir(self._root) else []
@@ -299,6 +305,8 @@ class MemorySnapshots:
 
         group = SaveGroup()
         with group.acquired():
+            if len(self._leaders) > 1:
+                join_parts(self._boundaries, self._survivor_path, self._leads, group)
             held = group.all_gather_object(self._names())
         for name in sorted(set().union(*held) - set(tried), reverse=True):
             try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_callbacks import collectives
+from accel_callbacks.checkpoint.boundary_parts import LOST_ROWS, PART, ROWS, name_of
 from accel_callbacks.checkpoint.boundary_records import BoundaryRecords, RecordTooLargeError
 from accel_callbacks.checkpoint.boundary_shards import BoundaryShards
+from accel_callbacks.checkpoint.boundary_snapshot import merge, save_for_all
 from accel_callbacks.checkpoint.kept_tensors import KeptTensors, local_tensor, own_weights
 from accel_callbacks.errors import RemoteError
-from accel_callbacks.launch_memory import free_bytes
 from accel_callbacks.logging import notice
 from accel_callbacks.terminal_text import size_of
 
@@ -34,7 +34,6 @@ __all__ = ["SurvivorState"]
 _LARGEST = 4 << 20  # bytes beside the weights that are written after each step
 _ROOM = 4  # of the free memory, copies take the part at most
 _PATIENCE = 10.0  # seconds for the rows of trackers
-_RANKS_WAIT = 60.0  # seconds that the threads of a save wait for each other
 _INCOMPLETE = "other ranks have the rest"
 
 
@@ -53,14 +52,20 @@ class SurvivorState:
     The state is refused where it is not certain to be that of a boundary of all ranks; the
     restart then resumes from an older one.
 
+    Of several machines, none has all that is needed: each leaves the part that its ranks have, from
+    which the restart makes the snapshot.
+
     Args:
         place: returns the path of the snapshot of a step.
-        records: the folder for what each rank writes.
+        records: the folder for what each rank of this machine writes.
         attempt: a name that the ranks of this attempt have agreed on.
+        ranks: of this machine.
     """
 
-    def __init__(self, place: Callable[[int], str], records: str, attempt: str) -> None:
-        self._place = place
+    def __init__(
+        self, place: Callable[[int], str], records: str, attempt: str, ranks: Sequence[int]
+    ) -> None:
+        self._place, self._ranks = place, ranks
         self._folder, self._attempt = Path(records), attempt
         self._records = BoundaryRecords(records, attempt, _LARGEST)
         self._tensors = KeptTensors()
@@ -109,8 +114,8 @@ class SurvivorState:
     def _begin(self, training: TrainingState, *, trainable_only: bool) -> None:
         """Decide what is kept in this run."""
         # Not by those that left them, as others may still read.
-        if training.strategy.topology.rank == 0:
-            for folder in self._folder.glob("loss-*"):
+        if training.strategy.topology.rank == self._ranks[0]:
+            for folder in self._folder.glob(name_of("*", "*")):
                 shutil.rmtree(folder, ignore_errors=True)
         self._refusal = _refusal(training, trainable_only=trainable_only)
         if self._refusal:
@@ -119,7 +124,7 @@ class SurvivorState:
             _replicated(training, model, bare)
             for model, bare in zip(training.models, training.bare_models, strict=True)
         )
-        if _has_room_for_copies(training):
+        if _has_room_for_copies(training, len(self._ranks)):
             for prepared in training.optimizers:
                 handle = prepared.optimizer.register_step_pre_hook(self._copy_before_step)
                 self._step_hooks.append(handle)
@@ -152,6 +157,7 @@ class SurvivorState:
             content["local"] = training.capture_random()
         else:
             content["shared"], content["local"] = training.capture_position()
+            content["world_size"] = training.strategy.topology.world_size
             content["buffers"] = _numbered(map(_buffers, training.bare_models))
             content["groups"] = _numbered(
                 [_without(group, "params") for group in prepared.param_groups]
@@ -176,21 +182,28 @@ class SurvivorState:
         problem = ""
         try:
             with own_weights(run.callbacks):
-                if self._boundary is not None and self._is_whole(training):
-                    problem = self._write(training, self._boundary, None)
-                    if not problem:
-                        return
-                if self._copies.boundary is not None:
-                    problem = self._write(training, self._copies.boundary, self._copies)
+                for boundary, copies in self._boundaries(training):
+                    problem = self._write(training, boundary, copies)
+                    # Other machines may not have come as far.
+                    if not problem and self._holds_all(training):
+                        break
         except Exception as failure:  # the restart takes an older state
             problem = f"{type(failure).__name__}: {failure}"
         if problem and problem != _INCOMPLETE:
             notice(f"the state of this process is not kept for the restart: {problem}")
 
-    def _is_whole(self, training: TrainingState) -> bool:
-        """Return whether the weights are still those of the boundary."""
+    def _boundaries(self, training: TrainingState) -> Iterator[tuple[int, _Copies | None]]:
+        """Yield the boundaries of which this rank has the weights, with copies if it needs them."""
         loop = training.loop
-        return self._tensors.unchanged() and not (loop.borrowed or loop.half_loaded)
+        whole = self._tensors.unchanged() and not (loop.borrowed or loop.half_loaded)
+        if self._boundary is not None and whole:
+            yield self._boundary, None
+        if self._copies.boundary is not None:
+            yield self._copies.boundary, self._copies
+
+    def _holds_all(self, training: TrainingState) -> bool:
+        """Return whether all ranks are of this machine."""
+        return len(self._ranks) == training.strategy.topology.world_size
 
     def _write(self, training: TrainingState, boundary: int, copies: _Copies | None) -> str:
         """Write a boundary; return why it is not written, empty if it is.
@@ -200,29 +213,40 @@ class SurvivorState:
             boundary: its number.
             copies: of the tensors, in place of those that have been written to since.
         """
-        topology = training.strategy.topology
-        records = [self._records.read(rank, boundary) for rank in range(topology.world_size)]
-        if None in records:
-            return f"rank {records.index(None)} was lost before the end of the step"
-        path = self._place(records[0]["shared"]["run"]["global_step"])
+        rank = training.strategy.topology.rank
+        records = {peer: self._records.read(peer, boundary) for peer in self._ranks}
+        for peer, record in records.items():
+            if record is None:
+                return f"rank {peer} was lost before the end of the step"
+        folder = self._folder / name_of(self._attempt, boundary)
+        holds_all = self._holds_all(training)
+        if holds_all:
+            path = self._place(records[0]["shared"]["run"]["global_step"])
+        else:
+            path = str(folder / PART)
         if os.path.exists(path):
             return ""
-        state = self._assembled(training, records[0], copies)
+        sections = self._sections(training, copies)
+        if holds_all:
+            own_states = [records[peer]["local"] for peer in self._ranks]
+            state = merge(sections, self._replicated, records[0])
+        else:
+            replicated = {number: sorted(names) for number, names in self._replicated.items()}
+            state, own_states = {"sections": sections, "replicated": replicated}, [{}]
         sharded = list(filter(collectives.is_sharded, collectives.tensors_in(state)))
-        folder = self._folder / f"loss-{self._attempt}-{boundary}"
-        shards, rows = BoundaryShards(folder, sharded), folder / "rows"
+        shards, rows = BoundaryShards(folder, sharded), folder / ROWS
         if sharded:
             shards.leave()
         # Rank 0 has rows of trackers in its memory, and says when they are written.
-        logging = [rank for rank, record in enumerate(records) if record["rows"]]
-        if logging and not topology.rank:
+        logging = [peer for peer, record in records.items() if record["rows"]]
+        if logging and not rank:
             hub = training.tracking.hub
             if not (hub and hub.flush(_PATIENCE)):
-                return "rows of trackers would be lost"
+                return LOST_ROWS
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             rows.touch()
         if logging not in ([], [0]):
-            return "rows of trackers would be lost"
+            return LOST_ROWS
         if (logging and not rows.exists()) or not shards.are_complete():
             return _INCOMPLETE
 
@@ -233,38 +257,18 @@ class SurvivorState:
             )
 
         nbytes = sum(tensor.nbytes for tensor in [*collectives.tensors_in(state), *sharded])
-        return _save(path, nbytes, whole_state, [record["local"] for record in records])
+        return save_for_all(path, nbytes, whole_state, own_states)
 
-    def _assembled(
-        self, training: TrainingState, record: Mapping[str, Any], copies: _Copies | None
-    ) -> dict[str, Any]:
-        """Return the state that all ranks share, with the tensors of this one.
-
-        Raises:
-            ValueError: it has a tensor of which another rank may have another value.
-        """
+    def _sections(self, training: TrainingState, copies: _Copies | None) -> dict[str, Any]:
+        """Return the models and optimizers of this rank, with copies in place of their tensors."""
         sections = training.capture_tensors()
-        for number, weights in sections["models"].items():
-            buffers = record["buffers"][number]
-            if unknown := weights.keys() - buffers.keys() - self._replicated[number]:
-                raise ValueError(f"{sorted(unknown)[0]} may differ between ranks")
-            sections["models"][number] = {
-                name: buffers.get(name, weights[name]) for name in weights
-            }
-        names = {f"{i}.{name}" for i, model in self._replicated.items() for name in model}
-        for number, optimizer in sections["optimizers"].items():
-            if unknown := optimizer["state"].keys() - names:
-                raise ValueError(f"the optimizer's {sorted(unknown)[0]} may differ between ranks")
-            pairs = zip(optimizer["param_groups"], record["groups"][number], strict=True)
-            groups = [{"params": now["params"], **then} for now, then in pairs]
-            sections["optimizers"][number] = {**optimizer, "param_groups": groups}
         if copies is not None:
             for number, optimizer in sections["optimizers"].items():
                 sections["optimizers"][number] = copies.in_place_of(optimizer)
             for number, weights in sections["models"].items():
                 own = {n: w for n, w in weights.items() if n in self._replicated[number]}
                 sections["models"][number] = {**weights, **copies.in_place_of(own)}
-        return {**sections, **record["shared"]}
+        return sections
 
 
 def _refusal(training: TrainingState, *, trainable_only: bool) -> str | None:
@@ -359,8 +363,8 @@ def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _has_room_for_copies(training: TrainingState) -> bool:
-    """Return whether all ranks can hold a copy, and it is all that a step changes."""
+def _has_room_for_copies(training: TrainingState, ranks: int) -> bool:
+    """Return whether all ranks of a machine can hold a copy, and it is all that a step changes."""
     from checkpoint_io.memory import free_memory
 
     for prepared in training.optimizers:
@@ -369,7 +373,7 @@ def _has_room_for_copies(training: TrainingState) -> bool:
                 return False  # a number of its own, such as of steps
     tensors = [*_all_parameters(training), *_states(training)]
     nbytes = sum(local_tensor(tensor).nbytes for tensor in tensors)
-    return (free_memory() or 0) > _ROOM * nbytes * training.strategy.topology.world_size
+    return (free_memory() or 0) > _ROOM * nbytes * ranks
 
 
 def _buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -395,102 +399,3 @@ def _numbered(items: Iterable[Any]) -> dict[str, Any]:
 
 def _without(group: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != key}
-
-
-# --- one process saves for all ranks ------------------------------------------------------------
-
-
-class _Seats:
-    """What the threads that stand for the ranks of a save exchange."""
-
-    def __init__(self, count: int) -> None:
-        self.barrier = threading.Barrier(count)
-        self.objects: list[Any] = [None] * count
-
-
-class _Seat:
-    """The group of a save, as one of the threads sees it."""
-
-    def __init__(self, seats: _Seats, rank: int) -> None:
-        self._seats = seats
-        self.rank, self.world_size = rank, len(seats.objects)
-
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        """Return the objects of all threads, in rank order."""
-        self._seats.objects[self.rank] = obj
-        self._seats.barrier.wait(_RANKS_WAIT)
-        gathered = list(self._seats.objects)
-        self._seats.barrier.wait(_RANKS_WAIT)
-        return gathered
-
-    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of one of them."""
-        return self.all_gather_object(obj)[src]
-
-
-def _save(
-    path: str,
-    nbytes: int,
-    whole_state: Callable[[], Mapping[str, Any]],
-    own_states: Sequence[Mapping[str, Any]],
-) -> str:
-    """Save for all ranks, unless another one does; return why not, empty if it is there."""
-    try:
-        os.makedirs(path, mode=0o700)
-    except FileExistsError:
-        return ""
-    try:
-        free = free_bytes(path)
-        if free >= nbytes:
-            _save_for_all(path, whole_state(), own_states)
-            return ""
-    except BaseException:
-        shutil.rmtree(path, ignore_errors=True)
-        raise
-    shutil.rmtree(path, ignore_errors=True)
-    return f"it needs {size_of(nbytes)}, and {size_of(free)} are free"
-
-
-def _save_for_all(
-    path: str, state: Mapping[str, Any], own_states: Sequence[Mapping[str, Any]]
-) -> None:
-    """Save as all ranks would together; the rank of each own state is its index."""
-    from checkpoint_io import save
-
-    position = state["run"]
-    labels = {
-        "run_id": position["run_id"],
-        "run_name": position["name"],
-        "step": position["global_step"],
-        "epoch": position["current_epoch"],
-        "epochs_done": position["epochs_done"],
-    }
-    seats, problems = _Seats(len(own_states)), list[BaseException]()
-
-    def take_part(rank: int) -> None:
-        try:
-            save(
-                path,
-                {} if rank else state,
-                local_state=own_states[rank],
-                metadata=labels,
-                group=_Seat(seats, rank),
-                generation=position["global_step"],
-                replicated=False,
-                progress=False,
-            )
-        except BaseException as problem:
-            problems.append(problem)
-            seats.barrier.abort()
-
-    threads = [
-        threading.Thread(target=take_part, args=(rank,), name=f"accel-save-{rank}")
-        for rank in range(1, len(own_states))
-    ]
-    for thread in threads:
-        thread.start()
-    take_part(0)
-    for thread in threads:
-        thread.join()
-    if problems:
-        raise problems[0]

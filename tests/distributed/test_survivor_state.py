@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from accel_callbacks import (
     set_seed,
 )
 from accel_callbacks.callbacks import EMA
+from accel_callbacks.checkpoint.async_save import SaveGroup
+from accel_callbacks.checkpoint.boundary_parts import join_parts
+from accel_callbacks.checkpoint.boundary_records import unpack
 from accel_callbacks.checkpoint.survivor_state import SurvivorState
 from accel_callbacks.collectives import is_sharded
 from accel_callbacks.distributed.rng import capture_rng
@@ -25,6 +29,11 @@ from checkpoint_io import load, open_checkpoint
 
 pytestmark = pytest.mark.distributed
 LOST = LostRankError("rank 0 was killed", rank=0, where="backward")
+
+
+def survivor_in(folder: str, ranks: Sequence[int]) -> SurvivorState:
+    """Return what keeps the boundaries of the ranks of a machine, which has a folder."""
+    return SurvivorState(lambda step: f"{folder}/snapshot-{step}", f"{folder}/records", "a", ranks)
 
 
 def held_now(accel: Accelerator, model: Any, optimizer: Any) -> dict[str, Any]:
@@ -39,12 +48,22 @@ def held_now(accel: Accelerator, model: Any, optimizer: Any) -> dict[str, Any]:
     }
 
 
-def train(folder: str, case: str = "") -> list[dict[str, Any]]:
-    """Take three steps, keep the boundary, do what the case says, lose the other rank."""
+def train(folder: str, case: str = "", alive: int = 1, apart: bool = False) -> list[dict[str, Any]]:
+    """Take three steps, keep the boundary, do what the case says, lose the other rank.
+
+    Args:
+        folder: of what is left, or of a folder for each of two machines.
+        case: what happens.
+        alive: the rank that is not lost.
+        apart: the ranks are on two machines, which meet again.
+    """
     averages = [EMA(0.9)] if case == "averages" else []
-    accel = Accelerator(cpu=True, timeout=timedelta(seconds=60), callbacks=averages)
+    tracker = {"log_with": "jsonl", "project_dir": folder} if case == "rows" else {}
+    accel = Accelerator(cpu=True, timeout=timedelta(seconds=60), callbacks=averages, **tracker)
     rank = accel.process_index
-    survivor = SurvivorState(lambda step: f"{folder}/snapshot-{step}", f"{folder}/records", "a")
+    if apart:
+        folder = f"{folder}/machine{rank}"
+    survivor = survivor_in(folder, [rank] if apart else range(2))
     set_seed(0, device_specific=True)
     width = 2000 if case == "large" else 4
     model = torch.nn.Sequential(
@@ -73,21 +92,76 @@ def train(folder: str, case: str = "") -> list[dict[str, Any]]:
             optimizer.step()
         if case == "written":
             next(model.parameters()).data.mul_(2)
-        if rank == 1:
+        if rank == alive:
             error = ValueError("of this rank") if case == "own error" else LOST
             survivor.leave(run, error)
         accel.wait_for_everyone()
         survivor.close()
+        if apart:
+            meet_again(Path(folder), case, rank)
     accel.end_training()
     return held
+
+
+def meet_again(folder: Path, case: str, rank: int) -> None:
+    """Put together what two machines have, after what the case does to it."""
+    if case.startswith("part") and rank == 1:
+        newest = max(folder.glob("records/loss-*"), key=lambda path: path.name)
+        for path in newest.glob("part/*.safetensors"):
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data if case == "part flipped" else data[:-1])
+    if case == "record flipped" and rank == 0:
+        records = [(unpack(path.read_bytes()), path) for path in folder.glob("records/rank-*")]
+        path = max(records, key=lambda pair: pair[0].boundary)[1]  # type: ignore[union-attr]
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    if case == "machine lost" and rank == 0:
+        shutil.rmtree(folder / "records")
+    group = SaveGroup()
+    with group.acquired():
+        join_parts(f"{folder}/records", lambda _, step: f"{folder}/snapshot-{step}", True, group)
 
 
 @pytest.mark.parametrize(("case", "step"), [("", 3), ("stepped", 3), ("behind", 2), ("written", 2)])
 def test_the_state_is_that_of_the_newest_boundary_of_all_ranks(
     pool: Any, tmp_path: Path, case: str, step: int
 ) -> None:
-    results = pool.run(train, str(tmp_path), case)
-    paths = list(tmp_path.glob("snapshot-*"))
+    assert_is_snapshot(tmp_path, pool.run(train, str(tmp_path), case), step)
+
+
+@pytest.mark.parametrize(
+    ("case", "step"),
+    [
+        *(("", 3), ("stepped", 3), ("behind", 2), ("written", 2)),
+        *(("part flipped", 2), ("part short", 2), ("record flipped", 2)),
+    ],
+)
+def test_two_machines_put_it_together(pool: Any, tmp_path: Path, case: str, step: int) -> None:
+    results = pool.run(train, str(tmp_path), case, 1, True)
+    assert not list(tmp_path.glob("machine0/snapshot-*"))
+    assert_is_snapshot(tmp_path / "machine1", results, step)
+
+
+def test_a_machine_that_is_lost_has_what_only_it_knew(pool: Any, tmp_path: Path) -> None:
+    pool.run(train, str(tmp_path), "machine lost", 1, True)
+    assert list(tmp_path.glob("machine1/records/loss-*/part/manifest.json"))
+    assert not list(tmp_path.glob("machine*/snapshot-*"))
+
+
+@pytest.mark.parametrize("alive", [0, 1])
+def test_rows_of_trackers_are_written_or_the_state_is_not_used(
+    pool: Any, tmp_path: Path, alive: int
+) -> None:
+    pool.run(train, str(tmp_path), "rows", alive, True)
+    left = [path.parent.name for path in tmp_path.glob("machine*/snapshot-3")]
+    assert left == ([] if alive else ["machine0"])
+
+
+def assert_is_snapshot(folder: Path, results: list[list[dict[str, Any]]], step: int) -> None:
+    """Assert that a folder has the state of a step of two ranks, and no other."""
+    paths = list(folder.glob("snapshot-*"))
     assert [path.name for path in paths] == [f"snapshot-{step}"]
     held = [result[step - 1] for result in results]
     loaded = [load(str(paths[0]), rank=rank) for rank in range(2)]
@@ -156,7 +230,7 @@ def train_hybrid(
         callbacks=[EMA(0.9)] if case == "averages" else [],
     )
     rank = accel.process_index
-    survivor = SurvivorState(lambda step: f"{folder}/snapshot-{step}", f"{folder}/records", "a")
+    survivor = survivor_in(folder, range(4))
     set_seed(0, device_specific=True)
     model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Dropout(), torch.nn.Linear(5, 3))
     model, optimizer = accel.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
