@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from accel_callbacks.launch.report import describe_ending
 from accel_callbacks.launch.worker import FORK_SERVER
 from accel_callbacks.launch_notes import IMPORTS
 
@@ -31,6 +32,7 @@ __all__ = ["ForkServer", "ForkedProcess", "start_worker"]
 
 _SET_CHILD_SUBREAPER = 36  # an option of prctl
 _PATIENCE = 30.0  # seconds for one fork, on a machine that swaps
+_MOST_LOSSES = 3  # of the server itself, such as for want of memory
 # The memory pools of pyarrow, which datasets, pandas and so scikit-learn import, start a thread at
 # their import. It only returns memory sooner, which allocations do as well.
 _WITHOUT_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
@@ -98,6 +100,7 @@ class ForkServer:
         self._connection: socket.socket | None = None
         self._answers: BinaryIO | None = None
         self.ready = self._gave_up = False
+        self._losses, self._first_reason = 0, "the fork server was not ready yet"
         self._command: Sequence[str] = ()
         self._variables: dict[str, str] = {}  # of the server
         self._rank_variables: set[str] = set()  # those that are different in each worker
@@ -111,7 +114,9 @@ class ForkServer:
             }
 
     def look(self) -> None:
-        """Start the server once the imports are noted, and read whether it is ready."""
+        """Start the server once the imports are noted, or it has been lost; read if it is ready."""
+        if self.ready and self._process is not None and self._process.poll() is not None:
+            self._lose()
         if self._gave_up or self.ready or not self._command:
             return
         if self._process is None:
@@ -143,7 +148,8 @@ class ForkServer:
                 pid: int = self._receive()["pid"]
                 parent = self._receive()["parent"]
         except (OSError, ValueError, KeyError) as error:
-            self._give_up(f"the fork server does not answer: {error}")
+            self._lose(error)
+            self.look()
             return None
         if parent != os.getpid():
             # The kernel, or a sandbox, knows no subreapers: nothing would tell how it ends.
@@ -186,7 +192,7 @@ class ForkServer:
             its_end.close()
         connection.settimeout(_PATIENCE)
         self._connection, self._answers = connection, connection.makefile("rb")
-        self.reason = "the fork server was not ready yet"
+        self.reason = self._first_reason
         task = {
             "notes": str(self._notes),
             "rank_variables": sorted(self._rank_variables),
@@ -195,18 +201,34 @@ class ForkServer:
         try:
             self._send(task)
         except OSError as error:
-            self._give_up(f"the fork server does not answer: {error}")
+            self._lose(error)
 
     def _read_answer(self) -> None:
         try:
             answer = self._receive()
-        except (OSError, ValueError):
-            self._give_up("the fork server has ended")
+        except (OSError, ValueError) as error:
+            self._lose(error)
             return
         if answer["refused"] is None:
             self.ready = True
             return
         self._give_up(f"{answer['refused']}, so a fork would not be what a new process is")
+
+    def _lose(self, error: object = None) -> None:
+        """Let another server be started if this one has ended; give up if that comes again."""
+        assert self._process is not None
+        try:
+            ending = f"the fork server {describe_ending(self._process.wait(1))}"
+        except subprocess.TimeoutExpired:
+            ending = f"the fork server does not answer: {error}"
+            self._losses = _MOST_LOSSES
+        self._losses += 1
+        if self._losses > _MOST_LOSSES:
+            self._give_up(ending)
+            return
+        self.close()
+        self._process, self.ready = None, False
+        self._first_reason = f"{ending}, and another one was not ready yet"
 
     def _give_up(self, reason: str) -> None:
         self.close()

@@ -61,16 +61,22 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
         server = ForkServer(notes)
         servers.append(server)
         server.worker_started(command(*words), {**os.environ, **RANK})
-        deadline = time.monotonic() + 60
         server.look()
-        while waits and not (server.ready or server._gave_up) and time.monotonic() < deadline:
-            server.look()
-            time.sleep(0.01)
+        if waits:
+            await_server(server)
         return server
 
     yield start
     for server in servers:
         server.close()
+
+
+def await_server(server: ForkServer) -> None:
+    """Wait until a server forks, or has given up."""
+    deadline = time.monotonic() + 60
+    while not (server.ready or server._gave_up) and time.monotonic() < deadline:
+        server.look()
+        time.sleep(0.01)
 
 
 def command(*words: str) -> list[str]:
@@ -325,7 +331,7 @@ def test_a_worker_of_another_kind_is_started_anew(serve: Serve, tmp_path: Path) 
     assert process.wait(60) == 0
 
 
-def test_a_system_without_subreapers_and_a_server_that_is_killed(
+def test_a_system_without_subreapers(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "program.py").write_text("import time; time.sleep(60)")
@@ -336,11 +342,26 @@ def test_a_system_without_subreapers_and_a_server_that_is_killed(
         patch.setattr(fork_server, "_subreaper", nullcontext)
         assert server.fork(command(*words), environment, (1, 2)) is None
     assert "adopt" in server.reason
+
+
+def test_a_server_that_is_killed_is_started_again(serve: Serve, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("print('done')")
+    words = ("script", "program.py")
     server = serve(*words)
-    assert server._process is not None
+    environment = {**os.environ, **RANK}
+    for _ in range(fork_server._MOST_LOSSES):
+        assert server._process is not None
+        server._process.send_signal(signal.SIGKILL)
+        assert server.fork(command(*words), environment, (1, 2)) is None
+        assert server.reason == (
+            "the fork server was killed by SIGKILL, and another one was not ready yet"
+        )
+        await_server(server)
+        assert forked(server, *words)[:2] == (0, "done\n")
     server._process.send_signal(signal.SIGKILL)
     assert server.fork(command(*words), environment, (1, 2)) is None
-    assert "does not answer" in server.reason
+    assert server.reason == "the fork server was killed by SIGKILL"
+    assert server._gave_up
 
 
 def test_the_watchdog_of_a_launch_ends_forks_and_their_server(
