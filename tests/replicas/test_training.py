@@ -119,6 +119,7 @@ def test_a_replica_that_comes_after_the_end_does_not_train_alone(fleet_of):
 def test_training_waits_below_the_least_number_of_replicas(fleet_of):
     fleet = fleet_of(replicas=2, min_replicas=2)
     fleet.start("a")
+    fleet.until(lambda: fleet.output("a").count("waiting for 1 more of 2") == 1)
     fleet.start("b", phase="before_quorum", at=5)
     assert fleet.wait("b") == [-signal.SIGKILL], fleet.output("*")
     fleet.until(lambda: fleet.output("a").count("waiting for 1 more of 2") == 2)
