@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 from datetime import timedelta
@@ -52,8 +53,12 @@ def fail(how: str) -> None:
     """What happens to the rank that is lost."""
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if how == "stop":
+    if how == "pause":  # as a virtual machine that is moved to another host
+        goes_on = f"sleep 12; kill -CONT {os.getpid()}"
+        subprocess.Popen(["sh", "-c", goes_on], start_new_session=True)
+    if how in ("stop", "pause"):
         os.kill(os.getpid(), signal.SIGSTOP)
+        return
     raise ValueError("of this rank alone")
 
 
@@ -120,7 +125,7 @@ def main() -> None:
     parser.add_argument("folder")
     parser.add_argument("--losses", type=int, default=0)
     parser.add_argument("--ranks", default="1", help="which is lost in each attempt, as digits")
-    parser.add_argument("--how", default="kill", choices=["kill", "stop", "raise"])
+    parser.add_argument("--how", default="kill", choices=["kill", "stop", "pause", "raise"])
     parser.add_argument("--lose_after", type=int, default=5, help="steps of an attempt")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=30)

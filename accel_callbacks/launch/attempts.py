@@ -202,8 +202,9 @@ class RestartingAgent(LocalElasticAgent):
                 self._survivors.refuse()
             else:
                 # The machine of that rank does the same, but for one that is lost altogether.
-                text = "a rank of another machine is lost; restarting"
-                self._attempts.end(f"{text}, {left - 1} restarts left", failed=True)
+                several = worker_group.group_world_size != 1
+                lost = "a rank of another machine is lost" if several else "ranks lost each other"
+                self._attempts.end(f"{lost}; restarting, {left - 1} restarts left", failed=True)
                 return RunResult(state=WorkerState.UNHEALTHY)
         elif result.state == WorkerState.SUCCEEDED:
             self._attempts.end("all ranks are done")

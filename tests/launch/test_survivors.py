@@ -251,6 +251,18 @@ def test_who_hangs_is_replaced(tmp_path: Path, options: str, survived: int) -> N
     assert done.stdout.count("1 of 2 processes survived") == survived
 
 
+def test_a_pause_that_is_taken_for_a_loss_costs_an_attempt_and_no_process(tmp_path: Path) -> None:
+    whole = survive_proof.run(tmp_path / "whole")
+    options = "--losses 1 --how pause --timeout 3"
+    lost = survive_proof.run(tmp_path / "lost", options=options, restarts=1)
+    assert "rank 1 has not answered for" in lost.printed
+    assert "ranks lost each other; restarting, 0 restarts left" in lost.printed
+    assert "2 of 2 processes survived\n" in lost.printed
+    assert [len({*pids(facts).values()}) for facts in lost.facts] == [1, 1]
+    assert lost.weights == whole.weights
+    assert lost.samples == whole.samples
+
+
 def test_without_the_launcher_the_loss_is_raised_with_what_to_do(tmp_path: Path) -> None:
     env = {**clean_environment(tmp_path), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": "2"}
