@@ -22,7 +22,6 @@ import os
 import random
 import re
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -36,6 +35,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.support.ports import free_port  # noqa: E402
+
 LAYOUTS = {"DDP": 2, "DDP of 4": 4, "FSDP2": 2, "FSDP2 of 4": 4, "HSDP, 2 x 2": 4}
 _EPOCH = 21  # steps
 _LONGEST_DELAY = 0.02  # seconds from the end of a step to the SIGKILL
@@ -176,10 +179,8 @@ def run(layout: str, folder: Path, plan: list[Loss], args: argparse.Namespace) -
     launch = ["-m", "accel_callbacks.cli", "launch", "--cpu", f"--max_restarts={len(plan) + 1}"]
     launch += [f"--num_processes={LAYOUTS[layout]}"]
     if args.machines > 1:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
         launch += [f"--num_machines={args.machines}", "--main_process_ip=127.0.0.1"]
-        launch += [f"--main_process_port={port}"]
+        launch += [f"--main_process_port={free_port()}"]
 
     def launcher(rank: int) -> subprocess.CompletedProcess[str]:
         place = f"--machine_rank={rank}"

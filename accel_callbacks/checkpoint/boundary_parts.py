@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from accel_callbacks.checkpoint.async_save import SaveGroup
 from accel_callbacks.checkpoint.boundary_records import BoundaryRecord, BoundaryRecords, unpack
 from accel_callbacks.checkpoint.boundary_snapshot import merge, save_for_all
+from accel_callbacks.checkpoint.peer_copies import of_machines
+from accel_callbacks.checkpoint.training_state import labels_of
 from accel_callbacks.collectives import tensors_in
 from accel_callbacks.logging import notice
 
@@ -49,13 +51,12 @@ def join_parts(
     from checkpoint_io import CheckpointError
     from checkpoint_io.group import Outcome, agree
 
-    held: list[_Held | None] = group.all_gather_object(_held_in(Path(folder)) if leads else None)
-    machines = {rank: machine for rank, machine in enumerate(held) if machine is not None}
+    machines = of_machines(_held_in(Path(folder)) if leads else None, group)
     if not any(machine.parts for machine in machines.values()):
         return
-    files = group.all_gather_object(BoundaryRecords.packed(Path(folder)) if leads else [])
+    files = of_machines(BoundaryRecords.packed(Path(folder)) if leads else None, group)
     problem = "what only a lost rank knew is missing, or of an earlier step"
-    for key, records in _newest_first(filter(None, map(unpack, itertools.chain(*files)))):
+    for key, records in _newest_first(filter(None, map(unpack, itertools.chain(*files.values())))):
         holders = [rank for rank, machine in machines.items() if key in machine.parts]
         if not holders or len(records) < records[0]["world_size"]:
             continue
@@ -123,8 +124,8 @@ def _join(part: Path, path: str, records: Mapping[int, Any]) -> None:
     state = merge(left["sections"], left["replicated"], records[0])
     shutil.rmtree(path, ignore_errors=True)  # of a restart that was lost meanwhile
     nbytes = sum(tensor.nbytes for tensor in tensors_in(state))
-    problem = save_for_all(
-        path, nbytes, lambda: state, [records[rank]["local"] for rank in sorted(records)]
-    )
+    own_states = [records[rank]["local"] for rank in sorted(records)]
+    labels = labels_of(records[0]["shared"]["run"])
+    problem = save_for_all(path, nbytes, lambda: state, own_states, labels)
     if problem:
         raise CheckpointError(problem)

@@ -52,6 +52,7 @@ def save_for_all(
     nbytes: int,
     whole_state: Callable[[], Mapping[str, Any]],
     own_states: Sequence[Mapping[str, Any]],
+    labels: Mapping[str, Any],
 ) -> str:
     """Save for all ranks, unless another one does; return why not, empty if it is there.
 
@@ -60,6 +61,7 @@ def save_for_all(
         nbytes: that it needs at least.
         whole_state: returns what the ranks share.
         own_states: what each has for itself, by rank.
+        labels: the metadata.
     """
     try:
         os.makedirs(path, mode=0o700)
@@ -68,7 +70,7 @@ def save_for_all(
     try:
         free = free_bytes(path)
         if free >= nbytes:
-            _save(path, whole_state(), own_states)
+            _save(path, whole_state(), own_states, labels)
             return ""
     except BaseException:
         shutil.rmtree(path, ignore_errors=True)
@@ -77,20 +79,15 @@ def save_for_all(
     return f"it needs {size_of(nbytes)}, and {size_of(free)} are free"
 
 
-def _save(path: str, state: Mapping[str, Any], own_states: Sequence[Mapping[str, Any]]) -> None:
+def _save(
+    path: str,
+    state: Mapping[str, Any],
+    own_states: Sequence[Mapping[str, Any]],
+    labels: Mapping[str, Any],
+) -> None:
     """Save as all ranks would together, each of which is a thread."""
     from checkpoint_io import save
 
-    labels, step = {}, 0
-    if position := state.get("run"):
-        step = position["global_step"]
-        labels = {
-            "run_id": position["run_id"],
-            "run_name": position["name"],
-            "step": step,
-            "epoch": position["current_epoch"],
-            "epochs_done": position["epochs_done"],
-        }
     seats, problems = _Seats(len(own_states)), list[BaseException]()
 
     def take_part(rank: int) -> None:
@@ -101,7 +98,7 @@ def _save(path: str, state: Mapping[str, Any], own_states: Sequence[Mapping[str,
                 local_state=own_states[rank],
                 metadata=labels,
                 group=_Seat(seats, rank),
-                generation=step,
+                generation=labels.get("step", 0),
                 replicated=False,
                 progress=False,
             )

@@ -25,7 +25,12 @@ from accel_callbacks.checkpoint.restore import LoadOptions, restore_from, restor
 from accel_callbacks.checkpoint.selection import Only, Rename, Selection
 from accel_callbacks.checkpoint.tensor_file import save_tensors, save_text, writable_folder
 from accel_callbacks.checkpoint.trained_parameters import require_prepared_steps, require_saved
-from accel_callbacks.checkpoint.training_state import ExtraFiles, TrainingState, without_frozen
+from accel_callbacks.checkpoint.training_state import (
+    ExtraFiles,
+    TrainingState,
+    labels_of,
+    without_frozen,
+)
 from accel_callbacks.distributed.abort import refuse_aborted_group
 from accel_callbacks.distributed.failures import meet, shared_failure
 from accel_callbacks.distributed.process_control import synchronize
@@ -263,6 +268,7 @@ class Checkpointer:
             self._lent += [folder for folder, _ in folders if not leases.holds(folder)]
             leases.hold(folders, training.loop.run)
             shared, local = training.capture()
+            labels = labels_of(shared["run"])  # before the hooks, which may change the state
             before_hooks, _ = training.random_state()
             extra = ExtraFiles(url) if training.pre_hooks.save_some else None
         # A block of its own: hooks and fingerprints may be collective, and a rank that has failed
@@ -272,14 +278,6 @@ class Checkpointer:
             training.loop.fire("on_save_checkpoint", shared)
             training.capture_draws_of_hooks(before_hooks, shared, local)
             files = set(self._save_adapter(shared, url, storage_options) if trainable_only else ())
-        run = training.loop.run
-        labels: dict[str, Any] = {
-            "run_id": run.run_id,
-            "run_name": run.name,
-            "step": run.global_step,
-            "epoch": run.current_epoch,
-            "epochs_done": run.epochs_done,
-        }
         if extra is not None:
             labels |= extra.labels()
         files.update(labels.get("extra_files", []))

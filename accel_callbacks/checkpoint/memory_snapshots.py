@@ -20,7 +20,7 @@ from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.checkpoint.async_save import SaveCallbacks, SaveGroup, is_dispensable
 from accel_callbacks.checkpoint.boundary_parts import join_parts
 from accel_callbacks.checkpoint.open import LoadFailed, open_newest, open_one
-from accel_callbacks.checkpoint.peer_copies import Holding, copy_files, holding_of
+from accel_callbacks.checkpoint.peer_copies import Holding, copy_files, holding_of, of_machines
 from accel_callbacks.checkpoint.survivor_state import SurvivorState
 from accel_callbacks.launch_memory import VARIABLE, free_bytes, refusal_of_memory
 from accel_callbacks.launch_notes import survives
@@ -254,8 +254,7 @@ class MemorySnapshots:
     def _holdings(self, name: str, group: SaveGroup) -> dict[int, Holding]:
         """Collective: return what each machine holds of a snapshot, by the rank that copies."""
         folder = os.path.join(self._root, name)
-        gathered = group.all_gather_object(holding_of(folder) if self._leads else None)
-        return {rank: held for rank, held in enumerate(gathered) if held is not None}
+        return of_machines(holding_of(folder) if self._leads else None, group)
 
     def remove(self, but: str | None = None) -> None:
         """Remove what is in the memory of this machine, except the snapshot of a path or name."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from accel_callbacks.checkpoint.boundary_records import BoundaryRecords, RecordT
 from accel_callbacks.checkpoint.boundary_shards import BoundaryShards
 from accel_callbacks.checkpoint.boundary_snapshot import merge, save_for_all
 from accel_callbacks.checkpoint.kept_tensors import KeptTensors, local_tensor, own_weights
+from accel_callbacks.checkpoint.training_state import labels_of, numbered
 from accel_callbacks.errors import RemoteError
 from accel_callbacks.logging import notice
 from accel_callbacks.terminal_text import size_of
@@ -120,7 +121,7 @@ class SurvivorState:
         self._refusal = _refusal(training, trainable_only=trainable_only)
         if self._refusal:
             return
-        self._replicated = _numbered(
+        self._replicated = numbered(
             _replicated(training, model, bare)
             for model, bare in zip(training.models, training.bare_models, strict=True)
         )
@@ -158,8 +159,8 @@ class SurvivorState:
         else:
             content["shared"], content["local"] = training.capture_position()
             content["world_size"] = training.strategy.topology.world_size
-            content["buffers"] = _numbered(map(_buffers, training.bare_models))
-            content["groups"] = _numbered(
+            content["buffers"] = numbered(map(_buffers, training.bare_models))
+            content["groups"] = numbered(
                 [_without(group, "params") for group in prepared.param_groups]
                 for prepared in training.optimizers
             )
@@ -228,11 +229,13 @@ class SurvivorState:
             return ""
         sections = self._sections(training, copies)
         if holds_all:
+            labels = labels_of(records[0]["shared"]["run"])
             own_states = [records[peer]["local"] for peer in self._ranks]
             state = merge(sections, self._replicated, records[0])
         else:
+            labels, own_states = {}, [{}]
             replicated = {number: sorted(names) for number, names in self._replicated.items()}
-            state, own_states = {"sections": sections, "replicated": replicated}, [{}]
+            state = {"sections": sections, "replicated": replicated}
         sharded = list(filter(collectives.is_sharded, collectives.tensors_in(state)))
         shards, rows = BoundaryShards(folder, sharded), folder / ROWS
         if sharded:
@@ -257,7 +260,7 @@ class SurvivorState:
             )
 
         nbytes = sum(tensor.nbytes for tensor in [*collectives.tensors_in(state), *sharded])
-        return save_for_all(path, nbytes, whole_state, own_states)
+        return save_for_all(path, nbytes, whole_state, own_states, labels)
 
     def _sections(self, training: TrainingState, copies: _Copies | None) -> dict[str, Any]:
         """Return the models and optimizers of this rank, with copies in place of their tensors."""
@@ -391,10 +394,6 @@ def _states(training: TrainingState) -> Iterator[torch.Tensor]:
     for prepared in training.optimizers:
         for state in prepared.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-
-
-def _numbered(items: Iterable[Any]) -> dict[str, Any]:
-    return {str(index): item for index, item in enumerate(items)}
 
 
 def _without(group: Mapping[str, Any], key: str) -> dict[str, Any]:

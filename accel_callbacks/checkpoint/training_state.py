@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,8 +138,8 @@ class TrainingState:
         models = [strategy.local_state_dict(model) for model in self.models]
         names = parameter_names(self.bare_models)
         sections: dict[str, Any] = {
-            "models": _numbered(models),
-            "optimizers": _numbered(
+            "models": numbered(models),
+            "optimizers": numbered(
                 [strategy.optimizer_state_dict(o.optimizer, names) for o in self.optimizers]
             ),
         }
@@ -154,8 +154,8 @@ class TrainingState:
         # First: a stream that is asked for its position may draw its next samples.
         rng, loader_generators = self._random_to_save()
         shared: dict[str, Any] = {
-            "schedulers": _numbered([scheduler.state_dict() for scheduler in self.schedulers]),
-            "loaders": _numbered([self._position(loader) for loader in self.loaders]),
+            "schedulers": numbered([scheduler.state_dict() for scheduler in self.schedulers]),
+            "loaders": numbered([self._position(loader) for loader in self.loaders]),
             "precision": self.precision.state_dict(),
             "run": self._run_position(),
             "callbacks": self.strategy.stored(loop.dispatch.state_dict(), self.models),
@@ -170,7 +170,7 @@ class TrainingState:
             shared["rounds"] = loop.rounds.state_dict()
         local: dict[str, Any] = {"rng": rng}
         classes = {kind: self.class_names(kind) for kind in ("optimizers", "schedulers")}
-        shared["classes"] = {kind: _numbered(names) for kind, names in classes.items()}
+        shared["classes"] = {kind: numbered(names) for kind, names in classes.items()}
         if options := loop.dispatch.options():
             shared["callback_options"] = options
         if streams := split_local_states(shared["loaders"]):
@@ -320,7 +320,7 @@ class TrainingState:
                 chosen = self.pre_hooks.save(self.models, chosen, folder)
         elif not trainable_only:
             return
-        shared["models"] = _numbered(chosen)
+        shared["models"] = numbered(chosen)
         shared["dropped_weights"] = {
             str(index): sorted(before - weights.keys())
             for index, (before, weights) in enumerate(zip(names, chosen, strict=True))
@@ -358,7 +358,19 @@ def _dotted(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _numbered(items: Sequence[Any]) -> dict[str, Any]:
+def labels_of(position: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata that tell whose a checkpoint is, from the position of the run."""
+    return {
+        "run_id": position["run_id"],
+        "run_name": position["name"],
+        "step": position["global_step"],
+        "epoch": position["current_epoch"],
+        "epochs_done": position["epochs_done"],
+    }
+
+
+def numbered(items: Iterable[Any]) -> dict[str, Any]:
+    """Return objects by their number."""
     # By text, as keys are paths: "models/0/weight" is stable if a later object is added.
     return {str(index): item for index, item in enumerate(items)}
 

@@ -100,7 +100,7 @@ class ForkServer:
         self._connection: socket.socket | None = None
         self._answers: BinaryIO | None = None
         self.ready = self._gave_up = False
-        self._losses, self._first_reason = 0, "the fork server was not ready yet"
+        self._losses = 0
         self._command: Sequence[str] = ()
         self._variables: dict[str, str] = {}  # of the server
         self._rank_variables: set[str] = set()  # those that are different in each worker
@@ -149,7 +149,6 @@ class ForkServer:
                 parent = self._receive()["parent"]
         except (OSError, ValueError, KeyError) as error:
             self._lose(error)
-            self.look()
             return None
         if parent != os.getpid():
             # The kernel, or a sandbox, knows no subreapers: nothing would tell how it ends.
@@ -192,7 +191,8 @@ class ForkServer:
             its_end.close()
         connection.settimeout(_PATIENCE)
         self._connection, self._answers = connection, connection.makefile("rb")
-        self.reason = self._first_reason
+        if not self._losses:
+            self.reason = "the fork server was not ready yet"
         task = {
             "notes": str(self._notes),
             "rank_variables": sorted(self._rank_variables),
@@ -220,15 +220,15 @@ class ForkServer:
         try:
             ending = f"the fork server {describe_ending(self._process.wait(1))}"
         except subprocess.TimeoutExpired:
-            ending = f"the fork server does not answer: {error}"
-            self._losses = _MOST_LOSSES
+            self._give_up(f"the fork server does not answer: {error}")
+            return
         self._losses += 1
         if self._losses > _MOST_LOSSES:
             self._give_up(ending)
             return
         self.close()
         self._process, self.ready = None, False
-        self._first_reason = f"{ending}, and another one was not ready yet"
+        self.reason = f"{ending}, and another one was not ready yet"
 
     def _give_up(self, reason: str) -> None:
         self.close()
