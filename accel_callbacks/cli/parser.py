@@ -40,7 +40,8 @@ class CommandParser(argparse.ArgumentParser):
         """Parse the arguments; exit with code 2, and a suggestion, if one is unknown."""
         args, unknown = self.parse_known_args(list(arguments))
         if unknown:
-            hint = suggestion(unknown[0].split("=")[0], self._known)
+            flag = unknown[0].split("=")[0]
+            hint = _removed(flag) or suggestion(flag, self._known)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return args
 
@@ -49,6 +50,13 @@ def _destination(flags: Sequence[str]) -> str:
     """Return the attribute name, that of the first long flag."""
     long_flag = next(flag for flag in flags if flag.startswith("--"))
     return long_flag[2:].replace("-", "_")
+
+
+def _removed(flag: str) -> str:
+    """Return what serves instead of a flag of earlier versions, or an empty string."""
+    from accel_callbacks.removed import removal_of
+
+    return removal_of(f"--{flag.lstrip('-').replace('-', '_')}").replace(" It", ". It", 1)
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

@@ -7,6 +7,8 @@ import inspect
 from types import ModuleType
 from typing import Any, NoReturn
 
+from accel_callbacks.removed import removal_of
+
 __all__ = ["MODULES", "NOT_PROVIDED", "NotProvided", "resolve"]
 
 _SUBMODULES = (
@@ -153,8 +155,8 @@ def resolve(module: str, name: str) -> Any:
     home = home_of(name)
     if home is not None:
         return getattr(importlib.import_module(home), name)
-    if name in NOT_PROVIDED:
-        return _placeholder(f"{module}.{name}", NOT_PROVIDED[name])
+    if reason := NOT_PROVIDED.get(name) or removal_of(name).lstrip():
+        return _placeholder(f"{module}.{name}", reason)
     raise AttributeError(
         f"{module}.{name}: this library, which stands in for accelerate, has no such name."
     )
