@@ -51,13 +51,11 @@ _HOME = {
     "ProjectConfiguration": "checkpoint.project",
     "RNGType": "distributed.rng",
     "RemoteError": "errors",
-    "ReplicaBehindError": "errors",
     "ResumeError": "errors",
     "SeedableRandomSampler": "data.sampler",
     "Topology": "distributed.topology",
     "TorchContextParallelConfig": "plugins.parallelism_handlers",
     "TorchDynamoPlugin": "plugins.compile",
-    "TorchFTKwargs": "plugins.torchft",
     "TorchTensorParallelConfig": "plugins.parallelism_handlers",
     "TorchTensorParallelPlugin": "plugins.parallelism_handlers",
     "TrainingRun": "loop.run",
@@ -167,7 +165,6 @@ if TYPE_CHECKING:
     )
     from accel_callbacks.errors import LostRankError as LostRankError
     from accel_callbacks.errors import RemoteError as RemoteError
-    from accel_callbacks.errors import ReplicaBehindError as ReplicaBehindError
     from accel_callbacks.errors import ResumeError as ResumeError
     from accel_callbacks.launch.notebook import debug_launcher as debug_launcher
     from accel_callbacks.launch.notebook import notebook_launcher as notebook_launcher
@@ -222,7 +219,6 @@ if TYPE_CHECKING:
     from accel_callbacks.plugins.process_group import (
         InitProcessGroupKwargs as InitProcessGroupKwargs,
     )
-    from accel_callbacks.plugins.torchft import TorchFTKwargs as TorchFTKwargs
     from accel_callbacks.profiler import ProfileKwargs as ProfileKwargs
     from accel_callbacks.scheduler import AcceleratedScheduler as AcceleratedScheduler
     from accel_callbacks.state import AcceleratorState as AcceleratorState

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields, replace
+from dataclasses import fields
 from datetime import timedelta
 from functools import cached_property
 from os import PathLike, fspath
@@ -271,9 +271,7 @@ class Accelerator(ProcessControl, MediaLogging):
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
         self.loaders: list[DataLoaderShard] = []
-        # Replicas of other launches write there in turns.
-        alone = not self.strategy.votes_on_steps
-        owns_folders = self.is_main_process and self._replay is None and alone
+        owns_folders = self.is_main_process and self._replay is None
         leases = FolderLeases(self.config.on_conflict, is_main_process=owns_folders)
         self.loop = Loop(
             TrainingRun(self),
@@ -302,8 +300,7 @@ class Accelerator(ProcessControl, MediaLogging):
             _as_list(log_with),
             self.project_configuration.log_folder,
             leases,
-            is_main_process=self.is_main_process and alone,
-            follows=not alone,
+            is_main_process=self.is_main_process,
             strict=strict_trackers,
             config=tracker_config,
             window=self.window,
@@ -311,8 +308,6 @@ class Accelerator(ProcessControl, MediaLogging):
         )
         self.loop.require_prepared_steps = self._require_prepared_steps
         self.loop.capture_random = lambda: self.training_state.random_state()
-        if self.strategy.votes_on_steps:
-            loader_config = self._connect_replicas(loader_config)
         self._first_steps = FirstSteps(self.loop, self.strategy, self.precision)
         self._step = StepEngine(
             self.strategy,
@@ -372,18 +367,6 @@ class Accelerator(ProcessControl, MediaLogging):
             self.schedulers,
             self.loaders,
         )
-
-    def _connect_replicas(self, config: DataLoaderConfiguration) -> DataLoaderConfiguration:
-        """Connect the strategy with the loop; return the options of loaders that replicas share."""
-        from accel_callbacks.plugins.torchft import TorchFTKwargs
-        from accel_callbacks.replicas.rounds import Rounds
-
-        options = self.strategy.plugin(TorchFTKwargs)
-        assert options is not None
-        self.loop.rounds = Rounds(options, lambda: self.training_state, lambda: self.checkpointer)
-        self.strategy.connect(self.loop.rounds, self.window)
-        # A replica that comes in the middle of an epoch draws the order of those that began it.
-        return replace(config, seeded_order=True)
 
     def _require_prepared_steps(self) -> None:
         from accel_callbacks.checkpoint.trained_parameters import require_prepared_steps

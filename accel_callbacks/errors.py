@@ -10,7 +10,6 @@ __all__ = [
     "DistributedOperationException",
     "LostRankError",
     "RemoteError",
-    "ReplicaBehindError",
     "ResumeError",
 ]
 
@@ -89,18 +88,6 @@ class ResumeError(RuntimeError):
     Example:
         >>> from accel_callbacks import ResumeError
         >>> issubclass(ResumeError, RuntimeError)
-        True
-    """
-
-
-class ReplicaBehindError(RuntimeError):
-    """The other replicas have trained on without this one, so it must take over their state.
-
-    Started again it does so, for example by ``accel launch --max_restarts``.
-
-    Example:
-        >>> from accel_callbacks.errors import ReplicaBehindError
-        >>> issubclass(ReplicaBehindError, RuntimeError)
         True
     """
 

@@ -18,7 +18,6 @@ __all__ = [
     "SURVIVOR",
     "VARIABLE",
     "WARM",
-    "folder_of_launch",
     "leave_note",
     "note_imports",
     "read_note",
@@ -46,15 +45,6 @@ def leave_note(name: str, content: Any) -> None:
         part = Path(folder, f"{name}.{os.getpid()}")
         part.write_text(json.dumps(content), encoding="utf-8")
         replace(part, Path(folder, name))
-
-
-def folder_of_launch() -> str | None:
-    """Return the folder that the launcher removes, or the next one if it was killed; None without.
-
-    For files that a process may leave behind when it is killed.
-    """
-    folder = os.environ.get(VARIABLE, "")
-    return folder if os.path.isdir(folder) else None
 
 
 def read_note(folder: Path, name: str) -> Any:

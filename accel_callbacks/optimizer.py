@@ -16,7 +16,7 @@ from accel_callbacks.precision import Precision
 from accel_callbacks.precision.base import StepFinding
 from accel_callbacks.strategies import Strategy
 
-__all__ = ["AcceleratedOptimizer", "VotedOptimizer"]
+__all__ = ["AcceleratedOptimizer"]
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
@@ -229,27 +229,3 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         method = getattr(self.optimizer, name, None)
         if callable(method):
             method()
-
-
-class VotedOptimizer(AcceleratedOptimizer):
-    """One whose step is skipped where replicas of other launches have not agreed on it.
-
-    A class of its own, as the step of all others is on the hot path.
-
-    Example:
-        >>> from accel_callbacks.optimizer import AcceleratedOptimizer, VotedOptimizer
-        >>> issubclass(VotedOptimizer, AcceleratedOptimizer)
-        True
-    """
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step as the base class does, unless the window was refused."""
-        loop, strategy = self._loop, self._strategy
-        if not loop.window.sync or strategy is None or strategy.may_step():
-            return super().step(*args, **kwargs)
-        # No hook and no clipping looks at the gradients, which are no more than a part.
-        self.outcome = False
-        self._precision.forget(self.optimizer)
-        loop.worked = loop.window.touched = loop.window.stepped = True
-        loop.window.dirty = False
-        return None

@@ -22,7 +22,6 @@ ROWS = (
     ("tuning", "testing", "selftest", "cli"),
     ("compat", "accelerator", "integrations", "journal"),
     ("loop", "tracking", "precision", "callbacks"),
-    ("replicas",),
     ("checkpoint", "strategies", "offload", "launch"),
     ("options", "data", "modeling", "parts"),
     ("plugins", "distributed", "collectives", "texts"),

@@ -17,7 +17,6 @@ INTERNAL = {
     "AlreadySent",
     "CommandError",
     "Failed",
-    "GroupLost",
     "Injected",
     "LoadFailed",
     "RecordTooLargeError",

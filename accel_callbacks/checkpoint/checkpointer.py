@@ -128,7 +128,6 @@ class Checkpointer:
         when_busy: str = "wait",
         trainable_only: bool = False,
         spread: bool = False,
-        own: bool = False,
         callbacks: SaveCallbacks | None = None,
         began: float | None = None,
     ) -> str:
@@ -147,7 +146,6 @@ class Checkpointer:
             when_busy: ``"wait"`` for a pending save, or ``"skip"`` this one.
             trainable_only: leave frozen parameters out.
             spread: ``target`` is a path on each machine, which gets the files of its ranks alone.
-            own: write also where another replica saves for all.
             callbacks: called once it is durable, or has failed in the background.
             began: when training stopped for it, by ``time.perf_counter()``; now if ``None``.
 
@@ -162,7 +160,7 @@ class Checkpointer:
 
         check_when_busy(when_busy)
         loop = self.training.loop
-        if loop.replays or not (own or self.training.strategy.writes):
+        if loop.replays:
             self._replay_save()
             return ""
         loop.require_loaded("save_state")
@@ -381,9 +379,10 @@ class Checkpointer:
     @property
     def _writes_files(self) -> bool:
         """True on the rank that writes what is written once, or once a node."""
-        strategy, each_node = self.training.strategy, self.training.project.save_on_each_node
-        rank = strategy.topology.local_rank if each_node else strategy.topology.rank
-        return rank == 0 and strategy.writes
+        topology = self.training.strategy.topology
+        return (
+            topology.local_rank if self.training.project.save_on_each_node else topology.rank
+        ) == 0
 
     # --- loading ------------------------------------------------------------------------------
 

@@ -546,9 +546,6 @@ def _apply(load: _PendingLoad) -> None:
         training.tracking.resume_run(part["trackers"], training.loop.run)
     if selection.takes("window"):
         restore_window(training, load.window)
-    rounds = training.loop.rounds
-    if rounds is not None and "rounds" in load.state and selection.takes("run"):
-        rounds.load_state_dict(load.state["rounds"])
     local = load.local or {}
     if "rng" in local and selection.takes("rng"):
         restore_rng(local["rng"], training.device, devices_of(training.models))

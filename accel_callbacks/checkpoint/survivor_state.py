@@ -280,8 +280,6 @@ def _refusal(training: TrainingState, *, trainable_only: bool) -> str | None:
     if strategy.topology.device.type != "cpu":
         # Steps that are queued behind a failed collective are still taken, with wrong gradients.
         return "a device is ahead of what the host knows"
-    if training.loop.rounds is not None:
-        return "replicas heal each other"
     if trainable_only or training.pre_hooks.save_some or dispatch.saves_differ_between_ranks:
         return "hooks or options change what is saved"
     for model, bare in zip(training.models, training.bare_models, strict=True):

@@ -166,8 +166,6 @@ class TrainingState:
             state["order"]["generators"] = generators
         if self.strategy.copies > 1:
             shared["copies"] = self.strategy.copies  # of each data rank's local state
-        if loop.rounds is not None:
-            shared["rounds"] = loop.rounds.state_dict()
         local: dict[str, Any] = {"rng": rng}
         classes = {kind: self.class_names(kind) for kind in ("optimizers", "schedulers")}
         shared["classes"] = {kind: numbered(names) for kind, names in classes.items()}

@@ -452,19 +452,6 @@ class DataLoaderShard(DataLoader[Any]):
         self.finished = True
         self._continue = False
 
-    def return_to(self, position: int) -> None:
-        """Count the samples from this position of the epoch on as not delivered."""
-        self.position, self._last = position, False
-
-    def go_on(self) -> None:
-        """Let the next pass continue the open one, from its position."""
-        self._record, self._continue, self.finished = self._source.record(), True, False
-
-    @property
-    def source(self) -> Source:
-        """What the batches are read from."""
-        return self._source
-
     def rewind(self) -> None:
         """Start over with the first epoch."""
         self.end_pass()

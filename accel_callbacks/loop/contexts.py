@@ -186,7 +186,6 @@ class RunContext(AbstractContextManager[TrainingRun]):
         self._differences: list[str] = []
         self._accepted: CheckpointReader | None = None  # the last, which the restore asks for again
         self._stop_watching: Callable[[], None] = lambda: None
-        self._is_open = False  # its trackers and its journal
 
     def __enter__(self) -> TrainingRun:
         refuse_aborted_group("run")
@@ -194,10 +193,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
         try:
             self._begin()
         except BaseException as error:
-            try:
-                self._fail(error)
-            finally:
-                self._leave_replicas()
+            self._fail(error)
             raise
         return self._run
 
@@ -213,15 +209,10 @@ class RunContext(AbstractContextManager[TrainingRun]):
             self._end(left)
         finally:
             self._loop.boundary_exit = None
-            self._leave_replicas()
         # A launcher ends the other ranks as soon as one has left with an exit code.
         if self._run.preempted:
             collectives.barrier()
         self._run._leave()
-
-    def _leave_replicas(self) -> None:
-        if self._loop.rounds is not None:
-            self._loop.rounds.close()
 
     def _end(self, left: RunLeft | None) -> None:
         """End a run that has succeeded, or was left for a preemption."""
@@ -345,27 +336,13 @@ class RunContext(AbstractContextManager[TrainingRun]):
             self._report(restore_from(self._training, self._path, options, self._reader))
         elif self._resume is not False:
             self._restore_newest()
-        if self._loop.rounds is not None:
-            self._loop.rounds.on_writing = self._begin_to_write
-            self._loop.rounds.join()
         self._loop.leases.describe(run)  # a resumed run has the id of before
         self._reader = self._accepted = None
         run.loaded_step = None  # consumed: a run after this one does not take it over
         with shared_failure("starting the trackers"):
             self._tracking.open(run)
-        self._open_journal()
-
-    def _open_journal(self) -> None:
-        """Open the journal, which one launch writes where replicas come and go."""
-        self._is_open = True
-        if self._recorder is not None and self._training.strategy.writes:
-            self._recorder.open(self._run)
-
-    def _begin_to_write(self) -> None:
-        """Log and save from now on, in place of a replica of another launch."""
-        self._tracking.take_over(self._run)
-        if self._is_open:
-            self._open_journal()
+        if self._recorder is not None:
+            self._recorder.open(run)
 
     def _restore_newest(self) -> None:
         """Restore from the first callback that has a valid checkpoint."""

@@ -38,7 +38,6 @@ from accel_callbacks.recurrence import note_step
 if TYPE_CHECKING:
     from accel_callbacks.loop.boundary_exit import BoundaryExit
     from accel_callbacks.loop.pass_ends import PassEnds
-    from accel_callbacks.replicas.interface import ReplicaRounds
 
 __all__ = ["LoaderProgress", "Loop", "UsedLoaders"]
 
@@ -161,7 +160,6 @@ class Loop:
         progress: where training loaders were at the last micro-batch.
         deferred: hooks to be fired by the next call of the script.
         pass_ends: compares the lengths of passes over several ranks, None on one.
-        rounds: of replicas outside of this launch, None without any.
         boundary_exit: leaves the run for a preemption between boundaries, None if nobody may.
         drain_votes: carries out a vote that is under way at the end of a run.
         check_parameters: checks at each training pass for parameters that models have got since.
@@ -225,7 +223,6 @@ class Loop:
         self.require_prepared_steps: Callable[[], None] = lambda: None
         self.own_batches = OwnBatches(optimizers, schedulers)
         self.pass_ends: PassEnds | None = None
-        self.rounds: ReplicaRounds | None = None
         self.boundary_exit: BoundaryExit | None = None
         self.drain_votes: Callable[[], None] = lambda: None
         self.check_parameters: Callable[[], None] = lambda: None

@@ -151,7 +151,7 @@ class Passes:
         # The dict stays the same object; its tuples are replaced when callbacks come and go.
         hooks = dispatch.hooks
         index, batch, peeked = -1, None, False
-        batches = loader.batches() if loop.rounds is None else loop.rounds.batches(loader)
+        batches = loader.batches()
         if loader.resumes:
             # Imported here, because most passes begin at their start.
             batches = _checked_for_skips(loader, loop, batches)

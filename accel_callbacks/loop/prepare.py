@@ -13,7 +13,7 @@ from accel_callbacks.errors import nearest
 from accel_callbacks.loop.first_steps import FirstSteps
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.modeling.compile import adopt, compile_model, is_compiled
-from accel_callbacks.optimizer import AcceleratedOptimizer, VotedOptimizer
+from accel_callbacks.optimizer import AcceleratedOptimizer
 from accel_callbacks.plugins.compile import TorchDynamoPlugin
 from accel_callbacks.precision import Precision
 from accel_callbacks.scheduler import AcceleratedScheduler
@@ -183,8 +183,9 @@ class Preparer:
             if known.optimizer is optimizer:
                 return known
         watch = self._first_steps.watch(optimizer)
-        kind = VotedOptimizer if self._strategy.votes_on_steps else AcceleratedOptimizer
-        prepared = kind(optimizer, self._loop, self._precision, watch, self._strategy)
+        prepared = AcceleratedOptimizer(
+            optimizer, self._loop, self._precision, watch, self._strategy
+        )
         self._optimizers.append(prepared)
         return prepared
 

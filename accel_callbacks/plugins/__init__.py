@@ -28,7 +28,6 @@ _HOME = {
     "ParallelismConfig": "parallelism",
     "TorchContextParallelConfig": "parallelism_handlers",
     "TorchDynamoPlugin": "compile",
-    "TorchFTKwargs": "torchft",
     "TorchTensorParallelConfig": "parallelism_handlers",
     "TorchTensorParallelPlugin": "parallelism_handlers",
     "sort_handlers": "base",
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
     from accel_callbacks.plugins.parallelism_handlers import *
     from accel_callbacks.plugins.precision import *
     from accel_callbacks.plugins.process_group import *
-    from accel_callbacks.plugins.torchft import *
 else:
     __all__ = sorted(_HOME)
 __getattr__, __dir__ = lazy_names(__name__, _HOME)

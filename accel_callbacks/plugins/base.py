@@ -18,7 +18,6 @@ _ACCEPTED = (
     "GradScalerKwargs",
     "InitProcessGroupKwargs",
     "ProfileKwargs",
-    "TorchFTKwargs",
 )
 
 _Handler = TypeVar("_Handler", bound="KwargsHandler")
@@ -39,8 +38,6 @@ class KwargsHandler:
 
     #: The part that the options are for; empty for plugins that have an argument of their own.
     role: ClassVar[str] = ""
-    #: Class of the strategy that they choose; empty where the kind of run does.
-    strategy: ClassVar[str] = ""
 
     def __new__(cls: type[_Handler], *args: Any, **options: Any) -> _Handler:
         """Raise for an unknown option, with a suggestion that ``__init__`` would not make."""

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from accel_callbacks.strategies.pipeline_parallel import PipelineParallel as PipelineParallel
     from accel_callbacks.strategies.single_device import SingleDevice as SingleDevice
     from accel_callbacks.strategies.tensor_parallel import TensorParallel as TensorParallel
-    from accel_callbacks.strategies.torchft import TorchFT as TorchFT
     from accel_callbacks.strategies.xla import XLA as XLA
 
 __all__ = [
@@ -30,7 +29,6 @@ __all__ = [
     "SingleDevice",
     "Strategy",
     "TensorParallel",
-    "TorchFT",
     "create_strategy",
 ]
 
@@ -41,7 +39,6 @@ _HOME = {
     "PipelineParallel": "pipeline_parallel",
     "SingleDevice": "single_device",
     "TensorParallel": "tensor_parallel",
-    "TorchFT": "torchft",
     "XLA": "xla",
 }
 __getattr__, __dir__ = lazy_names(__name__, _HOME)
@@ -82,15 +79,6 @@ def create_strategy(
         >>> create_strategy(Topology(torch.device("cpu"), world_size=2)).name
         'ddp'
     """
-    for handler in () if handlers is None else handlers.by_class.values():
-        if handler.strategy:
-            if fsdp is not None or deepspeed is not None:
-                raise ValueError(
-                    f"{type(handler).__name__} trains whole models: leave fsdp_plugin and "
-                    "deepspeed_plugin out."
-                )
-            chosen: type[Strategy] = getattr(sys.modules[__name__], handler.strategy)
-            return chosen(topology, handlers, parallelism)
     if topology.distributed_type is DistributedType.XLA:
         from accel_callbacks.strategies.xla import XLA
 

@@ -31,7 +31,6 @@ from accel_callbacks.strategies.optimizer_state import (
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
-    from accel_callbacks.replicas.interface import ReplicaRounds
     from accel_callbacks.strategies.context_parallel import ContextParallel
 
 __all__ = ["SetUp", "Strategy"]
@@ -84,8 +83,6 @@ class Strategy(ABC):
     owns_step = False
     #: True for an engine that keeps gradients elsewhere than in ``parameter.grad``.
     holds_gradients = False
-    #: True if a step is taken only where replicas outside of this launch have agreed on it.
-    votes_on_steps = False
 
     def __init__(
         self,
@@ -404,24 +401,6 @@ class Strategy(ABC):
     def drop_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop gradients for this optimizer that are not in ``parameter.grad`` yet."""
         return None
-
-    def connect(self, rounds: ReplicaRounds, window: Any) -> None:
-        """Set what agrees with the replicas outside of this launch, if `votes_on_steps`.
-
-        Args:
-            rounds: of this replica.
-            window: the gradient window, at whose end they agree.
-        """
-        return None
-
-    @property
-    def writes(self) -> bool:
-        """True if this launch saves and logs, and no replica outside of it does."""
-        return True
-
-    def may_step(self) -> bool:
-        """Return whether the gradients of this window may be stepped with; if `votes_on_steps`."""
-        return True
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse one of the first steps of an optimizer, if it would train nothing.

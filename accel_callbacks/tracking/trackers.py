@@ -110,7 +110,6 @@ class Tracking:
         logging_dir: folder of their files.
         leases: of the folders that the run writes to.
         is_main_process: whether this process logs.
-        follows: this process does not log yet, and may :meth:`take_over`.
         strict: let a tracker's error end the run.
         config: further options of the hub; the defaults if None.
         window: the gradient window, whose micro-batches log one row together.
@@ -133,7 +132,6 @@ class Tracking:
         leases: FolderLeases,
         *,
         is_main_process: bool,
-        follows: bool = False,
         strict: bool = False,
         config: TrackerConfig | None = None,
         window: GradientWindow | None = None,
@@ -148,7 +146,6 @@ class Tracking:
         self._logging_dir = logging_dir
         self._leases = leases
         self._is_main_process = is_main_process
-        self._follows = follows
         self._strict = strict
         self._config = config
         self._init_kwargs: InitKwargs = {}
@@ -209,7 +206,7 @@ class Tracking:
         options["strict"] = options["strict"] or self._strict
         specs = chosen_trackers(self.log_with, self._init_kwargs)
         self._leases.hold(self.folders(), run)
-        hub = self._hub_class()(
+        hub = loggers.TrackerHub(
             specs,
             run=info,
             main_process=self._is_main_process,
@@ -232,29 +229,6 @@ class Tracking:
         self._collected.atexit = False
         if hub.trackers:
             self._sigterm = EndOnSigterm().__enter__()
-
-    def _hub_class(self) -> type[TrackerHub]:
-        if not self._follows:
-            hub_class: type[TrackerHub] = _loggers().TrackerHub
-            return hub_class
-        # Imported here, because few runs have replicas.
-        from accel_callbacks.tracking.standby_hub import StandbyHub
-
-        return StandbyHub
-
-    def take_over(self, run: TrainingRun) -> None:
-        """Log from now on in this process, where another one did so that is lost."""
-        self._follows, self._is_main_process = False, True
-        if self._hub is None:
-            return
-        # What the other one had not written is logged again, and replaces what it had.
-        rows = list(getattr(self._hub, "rows", ()))
-        self.close("success")
-        self._awaited = min((row.step for row in rows), default=run.global_step + 1) - 1
-        self.open(run)
-        self._awaited = None
-        for row in rows:
-            self.put(*row)
 
     def init(
         self,

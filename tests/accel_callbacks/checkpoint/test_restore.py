@@ -20,6 +20,7 @@ import checkpoint_io
 from accel_callbacks import Accelerator, Callback, ResumeError
 from accel_callbacks.callbacks import Checkpoint
 from accel_callbacks.checkpoint.open import describe_foreign_folder
+from accel_callbacks.checkpoint.training_state import TrainingState
 from checkpoint_io.storage.local import LocalStore
 from checkpoint_io.storage.local_read import LocalReader
 
@@ -628,6 +629,25 @@ def test_a_hook_that_edits_what_is_loaded_gets_tensors(tmp_path):
     assert other[0].bias.tolist() == [3.0] * 32
     assert torch.equal(other[0].weight, model[0].weight)
     assert same(its_own.state_dict(), optimizer.state_dict())
+
+
+def test_the_count_of_windows_that_older_versions_saved_is_ignored(tmp_path, monkeypatch):
+    capture = TrainingState.capture
+
+    def with_rounds(training):
+        shared, local = capture(training)
+        return {**shared, "rounds": {"windows": 5}}, local
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingState, "capture", with_rounds)
+        accel, model, optimizer = prepared()
+        path = accel.save_state(tmp_path / "c")
+    assert checkpoint_io.open_checkpoint(path).state["rounds"] == {"windows": 5}
+    other, its_model, its_optimizer = prepared(seed=1)
+    other.load_state(path)
+    assert same(frozen_copy(its_model, its_optimizer), frozen_copy(model, optimizer))
+    resaved = checkpoint_io.open_checkpoint(other.save_state(tmp_path / "again")).state
+    assert "rounds" not in resaved
 
 
 # --- what is no checkpoint of ours -----------------------------------------------------------
