@@ -15,6 +15,7 @@ from typing import Any
 from accel_callbacks.cli.main import pipe_may_close
 from accel_callbacks.cli.migrate import source_files
 from accel_callbacks.cli.parser import CommandError, CommandParser
+from accel_callbacks.compat.check import NameUse, UnreadableError, name_uses, status_of
 from accel_callbacks.terminal_text import listed, printable
 
 _TITLES = {
@@ -43,10 +44,6 @@ def configure(parser: CommandParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print the names; return 1 if one of them lacks here, or a file cannot be read."""
-    # Imported here, because it imports torch.
-    from accel_callbacks.compat.check import NameUse, name_uses, status_of
-    from accel_callbacks.compat.migrate.source import UnreadableError
-
     places: dict[NameUse, list[str]] = defaultdict(list)
     problems = []
     for path in _sources(args.places):
@@ -82,16 +79,14 @@ def _lines(rows: Sequence[_Row]) -> Iterator[str]:
                 yield f"    {row['reason']}"
 
 
-def _sources(places: Sequence[str]) -> Iterator[str]:
-    """Yield the Python files of scripts, folders and installed packages.
+def _sources(places: Sequence[str]) -> list[str]:
+    """Return the Python files of scripts, folders and installed packages.
 
     Raises:
         CommandError: a place is none of them.
     """
     roots = [place if os.path.exists(place) else _package(place) for place in places]
-    for path in source_files(roots):
-        if path.endswith(".py") or path in roots:
-            yield path
+    return source_files(roots)[0]
 
 
 def _package(name: str) -> str:

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from accel_callbacks.compat.migrate.imports import bindings_of, imports_of
-from accel_callbacks.compat.migrate.source import Source
-from accel_callbacks.compat.names import MODULES, NOT_PROVIDED, home_of, resolve
+from accel_callbacks.compat.names import MODULES, NOT_PROVIDED, TWINS, home_of, resolve
+from accel_callbacks.removed import removal_of
 
-__all__ = ["NameUse", "Status", "name_uses", "status_of"]
+__all__ = ["NameUse", "Status", "UnreadableError", "name_uses", "status_of"]
 
 Status = Literal["here", "lenient", "not provided", "unknown"]
-_TWINS = home_of("DataLoaderConfiguration")
+
+
+class UnreadableError(ValueError):
+    """Raised for a script that is not valid Python.
+
+    Example:
+        >>> from accel_callbacks.compat.check import UnreadableError, name_uses
+        >>> try:
+        ...     list(name_uses("import accelerate ("))
+        ... except UnreadableError as error:
+        ...     print("line 1" in str(error))
+        True
+    """
 
 
 @dataclass(frozen=True, order=True)
@@ -44,7 +57,7 @@ def name_uses(text: str) -> Iterator[NameUse]:
         text: the source, which is parsed and not run.
 
     Raises:
-        accel_callbacks.compat.migrate.UnreadableError: it is not valid Python.
+        UnreadableError: it is not valid Python.
 
     Example:
         >>> from accel_callbacks.compat.check import name_uses
@@ -54,20 +67,93 @@ def name_uses(text: str) -> Iterator[NameUse]:
     """
     if "accelerate" not in text:
         return
-    source = Source(text)
-    for statement, aliases in imports_of(source):
-        for alias in aliases:
-            if isinstance(statement, ast.Import):
-                use = NameUse(alias.name, "", statement.lineno)
-            else:
-                use = NameUse(statement.module or "", alias.name, alias.lineno)
-            if use.dotted not in MODULES:
-                yield use
-    for binding in bindings_of(source).values():
-        for attribute in binding.uses:
-            *inner, name = attribute.path or ("*",)
-            if name != "*":  # the module itself is passed on
-                yield NameUse(".".join(("accelerate", *inner)), name, attribute.node.lineno)
+    tree = parse(text)
+    imports = list(imports_of(tree))
+    yield from (one.use for one in imports if not is_module(one.use.dotted))
+    yield from (lookup.use for lookup in lookups_of(tree, imports))
+
+
+def parse(text: str) -> ast.Module:
+    """Parse a script.
+
+    Raises:
+        UnreadableError: the text is not valid Python.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # such as invalid escapes in the script
+            return ast.parse(text)
+    except SyntaxError as error:
+        raise UnreadableError(f"line {error.lineno}: {error.msg}") from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise UnreadableError(str(error) or "nested too deeply") from error
+
+
+class Import(NamedTuple):
+    """A name that a statement imports from accelerate, or a module of it."""
+
+    statement: ast.Import | ast.ImportFrom
+    alias: ast.alias
+    use: NameUse
+
+    @property
+    def binding(self) -> tuple[str, str] | None:
+        """The local name that is bound to a module, and that module; None for another name."""
+        name, local = self.alias.name, self.alias.asname
+        if isinstance(self.statement, ast.Import):
+            return (local, name) if local else ("accelerate", "accelerate")
+        return (local or name, self.use.dotted) if is_module(self.use.dotted) else None
+
+
+def imports_of(tree: ast.Module) -> Iterator[Import]:
+    """Yield what a script imports of accelerate, those of one statement after another."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            uses = [(alias, NameUse(alias.name, "", node.lineno)) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:  # else from its own package
+            module = node.module or ""
+            uses = [(alias, NameUse(module, alias.name, alias.lineno)) for alias in node.names]
+        else:
+            continue
+        for alias, use in uses:
+            if use.module.partition(".")[0] == "accelerate":
+                yield Import(node, alias, use)
+
+
+class Lookup(NamedTuple):
+    """A name that is looked up in a local name, which is bound to a module of accelerate."""
+
+    local: str
+    bound: str
+    use: NameUse
+
+
+def lookups_of(tree: ast.Module, imports: Iterable[Import]) -> Iterator[Lookup]:
+    """Yield what a script looks up in modules of accelerate."""
+    bound: dict[str, set[str]] = defaultdict(set)
+    for local, module in filter(None, (one.binding for one in imports)):
+        bound[local].add(module)
+
+    def modules_of(node: ast.expr) -> list[tuple[str, str, str]]:
+        """Return the modules that an expression may be, with the local name and its module."""
+        if isinstance(node, ast.Name):
+            return [(node.id, module, module) for module in sorted(bound.get(node.id, ()))]
+        if not isinstance(node, ast.Attribute):
+            return []
+        inner = [(a, b, f"{module}.{node.attr}") for a, b, module in modules_of(node.value)]
+        return [one for one in inner if is_module(one[2])]
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            for local, begin, module in modules_of(node.value):
+                use = NameUse(module, node.attr, node.lineno)
+                if not is_module(use.dotted):
+                    yield Lookup(local, begin, use)
+
+
+def is_module(dotted: str) -> bool:
+    """Return whether a dotted name is a module of accelerate, and not the function tqdm."""
+    return dotted in MODULES and dotted != "accelerate.utils.tqdm"
 
 
 def status_of(module: str, name: str) -> tuple[Status, str]:
@@ -96,10 +182,11 @@ def status_of(module: str, name: str) -> tuple[Status, str]:
             resolve(module, name)
         except AttributeError:
             return "unknown", "this library, which stands in for accelerate, has no such name."
-        if home_of(name) is None and name in NOT_PROVIDED:
-            return "not provided", NOT_PROVIDED[name]
-        if home_of(name) == _TWINS:
+        home = home_of(name)
+        if home == TWINS:
             return "lenient", ""
+        if home is None and (reason := NOT_PROVIDED.get(name) or removal_of(name).lstrip()):
+            return "not provided", reason
     return "here", ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -27,9 +28,11 @@ _SUBMODULES = (
 MODULES = frozenset({"accelerate", *(f"accelerate.{name}" for name in _SUBMODULES)})
 
 _ROOM = "accel_callbacks.compat"
+#: The module of classes with Accelerate's arguments.
+TWINS = f"{_ROOM}.twins"
 # In this order: what others reach into, what is the same, what is in terms of it.
 _HOMES = (
-    *(f"{_ROOM}.twins", "accel_callbacks", "accel_callbacks.utils"),
+    *(TWINS, "accel_callbacks", "accel_callbacks.utils"),
     *(f"{_ROOM}.{name}" for name in ("helpers", "environment", "constants", "models", "commands")),
 )
 _CLOSED = frozenset(home for home in _HOMES if home.startswith(_ROOM))
@@ -162,9 +165,9 @@ def resolve(module: str, name: str) -> Any:
     )
 
 
-def home_of(name: str) -> str | None:
-    """Return the module that has a name of Accelerate, None if it is nowhere."""
-    for home in _HOMES:
+def home_of(name: str, homes: Sequence[str] = _HOMES) -> str | None:
+    """Return the first of the modules that has a name of Accelerate, None if none has."""
+    for home in homes:
         module = importlib.import_module(home)
         try:
             value = getattr(module, name)

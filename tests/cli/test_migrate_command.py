@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import pty
@@ -10,13 +11,18 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from accel_callbacks.cli.main import main
-from accel_callbacks.compat.migrate.notebook import read_and_move
+from accel_callbacks.compat import migrate as migration
+from accel_callbacks.compat.migrate import read_script
 
 SCRIPT = b"# -*- coding: latin-1 -*-\n# \xe4\r\nimport accelerate\r\naccelerate.gather"
+
+
+MOVED = SCRIPT.replace(b"import accelerate", b"import accel_callbacks as accelerate")
 
 
 @pytest.fixture
@@ -35,7 +41,7 @@ def test_only_shows(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert migrate(script) == 0
     out, err = capsys.readouterr()
     assert "\n-import accelerate\r\n" in out
-    assert "\n+import accel_callbacks\r\n" in out
+    assert "\n+import accel_callbacks as accelerate\r\n" in out
     assert "nothing else to do" in out
     assert "--write" in err
     assert script.read_bytes() == SCRIPT
@@ -58,13 +64,13 @@ def test_c15e_imports_for_tests_stay_and_fail_nothing(
     out = capsys.readouterr().out
     assert "does not run here" not in out
     assert "execute_subprocess_async: left as it is: only tests import it" in out
-    assert "accelerate.test_utils.get_launch_command: left as it is" in out
+    assert "accelerate.test_utils: left as it is" in out
     after = path.read_text()
     assert "from accel_callbacks import Accelerator\n" in after
     assert (
         "from accelerate.test_utils.testing import execute_subprocess_async, require_cuda" in after
     )
-    assert "accel_callbacks.set_seed(1)" in after
+    assert "import accelerate\n" in after
     assert "accelerate.test_utils.get_launch_command()" in after
     path.write_text("from accelerate.test_utils import x\nfrom accelerate import prepare_pippy\n")
     assert migrate(path) == 1
@@ -74,7 +80,7 @@ def test_writes_bytes_mode_and_through_a_link(script: Path, tmp_path: Path) -> N
     link = tmp_path / "link.py"
     link.symlink_to(script)
     assert migrate(link, "--write", "--yes") == 0
-    assert script.read_bytes() == SCRIPT.replace(b"accelerate", b"accel_callbacks")
+    assert script.read_bytes() == MOVED
     assert script.stat().st_mode & 0o777 == 0o751
     assert link.is_symlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link.py", "train.py"]
@@ -85,7 +91,7 @@ def test_a_byte_order_mark_stays(tmp_path: Path) -> None:
     path = tmp_path / "a.py"
     path.write_bytes(b"\xef\xbb\xbfimport accelerate")
     assert migrate(path, "--write", "--yes") == 0
-    assert path.read_bytes() == b"\xef\xbb\xbfimport accel_callbacks"
+    assert path.read_bytes() == b"\xef\xbb\xbfimport accel_callbacks as accelerate"
 
 
 @pytest.mark.skipif(shutil.which("patch") is None, reason="needs patch")
@@ -98,7 +104,7 @@ def test_the_diff_is_a_patch(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         migrate("--diff", ".")
         diff = capsys.readouterr().out
         subprocess.run(["patch", "-p1", "-s"], input=diff, text=True, check=True, cwd=tmp_path)
-        assert (tmp_path / "end.py").read_text() == "import accel_callbacks"
+        assert (tmp_path / "end.py").read_text() == "import accel_callbacks as accelerate"
         assert migrate("--diff", ".") == 0
         assert capsys.readouterr().out == ""
 
@@ -126,7 +132,7 @@ def test_a_folder_is_not_left_through_links(
     (ours / "hidden.py").symlink_to(ours / ".tools" / "b.py")
     (ours / "same.py").symlink_to("a.py")  # its target is migrated under its own name
     assert migrate(ours, "--write", "--yes") == 0
-    assert (ours / "a.py").read_text() == "import accel_callbacks\n"
+    assert (ours / "a.py").read_text() == "import accel_callbacks as accelerate\n"
     for path in (ours / ".tools" / "b.py", others / "c.py", others / "d.py"):
         assert path.read_text() == "import accelerate\n", path
     err = capsys.readouterr().err
@@ -139,7 +145,7 @@ def test_a_folder_is_not_left_through_links(
     assert (out, err.count("skipped")) == ("", 3)  # also where nothing is written
     assert migrate(ours / "file.py", ours / "folder", "--write", "--yes") == 0
     for name in ("c.py", "d.py"):  # what is named is migrated
-        assert (others / name).read_text() == "import accel_callbacks\n"
+        assert (others / name).read_text() == "import accel_callbacks as accelerate\n"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +157,6 @@ def test_a_folder_is_not_left_through_links(
         ("wrong.py", b"# \xe4", "encoding"),
         ("late.py", b"\n\n\n# \xe4", "utf-8"),
         ("odd.py", b"# -*- coding: nonsense -*-\n", "nonsense"),
-        ("book.ipynb", b"{}", "notebook"),
         ("nul.py", b"x = 1\0", "null bytes"),
     ],
 )
@@ -209,12 +214,32 @@ def test_the_answer_counts(typed: bytes, code: int, changes: bool, script: Path)
 
 
 def test_a_file_that_changes_meanwhile_is_left(script: Path) -> None:
-    moved = read_and_move(str(script))
+    moved = read_script(str(script))
     script.write_bytes(b"new")
     with pytest.raises(ValueError, match="changed since it was read"):
         moved.write()
     assert script.read_bytes() == b"new"
     assert len(list(script.parent.iterdir())) == 1
+
+
+def test_a_full_disk_loses_nothing(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        patch.setattr(migration, "sync_file", Mock(side_effect=full))
+        assert migrate(script, "--write", "--yes") == 1
+    assert "No space left on device; it is unchanged" in capsys.readouterr().err
+    assert script.read_bytes() == SCRIPT
+    assert list(script.parent.iterdir()) == [script]
+
+
+def test_a_notebook_is_refused_with_what_serves_instead(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert migrate(script, "train.ipynb", "--write", "--yes") == 2
+    err = capsys.readouterr().err
+    assert "train.ipynb" in err
+    assert "It was removed in 0.2.0. `jupytext --to py NOTEBOOK`" in err
+    assert script.read_bytes() == SCRIPT
 
 
 def test_an_output_that_cannot_hold_the_text(tmp_path: Path) -> None:

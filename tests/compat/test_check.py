@@ -9,6 +9,7 @@ import pytest
 
 from accel_callbacks.cli.main import main
 from accel_callbacks.compat.check import name_uses, status_of
+from accel_callbacks.removed import REMOVED, Removal
 
 SCRIPT = """
     import accelerate
@@ -67,6 +68,12 @@ def test_what_a_name_is(module, name, expected):
     status, reason = status_of(module, name)
     assert status == expected
     assert bool(reason) == (status in ("not provided", "unknown"))
+
+
+def test_what_was_removed_is_not_provided(monkeypatch):
+    monkeypatch.setitem(REMOVED, "GonePlugin", Removal("0.1.0", "Use another one."))
+    reason = "It was removed in 0.1.0. Use another one."
+    assert status_of("accelerate.utils", "GonePlugin") == ("not provided", reason)
 
 
 def test_a_script_that_lacks_something_is_reported_with_its_lines(script, capsys):

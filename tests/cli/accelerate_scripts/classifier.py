@@ -26,7 +26,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     args = parser.parse_args()
     accelerator = Accelerator(
-        True, cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=None)
+        device_placement=True,
+        cpu=True,
+        dataloader_config=DataLoaderConfiguration(dispatch_batches=None),
     )
     set_seed(0)
     model = torch.nn.Linear(4, 2)
