@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -43,10 +44,11 @@ class Preemption(Callback):
     The ranks vote at the end of a step on the first SIGTERM or SIGUSR1 that any of them received;
     several ranks take the next step meanwhile, unless there is a ``grace_period``. An evaluation
     after the epoch's steps is left before its next batch, on all ranks at the same one, and what is
-    saved is the state before it; a single process is left wherever it is between two steps. Then
-    ``on_preempt`` fires on all of them, in which :class:`Checkpoint` saves and waits until the save
-    is durable; the run stops, its end hooks and trackers finish, and leaving ``accel.run`` (or
-    ``end_training``) raises ``SystemExit(exit_code)``. Started again, the script resumes.
+    saved is the state before it; a single process is left while it waits for the workers of its
+    loader too. Other code is finished first, and a line says so. Then ``on_preempt`` fires on all
+    ranks, in which :class:`Checkpoint` saves and waits until the save is durable; the run stops,
+    its end hooks and trackers finish, and leaving ``accel.run`` (or ``end_training``) raises
+    ``SystemExit(exit_code)``. Started again, the script resumes.
 
     Signals are caught from the start to the end of a run, in the main thread; afterwards they have
     their original effect. So has a repeated signal after five seconds or more, but in the save; an
@@ -116,6 +118,8 @@ class Preemption(Callback):
         # Without a code the script goes on after its loops, so they end in order.
         self.leaves_runs = exit_code is not None
         self._run: TrainingRun | None = None
+        self.boundary_exit: BoundaryExit | None = None  # which accel.run sets
+        self._told = False  # what goes on before the run can stop
         clouds = (notices,) if isinstance(notices, str) else notices
         self._notices = CloudNotices(clouds, metadata_address) if clouds else None
         self._catcher = SignalCatcher(
@@ -133,7 +137,7 @@ class Preemption(Callback):
 
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
         """Catch the signals."""
-        self._run = run
+        self._run, self.boundary_exit, self._told = run, None, False
         self._catcher.install()
         if self._notices is not None and run.local_rank == 0:
             self._notices.start(lambda notice: self._catcher.announce(str(notice), notice.seconds))
@@ -154,8 +158,8 @@ class Preemption(Callback):
         self, run: TrainingRun, model: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Leave the evaluation on all ranks before this batch, if a signal was received."""
-        if (leaving := _boundary_exit(run)) is not None:
-            leaving.before_batch(self.received)
+        if self.boundary_exit is not None:
+            self.boundary_exit.before_batch(self.received)
 
     on_test_batch_start = on_validation_batch_start
 
@@ -173,19 +177,32 @@ class Preemption(Callback):
 
     def teardown(self, run: TrainingRun, model: Any, stage: str) -> None:
         """Restore the original signal handlers."""
-        self._run = None
+        self._run = self.boundary_exit = None
         if self._notices is not None:
             self._notices.stop()
         self._catcher.restore()
         if self.received is not None:
             _notify(f"{self.received} came too late to stop this run; it will preempt the next one")
 
-    def _interrupt(self, frame: FrameType | None) -> None:
-        """Leave the run at once, where it can be; in the handler of a signal."""
+    def _interrupt(self) -> None:
+        """Leave the run if it waits, or say what is finished first; in the handler of a signal."""
         run, reason = self._run, str(self.received)
-        if run is not None and (leaving := _boundary_exit(run)) is not None:
+        if run is None or run.preempted:
+            return
+        if self.boundary_exit is not None:
             run.preempt(reason)  # for the next vote, if it cannot be left here
-            leaving.interrupt(reason, frame)
+            self.boundary_exit.interrupt(reason)
+        rest = "" if self._told or run.local_rank else _between_steps(run)
+        if rest:
+            self._told = True
+            limit = self._catcher.limit
+            ends = "" if limit == math.inf else f", or it ends {limit:.3g} s after the signal"
+            with suppress(RuntimeError):  # the signal has come inside of a write to stderr
+                _notify(
+                    f"{reason}: {rest} goes on to the next place where the run can stop (a batch "
+                    "of an evaluation, the end of a step or of the epoch), and the state of the "
+                    f"last boundary is saved there{ends}"
+                )
 
     def _saves(self) -> bool:
         """Return whether the preemption is being carried out."""
@@ -212,9 +229,13 @@ class Preemption(Callback):
             warn(f"the job could not be requeued: {problem}")
 
 
-def _boundary_exit(run: TrainingRun) -> BoundaryExit | None:
-    """Return what leaves a run between steps, None in another library's trainer."""
-    return getattr(run.accelerator.loop, "boundary_exit", None)
+def _between_steps(run: TrainingRun) -> str:
+    """Return what goes on between two steps, empty in a step or where another library trains."""
+    loop = run.accelerator.loop
+    if loop.evaluating:
+        return "the evaluation"
+    in_step = getattr(loop, "outer", loop) is not None or loop.own_batches.is_open
+    return "" if in_step else "the code between two steps"
 
 
 def _notify(text: str) -> None:
@@ -227,13 +248,14 @@ class SignalCatcher:
     Args:
         signals: those to catch.
         patience: seconds after the first signal, after which the signal ends the process.
-        interrupt: called with the interrupted frame at the end of the handler of the first signal.
+        interrupt: called at the end of the handler of the first signal.
         holds: returns whether a repeated signal is to be ignored now, as in a save.
         resumes_from: returns what a restart resumes from, for the message at the deadline.
 
     Attributes:
         caught: the first signal that was received, or ``None``.
         notice: what was announced in place of a signal, or ``None``.
+        limit: seconds from the first signal to the end of the process, infinite without a deadline.
         echo: seconds in which a repeated signal is ignored. Clusters send theirs to a launcher and
             to its processes, and the launcher forwards it.
     """
@@ -245,7 +267,7 @@ class SignalCatcher:
         signals: Iterable[signal.Signals],
         patience: float | None = None,
         *,
-        interrupt: Callable[[FrameType | None], None] = lambda frame: None,
+        interrupt: Callable[[], None] = lambda: None,
         holds: Callable[[], bool] = lambda: False,
         resumes_from: Callable[[], str] = lambda: _NEWEST,
     ) -> None:
@@ -258,7 +280,7 @@ class SignalCatcher:
         self._delivered = False
         self._deadline: threading.Timer | None = None
         self._restoring = threading.Lock()
-        self._limit = math.inf  # seconds from the first signal to its deadline
+        self.limit = math.inf
         self._announced: float | None = None  # the seconds of a notice that no handler has seen
         self.caught: signal.Signals | None = None
         self.notice: str | None = None
@@ -288,7 +310,7 @@ class SignalCatcher:
             self._deadline.cancel()
             self._deadline = None
         self._received_at.clear()
-        self._limit, self._announced = math.inf, None
+        self.limit, self._announced = math.inf, None
         with self._restoring:
             for number in list(self._original):
                 self._restore_one(number)
@@ -298,7 +320,7 @@ class SignalCatcher:
         if signal.getsignal(number) == self._handle:  # not if replaced since
             signal.signal(number, original)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, _: FrameType | None) -> None:
         """Record the signal; what more is done depends on what was interrupted."""
         now = time.monotonic()
         if os.getpid() != self._pid:
@@ -311,13 +333,13 @@ class SignalCatcher:
             self._end_within(
                 number, seconds - _LAST_SECONDS if seconds > _FEW_SECONDS else math.inf
             )
-            self._interrupt(frame)
+            self._interrupt()
         elif number not in self._received_at:
             self._received_at[number] = now
             first, self.caught = self.caught is None, self.caught or signal.Signals(number)
             self._end_within(number, math.inf)
             if first:  # several signals are one preemption
-                self._interrupt(frame)
+                self._interrupt()
         elif now - self._received_at[number] >= (math.inf if self._holds() else self.echo):
             self._deliver(number)  # in a save too where the patience is exceeded
 
@@ -344,11 +366,11 @@ class SignalCatcher:
     def _end_within(self, number: int, seconds: float) -> None:
         """End the process after the patience, or after some seconds if they are fewer."""
         limit = min(seconds, math.inf if self._patience is None else self._patience)
-        if limit >= self._limit:
+        if limit >= self.limit:
             return
         if self._deadline is not None:
             self._deadline.cancel()
-        self._limit = limit
+        self.limit = limit
         self._deadline = threading.Timer(limit, self._force, (number,))
         self._deadline.daemon = True
         self._deadline.start()
@@ -363,7 +385,7 @@ class SignalCatcher:
         """End the process by the signal; runs on a thread when the patience is exceeded."""
         place = place_of_thread(threading.main_thread())
         _notify(
-            f"{self._limit:.3g} s after {self.reason} this process is still at "
+            f"{self.limit:.3g} s after {self.reason} this process is still at "
             f"{place or 'the same place'}, and ends: a restart resumes from {self._resumes_from()}"
         )
         self._received_at[number] = -math.inf

@@ -81,6 +81,7 @@ class TrainingState:
         registered: objects of the user.
         pre_hooks: hooks of the user.
         load_report: what the last load found, None before the first.
+        left_at: the state of the boundary to which a run was left, saved in place of that of now.
 
     Example:
         >>> from accel_callbacks import Accelerator
@@ -101,6 +102,7 @@ class TrainingState:
     registered: Registered = field(default_factory=Registered)
     pre_hooks: PreHooks = field(default_factory=PreHooks)
     load_report: RestoreReport | None = None
+    left_at: tuple[dict[str, Any], dict[str, Any]] | None = None
 
     @property
     def bare_models(self) -> list[torch.nn.Module]:
@@ -115,9 +117,11 @@ class TrainingState:
     def capture(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what all ranks share and what belongs to this rank, as trees of plain values."""
         loop = self.loop
-        if loop.boundary_exit is not None and loop.boundary_exit.left:
+        if self.left_at is not None:
+            shared, local = self.left_at
+            # The callbacks that save know what they have saved since.
             savers = {entry.key: entry.state() for entry in loop.dispatch.entries if entry.saves}
-            return loop.boundary_exit.state(savers)
+            return {**shared, "callbacks": {**shared["callbacks"], **savers}}, dict(local)
         position, local = self.capture_position()
         shared = {**self.capture_tensors(), **position}
         if loop.window.is_open:

@@ -114,6 +114,7 @@ class DataLoaderShard(DataLoader[Any]):
         padded: samples of the current global batch as read, repetitions included.
         done: training has read it to its end in the current epoch of the run.
         kept: see :class:`accel_callbacks.data.sources.Delivery`.
+        waits: True while a pass waits for the batch that its workers read.
         origin: the torch loader that was prepared.
         rng_types: the random generators that each pass synchronizes.
 
@@ -165,6 +166,7 @@ class DataLoaderShard(DataLoader[Any]):
         self.finished = False
         self.real = self.padded = 0
         self.kept: Sequence[int] | None = None
+        self.waits = False
         self._last: bool | Callable[[int], bool] | None = False
         self.batch_index = self._first = 0
         self._batches: int | None = None  # of this pass; None if unknown
@@ -312,6 +314,8 @@ class DataLoaderShard(DataLoader[Any]):
         pairs = self._source.deliver(items)
         if self._feed is not None:
             pairs = self._feed(pairs)
+        if self.num_workers:
+            pairs = self._wait_for(pairs)
         owner = os.getpid()
         try:
             for index, (item, delivery) in enumerate(pairs, first):
@@ -337,6 +341,19 @@ class DataLoaderShard(DataLoader[Any]):
             if self.num_workers and not self.persistent_workers:
                 # A script that ends does not wait for a batch that is not to be trained on.
                 _shut_down(items, owner, at_once=isinstance(sys.exc_info()[1], SystemExit))
+
+    def _wait_for(self, pairs: Iterator[tuple[Any, Delivery]]) -> Iterator[tuple[Any, Delivery]]:
+        """Yield the pairs, with ``waits`` True until each has come."""
+        here = vars(self)  # past torch's __setattr__, as in batches()
+        while True:
+            here["waits"] = True
+            try:
+                pair = next(pairs, None)
+            finally:
+                here["waits"] = False
+            if pair is None:
+                return
+            yield pair
 
     def _change_counts(self, delivery: Delivery) -> None:
         """Note the counts of the batches from the next one on."""

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,9 +14,9 @@ from torch.utils import _pytree
 
 from accel_callbacks import collectives
 from accel_callbacks.checkpoint.kept_tensors import KeptTensors, own_weights
-from accel_callbacks.logging import notice
 
 if TYPE_CHECKING:
+    from accel_callbacks.checkpoint.training_state import TrainingState
     from accel_callbacks.loop.run import TrainingRun
 
 __all__ = ["BoundaryExit", "RunLeft"]
@@ -30,18 +25,6 @@ _LOOK_EVERY = 0.2  # seconds between two looks at the store in an evaluation
 _PATIENCE = (0.25, 1.0, 4.0)  # seconds that a rank waits for the others before a batch, by round
 _LONGEST = 30.0  # seconds, for batches that take long
 _POLL_EVERY = 0.01
-# Code that is not to be unwound midway: hooks, saves, trackers, and the ends of contexts.
-_ROOT = Path(__file__).parents[2]
-_WHOLE = tuple(
-    str(_ROOT / part)
-    for part in (
-        *(f"{room}{os.sep}" for room in ("checkpoint_io", "loggers")),
-        *(f"accel_callbacks{os.sep}{room}" for room in ("callbacks", "checkpoint", "journal")),
-        *(f"accel_callbacks{os.sep}{room}" for room in ("tracking", "collectives")),
-        str(Path("accel_callbacks", "loop", "contexts.py")),
-    )
-)
-_PASSES = str(Path(__file__).with_name("passes.py"))
 _State = tuple[dict[str, Any], dict[str, Any]]
 
 
@@ -73,26 +56,15 @@ class BoundaryExit:
     is in a collective; those behind go on to the batch of the one that is furthest.
 
     Args:
+        training: whose state is kept.
         run: the run.
-        waits_between_steps: returns, while training waits for data, whether no step is under way.
-        capture: returns the state, see :meth:`TrainingState.capture`; None if it is a copy.
-
-    Attributes:
-        left: True once the run was left, and not where a script catches the exit and goes on.
     """
 
-    def __init__(
-        self,
-        run: TrainingRun,
-        waits_between_steps: Callable[[], bool],
-        capture: Callable[[], _State | None],
-    ) -> None:
-        self._run, self._waits_between_steps, self._capture = run, waits_between_steps, capture
+    def __init__(self, training: TrainingState, run: TrainingRun) -> None:
+        self._training, self._run = training, run
         self._kept: _State | None = None
         self._step = 0
         self._tensors = KeptTensors()
-        self._raised: RunLeft | None = None
-        self.left = False
         # Of this run only: another one may use the same store later.
         self._key = f"leave/{collectives.broadcast_object(uuid.uuid4().hex)}"
         self._asked: tuple[str, int] | None = None
@@ -103,13 +75,14 @@ class BoundaryExit:
 
     def keep(self) -> None:
         """Keep the state of this boundary, at which all ranks are."""
+        training = self._training
         self._kept, self._target = None, None
         self._batches = self._round = 0
         self._came = time.monotonic()
+        if not all(map(training.strategy.loads_in_place, training.models)):
+            return  # the engine gives copies, which do not tell what is written to the tensors
         with suppress(Exception):  # a state that cannot be captured fails its save, and not here
-            state = self._capture()
-            if state is None:
-                return
+            state = training.capture()
             self._tensors.keep(_tensors(state), _tensors(state[0]["models"]))
             self._step = self._run.global_step
             # The containers are copied, as a callback may return the very dict that it changes.
@@ -119,20 +92,10 @@ class BoundaryExit:
         """Return to the boundary, once the script is unwound: its state is what is saved now."""
         if self._kept is None or self._run.global_step != self._step:
             return  # a script has caught the exit, gone on, and raises it only now
-        self.left = True
+        self._training.left_at = self._kept
         position = self._kept[0]["run"]  # what is saved at that position already is not saved again
         self._run.epoch_open = position["epoch_open"]
         self._run.epochs_done = position["epochs_done"]
-
-    def state(self, savers: Mapping[str, Any]) -> _State:
-        """Return the state to save once the run was left.
-
-        Args:
-            savers: the states of the callbacks that save, which are those of now.
-        """
-        assert self._kept is not None
-        shared, local = self._kept
-        return {**shared, "callbacks": {**shared["callbacks"], **savers}}, dict(local)
 
     def before_batch(self, reason: str | None) -> None:
         """Leave the run before this batch of an evaluation, if a rank asks for it and all can.
@@ -159,74 +122,26 @@ class BoundaryExit:
         if self._target is not None and self._asked and self._batches >= self._target:
             raise RunLeft(*self._asked)
 
-    def interrupt(self, reason: str, frame: FrameType | None) -> None:
-        """Leave the run of a single process wherever it is, if the way back is open.
+    def interrupt(self, reason: str) -> None:
+        """Leave the run of a single process, if it waits for a loader and the way back is open.
 
-        Called in the handler of a signal.
+        Called in the handler of a signal: where nothing but the wait is under way, it may raise.
 
         Args:
             reason: of the preemption.
-            frame: what the signal has interrupted.
 
         Raises:
             RunLeft: it is left.
         """
-        if collectives.world_size() > 1 or self.left:
+        loop = self._training.loop
+        waiting = [loader for loader in loop.active if loader.waits]
+        if not waiting or collectives.world_size() > 1:
             return
-        inside, waits, inner = False, False, ""
-        while frame is not None:
-            code = frame.f_code
-            if code.co_filename.startswith(_WHOLE):
-                return
-            inside = inside or code.co_name == "_try_get_data"
-            if code.co_filename == _PASSES and code.co_name == "_training_pass":
-                waits = inside and inner in ("batches", "_checked_for_skips")
-            inner, frame = code.co_name, frame.f_back
-        # While training waits for a worker of its loader, this is a boundary.
-        if waits and self._waits_between_steps():
+        # While training waits for a batch, this is a boundary.
+        if loop.outer in waiting and loop.worked and not loop.in_window:
             self.keep()
-        if self._kept is not None and self._can_return_here():
-            self._raised = RunLeft(reason, 0)
-            raise self._raised
-
-    def exit_behind(self, error: BaseException | None) -> RunLeft | None:
-        """Return the exit that an error follows from, None without one.
-
-        An exit that is raised where C++ has called Python, such as in a guard of ``torch.compile``,
-        is swallowed there, and comes out as an error of that code.
-
-        Args:
-            error: what the script has raised, None if nothing.
-        """
-        if not isinstance(error, Exception) or self._raised is None or not self._can_return():
-            return None
-        text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-        notice(f"left for {self._raised.reason} inside of what then failed: {text}")
-        return self._raised
-
-    def _can_return_here(self) -> bool:
-        """Return whether there is a way back from the middle of any code.
-
-        It is asked on a thread of its own. In a compilation operations of this thread are traced,
-        or give tensors without data: weights that are put back there for the comparison are lost.
-        """
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return False  # another operation would spoil the graph
-        # After what is queued here, which the other thread's own stream would not wait for.
-        stream, answers = None, list[bool]()
-        with suppress(RuntimeError):  # no accelerator, or one without streams
-            stream = torch.accelerator.current_stream()
-
-        def look() -> None:
-            if stream is not None:
-                torch.accelerator.set_stream(stream)
-            with suppress(Exception):
-                answers.append(self._can_return())
-
-        thread = threading.Thread(target=look, name="accel-boundary", daemon=True)
-        thread.start()
-        thread.join()
-        return answers == [True]
+        if self._kept is not None and self._can_return():
+            raise RunLeft(reason, 0)
 
     def _can_return(self) -> bool:
         """Return whether the tensors are still those of the boundary."""

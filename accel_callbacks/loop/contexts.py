@@ -185,6 +185,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
         self._finder: Any = None  # the callback in whose folder that checkpoint is
         self._differences: list[str] = []
         self._accepted: CheckpointReader | None = None  # the last, which the restore asks for again
+        self._boundary_exit: BoundaryExit | None = None  # None where no callback leaves the run
         self._stop_watching: Callable[[], None] = lambda: None
 
     def __enter__(self) -> TrainingRun:
@@ -198,17 +199,15 @@ class RunContext(AbstractContextManager[TrainingRun]):
         return self._run
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        leaving = self._loop.boundary_exit
         left = error if isinstance(error, RunLeft) else None
-        if left is None and leaving is not None:
-            left = leaving.exit_behind(error)
         try:
             if error is not None and left is None:
                 self._fail(error)
                 return
             self._end(left)
         finally:
-            self._loop.boundary_exit = None
+            self._boundary_exit = self._training.left_at = None
+            self._loop.keep_boundary = lambda: None
         # A launcher ends the other ranks as soon as one has left with an exit code.
         if self._run.preempted:
             collectives.barrier()
@@ -219,8 +218,8 @@ class RunContext(AbstractContextManager[TrainingRun]):
         try:
             if left is not None:
                 self._loop.drop_passes()  # the resumed run does again what was left
-                if self._loop.boundary_exit is not None:
-                    self._loop.boundary_exit.go_back()
+                if self._boundary_exit is not None:
+                    self._boundary_exit.go_back()
                 StepBoundary(self._loop).carry_out({"preempt": (left.reason, left.rank)})
             self._finish()
         except BaseException as problem:
@@ -240,17 +239,12 @@ class RunContext(AbstractContextManager[TrainingRun]):
         self._hold_folders()
         self._find()
         loop.begin_fit(self._restore)
-        if any(getattr(callback, "leaves_runs", False) for callback in run.callbacks):
-            loop.boundary_exit = BoundaryExit(
-                run, lambda: loop.worked and not loop.in_window, self._state_by_reference
-            )
+        if leaving := [c for c in run.callbacks if getattr(c, "leaves_runs", False)]:
+            self._boundary_exit = BoundaryExit(self._training, run)
+            for callback in leaving:
+                callback.boundary_exit = self._boundary_exit
+            loop.keep_boundary = self._boundary_exit.keep
             loop.keep_boundary()
-
-    def _state_by_reference(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """Return the training state, None under an engine that returns copies."""
-        training = self._training
-        by_reference = map(training.strategy.loads_in_place, training.models)
-        return training.capture() if all(by_reference) else None
 
     def _hold_folders(self) -> None:
         """Collective: take the leases of the folders to which this run writes."""

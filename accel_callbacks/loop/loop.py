@@ -36,7 +36,6 @@ from accel_callbacks.precision.base import StepFinding
 from accel_callbacks.recurrence import note_step
 
 if TYPE_CHECKING:
-    from accel_callbacks.loop.boundary_exit import BoundaryExit
     from accel_callbacks.loop.pass_ends import PassEnds
 
 __all__ = ["LoaderProgress", "Loop", "UsedLoaders"]
@@ -160,7 +159,7 @@ class Loop:
         progress: where training loaders were at the last micro-batch.
         deferred: hooks to be fired by the next call of the script.
         pass_ends: compares the lengths of passes over several ranks, None on one.
-        boundary_exit: leaves the run for a preemption between boundaries, None if nobody may.
+        keep_boundary: keeps the state of a boundary, to which the run can be left.
         drain_votes: carries out a vote that is under way at the end of a run.
         check_parameters: checks at each training pass for parameters that models have got since.
         saves: saves of the training state, also in the background.
@@ -223,7 +222,7 @@ class Loop:
         self.require_prepared_steps: Callable[[], None] = lambda: None
         self.own_batches = OwnBatches(optimizers, schedulers)
         self.pass_ends: PassEnds | None = None
-        self.boundary_exit: BoundaryExit | None = None
+        self.keep_boundary: Callable[[], None] = lambda: None
         self.drain_votes: Callable[[], None] = lambda: None
         self.check_parameters: Callable[[], None] = lambda: None
         self._cut_short = self._passed = self._ignores_stop = False
@@ -478,11 +477,6 @@ load_state() takes the newest valid one.
         loader = self.used_loaders.expected(self.loaders)
         if loader is not None:
             self.run.num_training_batches = length_of(loader)
-
-    def keep_boundary(self) -> None:
-        """Keep the state of this boundary, where a run can be left until its next step."""
-        if self.boundary_exit is not None:
-            self.boundary_exit.keep()
 
     def withdraw_consumed_stop(self) -> None:
         """Withdraw a stop that ended an earlier training."""

@@ -1,11 +1,11 @@
-"""A signal wherever it comes in a run of one process: nothing is lost, and no step is repeated."""
+"""A signal anywhere in a run of one process: it ends at the next place, and repeats no step."""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
-import threading
 import time
 
 import pytest
@@ -43,25 +43,25 @@ def signal_at(place: str, number: int, log: list):
 
 
 @pytest.mark.parametrize(
-    ("place", "number", "stops_at", "is_last"),
+    ("place", "number", "stops_at", "following"),
     [
-        ("fit start", 0, 0, False),
-        ("sanity", 2, 0, True),
-        ("forward", 0, 0, True),
-        ("step", 3, 3, False),
-        ("between", 0, 8, True),
-        ("validation 0", 0, 8, True),
-        ("validation 0", 4, 8, True),
-        ("validation end", 1, 16, False),
-        ("epoch end", 0, 8, False),
-        ("save", 8, 8, False),
-        ("epoch", 1, 8, True),
-        ("validation 1", 3, 16, True),
-        ("test", 5, 16, True),
+        ("fit start", 0, 0, []),
+        ("sanity", 2, 0, ["forward"]),
+        ("forward", 0, 0, []),
+        ("step", 3, 3, None),
+        ("between", 0, 8, []),
+        ("validation 0", 0, 8, ["forward"]),
+        ("validation 0", 4, 8, ["forward"]),
+        ("validation end", 1, 16, None),
+        ("epoch end", 0, 8, None),
+        ("save", 8, 8, None),
+        ("epoch", 1, 9, None),
+        ("validation 1", 3, 16, ["forward"]),
+        ("test", 5, 16, ["forward"]),
     ],
 )
 def test_a_signal_anywhere_loses_no_step_and_repeats_none(
-    tmp_path, unbroken, place, number, stops_at, is_last
+    tmp_path, unbroken, place, number, stops_at, following
 ):
     log: list = []
     with pytest.raises(SystemExit) as stop:
@@ -69,7 +69,8 @@ def test_a_signal_anywhere_loses_no_step_and_repeats_none(
     assert stop.value.code == 75
     saves = [entry for entry in log if entry[0] == "save"]
     ours = [entry for entry in log if entry[0] not in ("save", "validation end", "epoch end")]
-    assert not is_last or ours[-1] == (place, number)  # it is left here, and not later
+    if following is not None:  # it is left; elsewhere the loops end
+        assert [name for name, _ in ours[ours.index((place, number)) + 1 :]] == following
     assert len(saves) == len(set(saves))  # none is saved twice
     newest = checkpoint_io.CheckpointFolder(tmp_path).list()[-1]
     assert newest.name == f"step-{stops_at:08d}"
@@ -78,7 +79,7 @@ def test_a_signal_anywhere_loses_no_step_and_repeats_none(
     steps, weights = left.train(tmp_path, lambda *here: again.append(here))
     assert steps == list(range(stops_at + 1, 17))
     assert weights == unbroken[1]
-    if place.startswith(("validation", "test")) and is_last:
+    if following == ["forward"] and place != "sanity":
         assert again.count((place, 5)) == 1  # the evaluation is repeated, once
 
 
@@ -89,50 +90,84 @@ def kernel_of_fake_tensors():
 
 
 @pytest.mark.parametrize("mode", [FakeTensorMode, kernel_of_fake_tensors])
-def test_a_signal_among_tensors_without_data_leaves_the_weights_as_they_are(
-    tmp_path, unbroken, mode
-):
+def test_a_signal_among_tensors_without_data_waits_for_the_next_batch(tmp_path, unbroken, mode):
     """A compilation works with such tensors, and here the model holds averaged weights."""
+    seen = []
 
     def visit(place: str, number: int) -> None:
+        seen.append((place, number))
         if (place, number) == ("validation 0", 4):
             with mode():
                 signal.raise_signal(signal.SIGTERM)
-            raise AssertionError("the run was not left")
 
     with pytest.raises(SystemExit) as stop:
         left.train(tmp_path, visit)
     assert stop.value.code == 75
+    assert ("validation 0", 4) in seen
+    assert ("validation 0", 5) not in seen
     steps, weights = left.train(tmp_path)
     assert steps == list(range(9, 17))
     assert weights == unbroken[1]
 
 
-@pytest.mark.parametrize("place", ["forward", "validation 0"])
-def test_an_exit_that_comes_out_as_another_error_leaves_the_run_as_well(
-    tmp_path, unbroken, capsys, place
+def train_by_hand(folder, at_epoch_end, **options) -> None:
+    """Train for an epoch of two steps, with what comes at its end."""
+    accel = Accelerator(cpu=True, callbacks=[Preemption(**options), Checkpoint(folder)])
+    model = torch.nn.Linear(1, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.DataLoader(torch.ones(2, 1))
+    model, optimizer, data = accel.prepare(model, sgd, data)
+    with accel.run("by hand") as run:
+        for _ in run.epochs(1):
+            for batch in data:
+                accel.backward(model(batch).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+                if at_epoch_end is None and run.global_step == 1:
+                    signal.raise_signal(signal.SIGTERM)
+            if at_epoch_end is not None:
+                at_epoch_end(accel, model)
+
+
+def evaluate_by_hand(accel, model) -> None:
+    with accel.evaluate(model):
+        for number in range(3):
+            if number == 1:
+                signal.raise_signal(signal.SIGTERM)
+
+
+def sample(accel, model) -> None:
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGUSR1)  # another one is part of the same preemption
+
+
+@pytest.mark.parametrize(
+    ("at_epoch_end", "options", "says"),
+    [
+        (evaluate_by_hand, {}, "SIGTERM: the evaluation goes on to the next place where"),
+        (sample, {}, "SIGTERM: the code between two steps goes on to the next place where"),
+        (sample, {"exit_code": None}, "SIGTERM: the code between two steps goes on"),
+        (sample, {"grace_period": "90 s"}, "saved there, or it ends 90 s after the signal"),
+        (None, {}, ""),
+    ],
+    ids=["evaluation", "code", "without a code", "with a grace period", "in a step"],
+)
+def test_what_goes_on_before_the_run_can_stop_is_said_once(
+    tmp_path, capsys, at_epoch_end, options, says
 ):
-    """As from a guard of torch.compile, for which an error means that it does not hold."""
-
-    def visit(now: str, number: int) -> None:
-        if (now, number) == (place, 0 if place == "forward" else 4):
-            try:
-                signal.raise_signal(signal.SIGTERM)
-            except SystemExit:
-                raise AssertionError("guard failed") from None
-
-    with pytest.raises(SystemExit) as stop:
-        left.train(tmp_path, visit)
-    assert stop.value.code == 75
-    assert "inside of what then failed: AssertionError: guard failed" in capsys.readouterr().err
-    assert left.train(tmp_path)[1] == unbroken[1]
+    with contextlib.suppress(SystemExit):
+        train_by_hand(tmp_path, at_epoch_end, **options)
+    told = [line for line in capsys.readouterr().err.splitlines() if "goes on to" in line]
+    assert len(told) == (at_epoch_end is not None)
+    assert says in "".join(told)
+    (entry,) = checkpoint_io.CheckpointFolder(tmp_path).list()
+    assert entry.name == f"step-{1 if at_epoch_end is None else 2:08d}"
 
 
-def test_an_error_after_the_way_back_has_closed_is_an_error(tmp_path):
+def test_an_error_after_a_signal_is_an_error(tmp_path):
     def visit(place: str, number: int) -> None:
-        with contextlib.suppress(SystemExit):
-            if (place, number) == ("epoch", 0):
-                signal.raise_signal(signal.SIGTERM)
+        if (place, number) == ("epoch", 0):
+            signal.raise_signal(signal.SIGTERM)
         if (place, number) == ("step", 1):
             raise ValueError("of its own")
 
@@ -221,13 +256,17 @@ def test_a_script_that_catches_the_exit_saves_where_it_stops_after_all(tmp_path)
     model = torch.nn.Linear(1, 1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     data = torch.utils.data.DataLoader(torch.ones(4, 1))
-    model, optimizer, data = accel.prepare(model, sgd, data)
+    val = torch.utils.data.DataLoader(torch.ones(4, 1))
+    model, optimizer, data, val = accel.prepare(model, sgd, data, val)
+    evaluated = []
 
     def train() -> None:
         with accel.run("catches") as run:
             for _ in run.epochs(1):
-                with contextlib.suppress(BaseException):
-                    signal.raise_signal(signal.SIGTERM)
+                with contextlib.suppress(BaseException), accel.evaluate(model):
+                    for batch in val:
+                        evaluated.append(batch)
+                        signal.raise_signal(signal.SIGTERM)
                 for batch in data:
                     accel.backward(model(batch).sum())
                     optimizer.step()
@@ -235,6 +274,7 @@ def test_a_script_that_catches_the_exit_saves_where_it_stops_after_all(tmp_path)
 
     with pytest.raises(SystemExit):
         train()
+    assert len(evaluated) == 1
     (entry,) = checkpoint_io.CheckpointFolder(tmp_path).list()
     assert entry.name == "step-00000001"
     reader = checkpoint_io.open_checkpoint(entry.path)
@@ -243,42 +283,76 @@ def test_a_script_that_catches_the_exit_saves_where_it_stops_after_all(tmp_path)
 
 
 class Stuck(torch.utils.data.Dataset):
-    """Items of which one does not come in the first run."""
+    """Eight items. The worker that has read so many sends a signal, and delivers no more."""
 
-    def __init__(self, folder) -> None:
-        self.gate = os.path.join(folder, "gate")
+    def __init__(self, at) -> None:
+        self.at, self.read = at, multiprocessing.Value("i", 0)
 
     def __len__(self):
         return 8
 
     def __getitem__(self, index):
-        if index == 5 and not os.path.exists(self.gate):
+        if self.read.value == self.at:
+            time.sleep(0.5)  # until the run waits
+            os.kill(os.getppid(), signal.SIGTERM)
             time.sleep(60)
+        self.read.value += 1
         return torch.full((1,), float(index))
 
 
-def test_a_wait_for_the_workers_of_a_loader_is_left(tmp_path):
-    def train() -> list:
-        accel = Accelerator(cpu=True, callbacks=[Preemption(), Checkpoint(tmp_path / "saved")])
-        model = torch.nn.Linear(1, 1)
-        data = torch.utils.data.DataLoader(Stuck(tmp_path), num_workers=1)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer, data = accel.prepare(model, sgd, data)
-        with accel.run("stuck") as run:
-            for _ in run.epochs(1):
-                for batch in data:
-                    accel.backward(model(batch).sum())
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    seen.append(int(batch))
-                    if run.global_step == 5 and not run.resumed_from:
-                        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        return seen
+def train_from_workers(folder, seen, *, data_at=None, val_at=None, counted=True) -> list:
+    """Train and evaluate for two epochs, with a worker each; returns the weights."""
+    torch.manual_seed(3)
+    accel = Accelerator(cpu=True, callbacks=[Preemption(), EMA(decay=0.5), Checkpoint(folder)])
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout(0.3))
+    adam = torch.optim.Adam(model.parameters(), lr=0.1)
+    data = torch.utils.data.DataLoader(Stuck(data_at), num_workers=1, shuffle=True)
+    val = torch.utils.data.DataLoader(Stuck(val_at), num_workers=1, shuffle=True)
+    model, optimizer, data, val = accel.prepare(model, adam, data, val)
+    with accel.run("workers") as run:
+        for _ in run.epochs(2) if counted else range(run.first_epoch, 2):
+            for batch in data:
+                accel.backward(model(batch).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append(int(batch))
+            if counted:
+                with accel.evaluate(model):
+                    for batch in val:
+                        model(batch)
+    return [p.tolist() for p in model.parameters()]
 
-    seen: list = []
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"data_at": 0}, 0),
+        ({"data_at": 5}, 5),
+        ({"data_at": 8}, 8),
+        ({"data_at": 11, "counted": False}, 11),
+        ({"data_at": 8, "counted": False}, 8),
+        ({"val_at": 3}, 8),
+        ({"val_at": 8}, 16),
+    ],
+    ids=[
+        "first batch",
+        "batch",
+        "second epoch",
+        "batch of a plain loop",
+        "second pass of a plain loop",
+        "evaluation",
+        "second evaluation",
+    ],
+)
+def test_a_wait_for_the_workers_of_a_loader_is_left(tmp_path, options, steps):
+    counted = options.get("counted", True)
+    undisturbed, before, after = [], [], []
+    weights = train_from_workers(tmp_path / "whole", undisturbed, counted=counted)
+    began = time.monotonic()
     with pytest.raises(SystemExit) as stop:
-        train()
-    assert (stop.value.code, seen) == (75, [0, 1, 2, 3, 4])
-    (tmp_path / "gate").touch()
-    seen.clear()
-    assert train() == [5, 6, 7]
+        train_from_workers(tmp_path / "left", before, **options)
+    assert stop.value.code == 75
+    assert time.monotonic() - began < 30  # it has not waited for the worker
+    assert before == undisturbed[:steps]
+    assert train_from_workers(tmp_path / "left", after, counted=counted) == weights
+    assert after == undisturbed[steps:]
