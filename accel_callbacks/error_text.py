@@ -40,7 +40,7 @@ _CORE = _OURS | {"torch", "functorch", "torch_xla", "deepspeed"}
 # Packages below ours and torch's. Their frames are folded beside frames of those only, as are those
 # of the standard library.
 _BELOW = {
-    *("fsspec", "s3fs", "gcsfs", "adlfs", "obstore", "boto3", "botocore", "aiobotocore"),
+    *("fsspec", "s3fs", "gcsfs", "adlfs", "boto3", "botocore", "aiobotocore"),
     *("aiohttp", "aioitertools", "urllib3", "requests", "safetensors", "numpy", "triton"),
 }
 _LIBRARY = os.path.normcase(sysconfig.get_path("stdlib") + os.sep)

@@ -1,4 +1,4 @@
-"""MB/s to and from S3 servers on loopback: checkpoint_io's transfers against s3fs and boto3.
+"""MB/s to and from S3 servers on loopback: checkpoint_io against s3fs and boto3.
 
     pip install "accel-callbacks[test]"
     python benchmarks/checkpoint_s3.py [--mib 512] [--rounds 5] [--servers sink,moto,seaweedfs]
@@ -169,16 +169,12 @@ def uploads(place: Server, data: np.ndarray) -> dict[str, Method]:
     size, key = len(data), f"up-{len(data)}"
     view = memoryview(data)
     s3fs = fsspec.filesystem("s3", **place.options, skip_instance_cache=True)
+    store = open_store(f"s3://{BUCKET}/ours", place.options)
 
-    def ours(transfer: str) -> Method:
-        store = open_store(f"s3://{BUCKET}/ours", {**place.options, "transfer": transfer})
-
-        def run() -> None:
-            with store.create(f"{transfer}-{key}", size) as write:
-                for at in range(0, size, 8 * MIB):
-                    write(view[at : at + 8 * MIB])
-
-        return run
+    def ours() -> None:
+        with store.create(f"ours-{key}", size) as write:
+            for at in range(0, size, 8 * MIB):
+                write(view[at : at + 8 * MIB])
 
     def s3fs_open() -> None:
         with s3fs.open(f"{BUCKET}/open-{key}", "wb") as file:
@@ -188,9 +184,7 @@ def uploads(place: Server, data: np.ndarray) -> dict[str, Method]:
     def s3fs_pipe() -> None:
         s3fs.pipe_file(f"{BUCKET}/pipe-{key}", data.tobytes())
 
-    methods = {"ours": ours("fsspec"), "s3fs open": s3fs_open, "s3fs pipe_file": s3fs_pipe}
-    with contextlib.suppress(ImportError):
-        methods["ours, obstore"] = ours("obstore")
+    methods = {"ours": ours, "s3fs open": s3fs_open, "s3fs pipe_file": s3fs_pipe}
     with contextlib.suppress(ImportError):
         client = place.boto3()
         raw = data.tobytes()
@@ -214,14 +208,10 @@ def downloads(place: Server, data: np.ndarray) -> dict[str, Method]:
     spans = [Span(name, at, min(size, at + 16 * MIB)) for at in range(0, size, 16 * MIB)]
     begins, ends = [s.begin for s in spans], [s.end for s in spans]
     path = f"{BUCKET}/ours/{name}"
+    store = open_store(f"s3://{BUCKET}/ours", place.options)
 
-    def ours(transfer: str) -> Method:
-        store = open_store(f"s3://{BUCKET}/ours", {**place.options, "transfer": transfer})
-
-        def deliver(index: int, part: memoryview) -> None:
-            target[spans[index].begin : spans[index].end] = np.frombuffer(part, dtype=np.uint8)
-
-        return lambda: store.fetch(spans, deliver)
+    def deliver(index: int, part: memoryview) -> None:
+        target[spans[index].begin : spans[index].end] = np.frombuffer(part, dtype=np.uint8)
 
     def s3fs_open() -> None:
         with s3fs.open(path, "rb") as file:
@@ -231,15 +221,13 @@ def downloads(place: Server, data: np.ndarray) -> dict[str, Method]:
                 at += len(piece)
 
     methods = {
-        "ours": ours("fsspec"),
+        "ours": lambda: store.fetch(spans, deliver),
         "s3fs open": s3fs_open,
         "s3fs cat_file": lambda: s3fs.cat_file(path),
         "s3fs cat_ranges": lambda: s3fs.cat_ranges([path] * len(begins), begins, ends),
     }
-    with open_store(f"s3://{BUCKET}/ours", place.options).create(name, size) as write:
+    with store.create(name, size) as write:
         write(memoryview(data))
-    with contextlib.suppress(ImportError):
-        methods["ours, obstore"] = ours("obstore")
     with contextlib.suppress(ImportError):
         client = place.boto3()
         methods["boto3 download_fileobj"] = lambda: client.download_fileobj(

@@ -22,8 +22,6 @@ from checkpoint_io.storage.retry import RetryPolicy
 
 __all__ = ["FsspecStore", "RangeReader", "Store", "child_name", "open_store"]
 
-_TRANSFERS = ("auto", "fsspec", "obstore")
-
 
 def open_store(
     url: str | os.PathLike[str],
@@ -31,21 +29,21 @@ def open_store(
     *,
     retry: RetryPolicy | None = None,
 ) -> Store:
-    """Open the folder that a URL or path names, with the storage driver it needs.
-
-    `storage_options` are passed to the fsspec driver, except for `transfer`: "obstore" moves the
-    bytes of an s3:// URL with that package, "fsspec" and "auto" (default) with the client of s3fs.
-    """
+    """Open the folder that a URL or path names; `storage_options` go to its fsspec driver."""
     text = os.fspath(url)
     if not isinstance(text, str) or not text:
         raise ValueError(f"a checkpoint's location must be a path or a URL, not {url!r}")
     options = dict(storage_options or {})
+    if "transfer" in options:
+        raise ValueError(
+            "storage_options: transfer was removed in 0.2.0: s3fs moves the bytes of s3:// URLs, "
+            "so leave it out"
+        )
     if not options and os.name == "posix" and ":" not in text:
         return LocalStore(text)  # as fsspec would say, after ten times as long
     if os.sep == "\\" and (local := local_path(text)) is not None:
         return LocalStore(local)  # drives and shares; fsspec takes some of them for relative paths
     protocol = protocol_of(text)
-    transfer = _transfer(options.pop("transfer", "auto"), protocol)
     if protocol in OBJECT_STORES:
         # a cached listing hides what other processes wrote
         options.setdefault("use_listings_cache", False)
@@ -57,7 +55,7 @@ def open_store(
         if protocol in ("s3", "s3a"):
             from checkpoint_io.storage.s3.store import open_s3
 
-            if (store := open_s3(text, options, policy, transfer)) is not None:
+            if (store := open_s3(text, options, policy)) is not None:
                 return store
         filesystem, path = url_to_fs(text, **options)
     except ImportError as error:
@@ -79,12 +77,3 @@ def open_store(
         return LocalStore(path)
     driver = Driver(filesystem, policy, lambda: url_to_fs(text, **options)[0])
     return FsspecStore(driver, path, text.rstrip("/"))
-
-
-def _transfer(wanted: Any, protocol: str) -> str:
-    """Return the `transfer` option; raise ValueError if it does not suit the protocol."""
-    if wanted not in _TRANSFERS:
-        raise ValueError(f"storage_options: transfer is one of {_TRANSFERS}, not {wanted!r}")
-    if wanted == "obstore" and protocol not in ("s3", "s3a"):
-        raise ValueError(f'storage_options: transfer="obstore" is for s3:// only, not {protocol}')
-    return str(wanted)

@@ -162,6 +162,17 @@ def test_store_of_each_kind(remote: Remote) -> None:
         store.child("../up")
 
 
+@pytest.mark.parametrize("url", ["s3://bucket/run", "memory://run", "run"])
+@pytest.mark.parametrize("value", ["auto", "fsspec", None])
+def test_the_option_that_chose_who_moves_bytes_is_refused(url: str, value: str | None) -> None:
+    with pytest.raises(ValueError, match="transfer") as caught:
+        open_store(url, {"transfer": value})
+    assert str(caught.value) == (
+        "storage_options: transfer was removed in 0.2.0: s3fs moves the bytes of s3:// URLs, so "
+        "leave it out"
+    )
+
+
 def test_block_that_raises_publishes_nothing(remote: Remote) -> None:
     """The drivers' own with-blocks would publish the truncated object, and so would a gc."""
     url, options = remote

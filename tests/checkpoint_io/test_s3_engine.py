@@ -579,11 +579,8 @@ def test_options_of_botocore_are_kept_and_bound_the_tries(script: ScriptedS3) ->
 # --- other threads, forks, the end ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("transfer", ["fsspec", "obstore"])
-def test_after_a_fork(server: S3Server, transfer: str) -> None:
-    if transfer == "obstore":
-        pytest.importorskip("obstore")
-    store = place(server, transfer=transfer)
+def test_after_a_fork(server: S3Server) -> None:
+    store = place(server)
     put(store, "parent", bytes(PART + 1))
     child = os.fork()
     if child == 0:

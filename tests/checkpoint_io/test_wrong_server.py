@@ -24,7 +24,6 @@ pytest.importorskip("s3fs")
 
 URL = "s3://bucket/run"
 PAGE = b"<!DOCTYPE html><html><head><title>Sign in</title></head><body>Welcome</body></html>"
-ENGINES = ["fsspec", pytest.param("obstore", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")
@@ -41,23 +40,16 @@ def script(scripts: ScriptedS3, elsewhere: ScriptedS3) -> ScriptedS3:
     return scripts
 
 
-def options(script: ScriptedS3, transfer: str = "fsspec") -> dict[str, Any]:
-    if transfer == "obstore":
-        pytest.importorskip("obstore")
-    return {**script.options, "transfer": transfer}
-
-
 def page(request: Request) -> Answer:
     return Answer(200, PAGE, {"Content-Type": "text/html; charset=utf-8"})
 
 
-def texts(script: ScriptedS3, transfer: str) -> list[str]:
+def texts(script: ScriptedS3) -> list[str]:
     """Return the errors of a small save, a large one and a load, by one cause each."""
-    large = 3_000_000 if transfer == "fsspec" else 9_000_000
     calls: list[Callable[[], Any]] = [
-        lambda: save(URL, {"w": torch.zeros(3)}, storage_options=options(script, transfer)),
-        lambda: save(URL, {"w": torch.zeros(large)}, storage_options=options(script, transfer)),
-        lambda: load(URL, storage_options=options(script, transfer)),
+        lambda: save(URL, {"w": torch.zeros(3)}, storage_options=script.options),
+        lambda: save(URL, {"w": torch.zeros(3_000_000)}, storage_options=script.options),
+        lambda: load(URL, storage_options=script.options),
     ]
     found = []
     for call in calls:
@@ -68,25 +60,21 @@ def texts(script: ScriptedS3, transfer: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("transfer", ENGINES)
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
-def test_a_redirect_is_not_followed(
-    script: ScriptedS3, elsewhere: ScriptedS3, status: int, transfer: str
-) -> None:
+def test_a_redirect_is_not_followed(script: ScriptedS3, elsewhere: ScriptedS3, status: int) -> None:
     port = elsewhere.server.server_address[1]
     target = f"http://me:password@127.0.0.1:{port}/login?token=secret"
     script.respond = lambda request: Answer(status, b"", {"Location": target})
-    for text in texts(script, transfer):
+    for text in texts(script):
         assert f"{URL}/manifest.json at http://127.0.0.1" in text
         assert f"a redirect to http://127.0.0.1:{port}/login, which is not followed" in text
         assert "endpoint_url" in text
     assert elsewhere.asked == []
 
 
-@pytest.mark.parametrize("transfer", ENGINES)
-def test_a_web_page_is_no_store(script: ScriptedS3, transfer: str) -> None:
+def test_a_web_page_is_no_store(script: ScriptedS3) -> None:
     script.respond = page
-    for text in texts(script, transfer):
+    for text in texts(script):
         assert f"{URL}/manifest.json at http://127.0.0.1" in text
         assert "the answer is a web page (text/html)" in text
         assert "endpoint_url" in text
@@ -101,7 +89,7 @@ def test_an_upload_that_a_page_answers(script: ScriptedS3) -> None:
         return failure(404, "NoSuchKey") if request.method in ("HEAD", "GET") else usual(request)
 
     script.respond = respond
-    store = open_store(URL, options(script))
+    store = open_store(URL, script.options)
 
     def upload() -> None:
         with store.create("x") as write:
@@ -112,12 +100,9 @@ def test_an_upload_that_a_page_answers(script: ScriptedS3) -> None:
         upload()
 
 
-@pytest.mark.parametrize("transfer", ENGINES)
-def test_an_expired_token_is_named_where_a_head_has_no_body(
-    script: ScriptedS3, transfer: str
-) -> None:
+def test_an_expired_token_is_named_where_a_head_has_no_body(script: ScriptedS3) -> None:
     script.respond = lambda request: failure(400, "ExpiredToken", "The provided token has expired.")
-    for text in texts(script, transfer):
+    for text in texts(script):
         assert "ExpiredToken: The provided token has expired." in text
         assert "get new ones and start again" in text
         assert URL in text
@@ -125,7 +110,7 @@ def test_an_expired_token_is_named_where_a_head_has_no_body(
 
 def test_errors_show_no_password_of_the_endpoint(script: ScriptedS3) -> None:
     script.respond = page
-    named = {**options(script), "config_kwargs": {"retries": {"total_max_attempts": 1}}}
+    named = {**script.options, "config_kwargs": {"retries": {"total_max_attempts": 1}}}
     named["endpoint_url"] = named["endpoint_url"].replace("//", "//user:password@")
     with pytest.raises(CheckpointError) as caught:
         load(URL, storage_options=named)
@@ -138,5 +123,5 @@ def test_a_page_that_somebody_keeps_in_a_bucket_is_read(script: ScriptedS3) -> N
         return Answer(200, PAGE, {"Content-Type": "text/html", "ETag": '"tag"'})
 
     script.respond = respond
-    with open_store(URL, options(script)).open("index.html") as reader:
+    with open_store(URL, script.options).open("index.html") as reader:
         assert bytes(reader.read(0, reader.size)) == PAGE

@@ -33,9 +33,9 @@ MANIFEST = r"^PUT .*/manifest\.json"
 ABORT = r"^DELETE .*uploadId="
 
 
-@pytest.fixture(params=["fsspec", pytest.param("obstore", marks=pytest.mark.slow)])
-def place(s3: Any, request: pytest.FixtureRequest) -> Iterator[Place]:
-    with broken_place(s3, request.param) as made:
+@pytest.fixture
+def place(s3: Any) -> Iterator[Place]:
+    with broken_place(s3) as made:
         yield made
 
 
@@ -196,7 +196,7 @@ def rclone() -> Iterator[S3Server]:
 @pytest.fixture
 def unchecked(rclone: S3Server) -> Iterator[Place]:
     """A store that keeps what arrives, compares no CRC and ignores conditions."""
-    with broken_place(rclone, "fsspec") as made:
+    with broken_place(rclone) as made:
         yield made
 
 

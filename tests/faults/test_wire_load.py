@@ -29,9 +29,9 @@ FOREVER = None
 slow = pytest.mark.slow
 
 
-@pytest.fixture(params=["fsspec", pytest.param("obstore", marks=pytest.mark.slow)])
-def place(s3: Any, request: pytest.FixtureRequest) -> Iterator[Place]:
-    with broken_place(s3, request.param) as made:
+@pytest.fixture
+def place(s3: Any) -> Iterator[Place]:
+    with broken_place(s3) as made:
         yield made
 
 

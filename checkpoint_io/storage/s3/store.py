@@ -21,10 +21,10 @@ from checkpoint_io.storage.base import (
 from checkpoint_io.storage.retry import RetryPolicy
 from checkpoint_io.storage.s3 import conditional
 from checkpoint_io.storage.s3.client import S3Client, configured, sends_checksums
-from checkpoint_io.storage.s3.download import S3Reader, head
+from checkpoint_io.storage.s3.download import Fetch, S3Reader, head
 from checkpoint_io.storage.s3.listing import abort_upload, delete, listing, unfinished_uploads
 from checkpoint_io.storage.s3.parts import Checksum, best_checksum
-from checkpoint_io.storage.s3.upload import ClientTransfer, Transfer
+from checkpoint_io.storage.s3.upload import upload
 
 _AT_ONCE = 16
 
@@ -39,12 +39,10 @@ class S3Store(ObjectStore):
         client: S3Client,
         prefix: str,
         url: str,
-        transfer: Transfer,
         checksum: Checksum | None,
     ) -> None:
         self._client = client
         self._prefix = f"{prefix.rstrip('/')}/" if prefix.rstrip("/") else ""
-        self._transfer = transfer
         self._checksum = checksum
         self.url = url
 
@@ -61,7 +59,7 @@ class S3Store(ObjectStore):
 
     def create(self, name: str, size: int | None = None) -> AbstractContextManager[Write]:
         """Upload a new object; publish nothing, and leave no parts, if the block raises."""
-        return self._transfer.upload(self._key(name), size)
+        return upload(self._client, self._key(name), size, self._checksum)
 
     def token(self, name: str) -> str:
         """Return the entity tag of an object, "" if there is none."""
@@ -76,15 +74,14 @@ class S3Store(ObjectStore):
     def fetch(self, spans: Sequence[Span], deliver: Deliver) -> None:
         """Read spans, several at once, each object in a single version."""
         if spans:
-            self._transfer.fetch(spans, self._key, deliver)
+            Fetch(self._client, spans, self._key).run(deliver)
 
     def forget(self, name: str) -> None:
         """Do nothing: each read is a request of its own."""
 
     def reconnect(self) -> None:
-        """Make new clients; requests that are under way finish with the old ones."""
+        """Make a new client; requests that are under way finish with the old one."""
         self._client.reconnect()
-        self._transfer.reconnect()
 
     @contextmanager
     def open(self, name: str) -> Iterator[S3Reader]:
@@ -164,12 +161,10 @@ class S3Store(ObjectStore):
     def child(self, name: str) -> S3Store:
         """Return the store of a folder below this one."""
         prefix, url = self._key(child_name(name)), f"{self.url}/{name}"
-        return S3Store(self._client, prefix, url, self._transfer, self._checksum)
+        return S3Store(self._client, prefix, url, self._checksum)
 
 
-def open_s3(
-    url: str, options: Mapping[str, Any], policy: RetryPolicy, transfer: str
-) -> S3Store | None:
+def open_s3(url: str, options: Mapping[str, Any], policy: RetryPolicy) -> S3Store | None:
     """Open a prefix through s3fs; None if another driver is registered for the protocol."""
     from fsspec.core import url_to_fs
 
@@ -195,9 +190,4 @@ def open_s3(
 
     client = S3Client(bucket, str(endpoint), policy, make)
     checksum = best_checksum() if sends_checksums(options) else None
-    mover: Transfer = ClientTransfer(client, checksum)
-    if transfer == "obstore":
-        from checkpoint_io.storage.s3.obstore import ObstoreTransfer
-
-        mover = ObstoreTransfer(client, driver_options, policy, mover)
-    return S3Store(client, prefix, url.rstrip("/"), mover, checksum)
+    return S3Store(client, prefix, url.rstrip("/"), checksum)

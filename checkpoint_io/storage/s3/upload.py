@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from checkpoint_io.errors import CheckpointWarning, UnsettledWriteError
-from checkpoint_io.storage.base import Deliver, Span, Write
+from checkpoint_io.storage.base import Write
 from checkpoint_io.storage.s3.client import STEP, S3Client, StoreUnavailableError, is_transient
-from checkpoint_io.storage.s3.download import Fetch, head
+from checkpoint_io.storage.s3.download import head
 from checkpoint_io.storage.s3.listing import abort_upload, abort_uploads_of
 from checkpoint_io.storage.s3.parts import (
     Checksum,
@@ -25,65 +25,40 @@ from checkpoint_io.storage.s3.parts import (
 from checkpoint_io.warning import warn
 
 
-class Transfer(Protocol):
-    """An engine that moves the bytes of large objects; other requests use the client."""
+@contextmanager
+def upload(
+    client: S3Client, key: str, size: int | None, checksum: Checksum | None
+) -> Iterator[Write]:
+    """Upload what is written in the block; a block that raises leaves nothing behind."""
+    url = client.place.of(key)
+    multipart = MultipartUpload(client, key, checksum)
+    with process_budget().entered() as budget:
+        parts = PartBuffer(budget, url, size)
 
-    def upload(self, key: str, size: int | None) -> AbstractContextManager[Write]:
-        """Upload an object that appears when the block ends without an error."""
+        def write(data: memoryview[int]) -> None:
+            for part in parts.fill(data):
+                multipart.send(*part)
 
-    def fetch(self, spans: Sequence[Span], key_of: Callable[[str], str], deliver: Deliver) -> None:
-        """Read spans; see `Store.fetch`."""
-
-    def reconnect(self) -> None:
-        """Read over new connections from now on."""
-
-
-class ClientTransfer:
-    """The engine that uses the client of s3fs."""
-
-    def __init__(self, client: S3Client, checksum: Checksum | None) -> None:
-        self._client = client
-        self._checksum = checksum
-
-    @contextmanager
-    def upload(self, key: str, size: int | None) -> Iterator[Write]:
-        """Upload what is written in the block; a block that raises leaves nothing behind."""
-        url = self._client.place.of(key)
-        multipart = MultipartUpload(self._client, key, self._checksum)
-        with process_budget().entered() as budget:
-            parts = PartBuffer(budget, url, size)
-
-            def write(data: memoryview[int]) -> None:
-                for part in parts.fill(data):
-                    multipart.send(*part)
-
-            try:
-                yield write
-                parts.check_complete()
-                buffer, length = parts.take()
-                if not multipart.begun:  # all of it fits one request
-                    data = bytes(memoryview(buffer)[:length])
-                    whole = partial(put, self._client, key, data, self._checksum)
-                    self._client.run(self._client.repeat_explained("uploading", key, whole))
-                    return
-                if length:
-                    multipart.send(buffer, length)
-                multipart.complete(parts.written)
-                with warn_of_leftovers(url):
-                    multipart.abort_strays()
-            except BaseException:
-                with warn_of_leftovers(url):
-                    multipart.abort()
-                raise
-            finally:
-                parts.take()  # the traceback of an error may keep this frame
-
-    def fetch(self, spans: Sequence[Span], key_of: Callable[[str], str], deliver: Deliver) -> None:
-        """Read spans, several at once."""
-        Fetch(self._client, spans, key_of).run(deliver)
-
-    def reconnect(self) -> None:
-        """Do nothing: the connections are those of the client."""
+        try:
+            yield write
+            parts.check_complete()
+            buffer, length = parts.take()
+            if not multipart.begun:  # all of it fits one request
+                data = bytes(memoryview(buffer)[:length])
+                whole = partial(put, client, key, data, checksum)
+                client.run(client.repeat_explained("uploading", key, whole))
+                return
+            if length:
+                multipart.send(buffer, length)
+            multipart.complete(parts.written)
+            with warn_of_leftovers(url):
+                multipart.abort_strays()
+        except BaseException:
+            with warn_of_leftovers(url):
+                multipart.abort()
+            raise
+        finally:
+            parts.take()  # the traceback of an error may keep this frame
 
 
 class MultipartUpload:

@@ -22,7 +22,6 @@ class Place:
     server: Any
     proxy: Proxy
     prefix: str
-    transfer: str = "fsspec"
     attempts: int = 4
 
     @property
@@ -41,7 +40,6 @@ class Place:
             **self.server.options,
             "endpoint_url": self.proxy.endpoint,
             "config_kwargs": config,
-            "transfer": self.transfer,
         }
 
     def save(self, step: int, numel: int, through: bool = True) -> None:
@@ -60,12 +58,10 @@ class Place:
 
 
 @contextmanager
-def broken_place(server: Any, transfer: str) -> Iterator[Place]:
+def broken_place(server: Any) -> Iterator[Place]:
     """Make a place behind a proxy that harms nothing yet."""
-    if transfer == "obstore":
-        pytest.importorskip("obstore")
     with proxy_to(server.endpoint) as proxy:
-        yield Place(server, proxy, uuid.uuid4().hex, transfer)
+        yield Place(server, proxy, uuid.uuid4().hex)
 
 
 def cases(table: dict[str, Any], short: set[str]) -> list[Any]:
