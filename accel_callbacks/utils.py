@@ -15,7 +15,6 @@ from accel_callbacks._lazy import lazy_names
 
 _HOME = {
     "AlignDevicesHook": "compat.hooks",
-    "BnbQuantizationConfig": "compat.quantize",
     "CpuOffload": "compat.hooks",
     "CustomDtype": "offload.sizes",
     "DummyOptim": "plugins.deepspeed_dummies",
@@ -70,7 +69,6 @@ _HOME = {
     "get_shape": "compat.operations",
     "get_state_dict_from_offload": "compat.tensors",
     "get_state_dict_offloaded_model": "compat.tensors",
-    "has_4bit_bnb_layers": "compat.quantize",
     "has_offloaded_params": "compat.tensors",
     "honor_type": "compat.operations",
     "id_tensor_storage": "compat.tensors",
@@ -88,7 +86,6 @@ _HOME = {
     "is_torch_version": "compat.packages",
     "is_xpu_available": "compat.packages",
     "listify": "compat.operations",
-    "load_and_quantize_model": "compat.quantize",
     "load_fsdp_model": "compat.fsdp",
     "load_fsdp_optimizer": "compat.fsdp",
     "load_offloaded_weight": "compat.folder",
@@ -123,7 +120,6 @@ if TYPE_CHECKING:
     from accel_callbacks.compat.hooks import *
     from accel_callbacks.compat.operations import *
     from accel_callbacks.compat.packages import *
-    from accel_callbacks.compat.quantize import *
     from accel_callbacks.compat.tensors import *
     from accel_callbacks.compat.wrappers import *
     from accel_callbacks.data.skip import *

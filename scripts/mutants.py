@@ -304,7 +304,6 @@ offload
     accel_callbacks/offload/placeholder.py
     accel_callbacks/offload/placement.py
     accel_callbacks/offload/planner.py
-    accel_callbacks/compat/quantize.py
     accel_callbacks/offload/residence.py
     accel_callbacks/offload/sizes.py
     accel_callbacks/offload/slots.py
@@ -330,7 +329,6 @@ offload
     tests/accel_callbacks/offload/test_memory_limit.py
     tests/accel_callbacks/offload/test_placeholder.py
     tests/accel_callbacks/offload/test_plan.py
-    tests/compat/test_quantize.py
     tests/accel_callbacks/offload/test_reads.py
     tests/accel_callbacks/offload/test_residence.py
     tests/accel_callbacks/offload/test_sizes.py

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from accel_callbacks.compat.names import MODULES, NOT_PROVIDED, TWINS, home_of, resolve
-from accel_callbacks.removed import removal_of
+from accel_callbacks.compat.names import MODULES, TWINS, home_of, reason_against, resolve
 
 __all__ = ["NameUse", "Status", "UnreadableError", "name_uses", "status_of"]
 
@@ -185,7 +184,7 @@ def status_of(module: str, name: str) -> tuple[Status, str]:
         home = home_of(name)
         if home == TWINS:
             return "lenient", ""
-        if home is None and (reason := NOT_PROVIDED.get(name) or removal_of(name).lstrip()):
+        if home is None and (reason := reason_against(name)):
             return "not provided", reason
     return "here", ""
 

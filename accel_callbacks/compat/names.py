@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from accel_callbacks.removed import removal_of
 
-__all__ = ["MODULES", "NOT_PROVIDED", "NotProvided", "resolve"]
+__all__ = ["MODULES", "NOT_PROVIDED", "NotProvided", "reason_against", "resolve"]
 
 _SUBMODULES = (
     *("accelerator", "big_modeling", "checkpointing", "commands", "commands.config"),
@@ -158,11 +158,16 @@ def resolve(module: str, name: str) -> Any:
     home = home_of(name)
     if home is not None:
         return getattr(importlib.import_module(home), name)
-    if reason := NOT_PROVIDED.get(name) or removal_of(name).lstrip():
+    if reason := reason_against(name):
         return _placeholder(f"{module}.{name}", reason)
     raise AttributeError(
         f"{module}.{name}: this library, which stands in for accelerate, has no such name."
     )
+
+
+def reason_against(name: str) -> str:
+    """Return why a name of Accelerate is not provided, an empty string if nothing is known."""
+    return NOT_PROVIDED.get(name) or removal_of(name).lstrip()
 
 
 def home_of(name: str, homes: Sequence[str] = _HOMES) -> str | None:

@@ -60,7 +60,7 @@ def load_checkpoint_in_model(
         offload_state_dict: accepted for Accelerate: there is no state dict in memory.
         offload_buffers: buffers of modules on disk are there too.
         keep_in_fp32_modules: names of modules that stay in float32 whatever ``dtype`` is.
-        offload_8bit_bnb: not supported yet.
+        offload_8bit_bnb: not supported.
         strict: raise for missing or unexpected names instead of warning.
         full_state_dict: accepted for Accelerate; sharded parameters always read their own part of
             a full stored tensor.
@@ -87,8 +87,8 @@ def load_checkpoint_in_model(
     """
     if offload_8bit_bnb:
         raise ValueError(
-            "offload_8bit_bnb=True is not supported: int8 weights of bitsandbytes stay resident; "
-            "use load_and_quantize_model."
+            "offload_8bit_bnb=True is not supported: transformers loads such a model itself, by "
+            "from_pretrained(name, quantization_config=BitsAndBytesConfig(...))."
         )
     spread = device_map is not None and _is_spread(device_map)
     dtype_of = dtype_rule(dtype, keep_in_fp32_modules)

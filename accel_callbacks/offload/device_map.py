@@ -95,7 +95,6 @@ def planned_device_map(
     no_split_module_classes: Collection[str] | str | None = None,
     dtype: AnyDtype | None = None,
     offload_buffers: bool = False,
-    special_dtypes: Mapping[str, AnyDtype] | None = None,
 ) -> dict[str, Device]:
     """Return the device map of a model by a policy, as arguments ``device_map=`` name it.
 
@@ -106,7 +105,6 @@ def planned_device_map(
         no_split_module_classes: the same.
         dtype: the same.
         offload_buffers: the same.
-        special_dtypes: the same.
 
     Raises:
         ValueError: it is no policy.
@@ -119,12 +117,8 @@ def planned_device_map(
     classes = no_split_module_classes
     if policy != "sequential":
         low_zero = policy == "balanced_low_0"
-        max_memory = get_balanced_memory(
-            model, max_memory, classes, dtype, special_dtypes, low_zero=low_zero
-        )
-    return infer_auto_device_map(
-        model, max_memory, classes, dtype, special_dtypes, offload_buffers=offload_buffers
-    )
+        max_memory = get_balanced_memory(model, max_memory, classes, dtype, low_zero=low_zero)
+    return infer_auto_device_map(model, max_memory, classes, dtype, offload_buffers=offload_buffers)
 
 
 def _fitted(weights: Weights, memory: Mapping[Device, int], offload_buffers: bool) -> Plan:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import accel_callbacks.utils
 from accel_callbacks.compat.check import name_uses, status_of
 from accel_callbacks.compat.names import NOT_PROVIDED, NotProvided, resolve
 
@@ -54,6 +55,41 @@ def test_what_is_not_provided_is_imported_and_says_why_on_use(name):
     assert isinstance(placeholder, type)
     with pytest.raises(NotProvided, match=rf"^accelerate.utils.{name}: .{{40}}"):
         placeholder(1)
+
+
+@pytest.mark.parametrize(
+    "name", ["BnbQuantizationConfig", "has_4bit_bnb_layers", "load_and_quantize_model"]
+)
+def test_what_was_removed_says_what_serves_instead(name):
+    text = (
+        "It was removed in 0.2.0. transformers loads such a model itself: "
+        "from_pretrained(name, quantization_config=BitsAndBytesConfig(...))."
+    )
+    with pytest.raises(NotProvided) as caught:
+        resolve("accelerate.utils", name)()
+    assert str(caught.value) == f"accelerate.utils.{name}: {text}"
+    assert status_of("accelerate.utils.bnb", name) == ("not provided", text)
+    with pytest.raises(ImportError) as raised:
+        getattr(accel_callbacks.utils, name)
+    assert str(raised.value) == f"accel_callbacks.utils has no {name!r}. {text}"
+
+
+def test_checks_for_a_package_are_there_though_nothing_here_uses_it(tmp_path):
+    said = run(
+        tmp_path,
+        """
+        import accelerate.utils.bnb
+        from accelerate.utils import is_4bit_bnb_available, is_8bit_bnb_available, is_bnb_available
+        from accelerate.utils.bnb import has_4bit_bnb_layers
+        from accelerate.utils.imports import is_bitsandbytes_multi_backend_available
+
+        checks = is_4bit_bnb_available, is_8bit_bnb_available, is_bnb_available
+        assert all(type(check()) is bool for check in checks)
+        assert type(is_bitsandbytes_multi_backend_available()) is bool
+        print("checked")
+        """,
+    )
+    assert said == "checked\n"
 
 
 def test_a_name_that_nobody_has_is_an_import_error(tmp_path):

@@ -83,7 +83,7 @@ def test_one_device_for_all(tmp_path: Path) -> None:
         ({"device_map": "auto"}, "is no mapping"),
         ({"device_map": {"": "nowhere"}}, "is no device"),
         ({"device_map": {"0": "disk"}}, r"no device for '1\.weight'"),
-        ({"offload_8bit_bnb": True}, "load_and_quantize_model"),
+        ({"offload_8bit_bnb": True}, "transformers loads such a model"),
     ],
     ids=str,
 )
