@@ -666,8 +666,7 @@ class Accelerator(ProcessControl, MediaLogging):
                 Without it a model is trained by the ``loss`` of its outputs, such as those of
                 transformers with ``labels=``; in training the other outputs are ``None``.
             schedule: of torch: ``"GPipe"``, ``"1F1B"`` (default), or with several stages on each
-                rank ``"Interleaved1F1B"``, ``"LoopedBFS"``, ``"InterleavedZeroBubble"``,
-                ``"ZBVZeroBubble"`` or ``"DualPipeV"``.
+                rank ``"Interleaved1F1B"`` or ``"LoopedBFS"``.
             microbatches: at most so many equal parts of a batch, twice the ranks by default. A
                 batch that they do not divide is cut into fewer.
             reduction: ``"mean"`` if ``loss_fn`` returns the mean over its rows, ``"sum"`` for

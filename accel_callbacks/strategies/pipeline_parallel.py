@@ -270,15 +270,12 @@ class PipelineParallel(Sharding):
         rehearsal = Rehearsal(plan, model, self.topology.device)
         stages = {
             n: wrap_stage(Stage(plan, model, n, self.topology.device))
-            for n in range(plan.count)
-            if options.rank_of(n, self._ranks) == self._index
+            for n in range(self._index, plan.count, self._ranks)
         }
         self._send_weights(model)
         before = dict(model.named_parameters(remove_duplicate=False))
         self._plans[model] = plan
-        self._owners[model] = {
-            name: options.rank_of(n, self._ranks) for name, n in plan.owner.items()
-        }
+        self._owners[model] = {name: n % self._ranks for name, n in plan.owner.items()}
         self._drop_others(model, plan, stages)
         if layers:
             mesh = self.device_mesh["tp"]

@@ -14,6 +14,7 @@ from torch.utils import _pytree
 
 from accel_callbacks import collectives
 from accel_callbacks.gradients import local_part
+from accel_callbacks.removed import removal_of
 from accel_callbacks.strategies.context_parallel import plain_attention
 from accel_callbacks.strategies.cut_dropout import draws_random_numbers
 from accel_callbacks.strategies.pipeline_rehearsal import Rehearsal
@@ -33,14 +34,7 @@ SCHEDULES: Mapping[str, bool] = {
     "1F1B": False,
     "Interleaved1F1B": True,
     "LoopedBFS": True,
-    "InterleavedZeroBubble": True,
-    "ZBVZeroBubble": True,
-    "DualPipeV": True,
 }
-_V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # a rank has two stages, rank 0 the first and the last
-#: They compute the gradients of inputs and of weights apart, those of what is lent not at all.
-_SPLIT_BACKWARD = ("InterleavedZeroBubble", *_V_SHAPED)
-_OF_FORWARD = ("FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")  # torch's names of actions
 _KEPT_SCHEDULES = 8  # each has buffers to receive in
 _GOLDEN = 0x9E3779B97F4A7C15
 # Options of transformers' models, with which layers collect outputs besides the result.
@@ -70,18 +64,15 @@ class PipelineOptions:
         known = {name.lower(): name for name in SCHEDULES}
         name = known.get(self.schedule.lower())
         if name is None:
-            raise ValueError(f"schedule={self.schedule!r} is unknown; use one of {[*SCHEDULES]}.")
+            gone = removal_of(self.schedule)
+            hint = f".{gone}" if gone else f"; use one of {[*SCHEDULES]}."
+            raise ValueError(f"schedule={self.schedule!r} is unknown{hint}")
         if self.reduction not in ("mean", "sum"):
             raise ValueError(f'reduction={self.reduction!r} must be "mean" or "sum".')
         points = self.split_points
         if points is None:
             points = balanced_split_points(model, 2 * ranks if SCHEDULES[name] else ranks)
         stages = len(points) + 1
-        if name in _V_SHAPED and stages != 2 * ranks:
-            raise ValueError(
-                f"schedule={name!r} gives each of the {ranks} ranks two stages, and "
-                f"{len(points)} split_points make {stages}: give {2 * ranks - 1}."
-            )
         if SCHEDULES[name] and (stages % ranks or stages == ranks):
             raise ValueError(
                 f"schedule={name!r} gives each of the {ranks} ranks several stages, and there are "
@@ -95,31 +86,12 @@ class PipelineOptions:
                 'schedule="Interleaved1F1B" for several a rank.'
             )
         count = 2 * ranks if self.microbatches is None else self.microbatches
-        options = PipelineOptions(list(points), self.loss_fn, name, count, self.reduction)
-        if count < options.fewest(ranks):
+        if count < ranks:
             raise ValueError(
-                f"microbatches={count}: {ranks} ranks of a pipeline by schedule={name!r} need at "
-                f"least {options.fewest(ranks)}, or some idle."
+                f"microbatches={count}: {ranks} ranks of a pipeline need at least {ranks}, or some "
+                "idle."
             )
-        return options
-
-    def fewest(self, ranks: int) -> int:
-        """Return the least number of micro-batches by which these ranks all have something to do.
-
-        Args:
-            ranks: of the pipeline.
-        """
-        return 2 * ranks if self.schedule == "DualPipeV" else ranks
-
-    def rank_of(self, stage: int, ranks: int) -> int:
-        """Return the rank that has a stage.
-
-        Args:
-            stage: its number.
-            ranks: of the pipeline.
-        """
-        turns, place = divmod(stage, ranks)
-        return ranks - 1 - place if turns % 2 and self.schedule in _V_SHAPED else place
+        return PipelineOptions(list(points), self.loss_fn, name, count, self.reduction)
 
 
 @dataclass(frozen=True)
@@ -171,7 +143,10 @@ class _Ready(NamedTuple):
 
 
 class PipelineRunner:
-    """Runs batches through the stages of this rank, by a schedule of torch."""
+    """Runs batches through the stages of this rank, by a schedule of torch.
+
+    Stages go round the ranks: that of number ``n`` is on rank ``n % ranks``.
+    """
 
     def __init__(
         self,
@@ -195,7 +170,7 @@ class PipelineRunner:
         self._signature = inspect.signature(model.forward)
         self._group = group
         self._device = device
-        self._last = dist.get_global_rank(group, options.rank_of(plan.count - 1, group.size()))
+        self._last = dist.get_global_rank(group, group.size() - 1)
         self._random = draws_random_numbers(model)
         self._targets: Sequence[Any] = ()
         self._route: Route | None = None
@@ -372,8 +347,7 @@ class PipelineRunner:
         """Yield the names of parameters that are lent, their owners and who borrows, as ranks."""
         size = self._group.size()
         for name, stages in route.borrowed.items():
-            owner = self._options.rank_of(self._plan.owner[name], size)
-            yield name, owner, sorted({self._options.rank_of(stage, size) for stage in stages})
+            yield name, self._plan.owner[name] % size, sorted({stage % size for stage in stages})
 
     @property
     def _rank(self) -> int:
@@ -404,7 +378,7 @@ class PipelineRunner:
     def _evaluate(self, batch: _Batch) -> Any:
         rows = batch.rows
         if self._count(rows) is None:  # copies of the first row, which are dropped again
-            batch = batch.filled(-rows % self._options.fewest(self._group.size()))
+            batch = batch.filled(-rows % self._group.size())
         ready = self._schedule(batch, training=False)
         tensors = ready.route.tensors()
         if batch.rows != rows and any(not outline.shape for outline in tensors):
@@ -464,7 +438,7 @@ class PipelineRunner:
 
     def _made(self, batch: _Batch, training: bool) -> _Ready:
         rows = batch.rows
-        count, fewest = self._count(rows), self._options.fewest(self._group.size())
+        count, fewest = self._count(rows), self._group.size()
         if count is None:
             raise ValueError(
                 f"a batch of {rows} rows cannot be cut into equal micro-batches, at most "
@@ -487,12 +461,6 @@ class PipelineRunner:
         failed = next((text for text in texts if text is not None), None)
         if route is None or failed is not None:
             raise RuntimeError(f"another stage of the pipeline has failed with {failed}")
-        if route.borrowed and self._options.schedule in _SPLIT_BACKWARD:
-            raise ValueError(
-                f"{self._plan.name}: several stages read {next(iter(route.borrowed))!r}, whose "
-                f"gradients {self._options.schedule} does not compute for stages that borrow it: "
-                'use schedule="Interleaved1F1B".'
-            )
         return _Ready(self._built(count, route.outputs_on_meta(), training), count, route)
 
     @property
@@ -504,8 +472,7 @@ class PipelineRunner:
         ranks = self._group.size()
         # torch's schedules of several stages on a rank take rounds of as many as there are ranks.
         step = ranks if SCHEDULES[self._options.schedule] else 1
-        fewest = self._options.fewest(ranks)
-        allowed = range(self._most // step * step, fewest - 1, -step)
+        allowed = range(self._most // step * step, ranks - 1, -step)
         return next((count for count in allowed if rows and rows % count == 0), None)
 
     def _built(self, count: int, passed: Sequence[tuple[torch.Tensor, ...]], training: bool) -> Any:
@@ -530,27 +497,12 @@ class PipelineRunner:
         known = inspect.signature(kind.__init__).parameters
         options = {"scale_grads": False} if "scale_grads" in known else {}
         several = SCHEDULES[self._options.schedule]
-        schedule = kind(
+        return kind(
             stages if several else stages[0],
             count,
             loss_fn=self._loss if training else None,
             **options,
         )
-        if not training and self._options.schedule in _V_SHAPED:
-            _drop_backward(schedule)
-        return schedule
-
-
-def _drop_backward(schedule: Any) -> None:
-    """Leave the forward of a schedule alone.
-
-    torch's own skips backward passes, but not that a V hands a gradient to the stage of this rank.
-    """
-    for rank, actions in schedule.pipeline_order_with_comms.items():
-        parts = [part for action in actions for part in (action.sub_actions or (action,))]
-        schedule.pipeline_order_with_comms[rank] = [
-            part for part in parts if part.computation_type.name in _OF_FORWARD
-        ]
 
 
 class _Settled(torch.autograd.Function):

@@ -71,9 +71,6 @@ SPLITS = {
     "1F1B": ["blocks.1"],
     "Interleaved1F1B": ["blocks.1", "blocks.2", "blocks.3"],
     "LoopedBFS": ["blocks.1", "blocks.2", "head"],
-    "InterleavedZeroBubble": ["blocks.1", "blocks.2", "blocks.3"],
-    "ZBVZeroBubble": ["blocks.1", "blocks.2", "blocks.3"],
-    "DualPipeV": ["blocks.1", "blocks.2", "head"],
 }
 
 
@@ -178,9 +175,6 @@ def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
         pytest.param("1F1B", 1, "norm", False, marks=pytest.mark.slow),
         pytest.param("Interleaved1F1B", 4, "value", False, marks=pytest.mark.slow),
         pytest.param("LoopedBFS", 4, "norm", True, marks=pytest.mark.slow),
-        ("InterleavedZeroBubble", 1, "norm", False),
-        ("ZBVZeroBubble", 4, "norm", False),
-        ("DualPipeV", 1, "norm", True),
     ],
 )
 def test_losses_gradients_and_weights_are_those_of_one_process(pool, schedule, window, clip, first):
@@ -246,7 +240,6 @@ def goes_on(
         ("1F1B", "1F1B", 4, 2),
         ("1F1B", None, 1, 3),
         (None, "Interleaved1F1B", 1, 3),
-        ("ZBVZeroBubble", "1F1B", 4, 2),
         pytest.param("1F1B", None, 4, 2, marks=pytest.mark.slow),
         pytest.param(None, "1F1B", 4, 2, marks=pytest.mark.slow),
         pytest.param("Interleaved1F1B", "GPipe", 4, 2, marks=pytest.mark.slow),
@@ -377,13 +370,15 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "too many": (LM, {"schedule": "1F1B"}, "one stage, and 3 split_points make 4"),
     "too few": (LM, {"split_points": ["head"]}, "several stages, and there are 2"),
     "schedule": (LM, {"schedule": "ZeroBubble"}, "is unknown; use one of"),
-    "not a V": (
-        LM,
-        {"schedule": "ZBVZeroBubble", "split_points": [*SPLITS["LoopedBFS"], "blocks.3"][::-1]},
-        "2 ranks two stages",
-    ),
+    **{
+        name: (
+            LM,
+            {"schedule": name},
+            r"unknown\. It was removed in 0\.2\.0\. Use .Interleaved1F1B",
+        )
+        for name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+    },
     "few microbatches": (LM, {"microbatches": 1}, "need at least 2, or some idle"),
-    "few for a V": (LM, {"schedule": "DualPipeV", "microbatches": 2}, "need at least 4, or some"),
     "no blocks": (
         lambda: torch.nn.Bilinear(2, 2, 2),
         {"split_points": None},
