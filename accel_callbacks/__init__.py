@@ -96,7 +96,6 @@ _HOME = {
     "set_seed": "distributed.rng",
     "skip_first_batches": "data.skip",
     "split_between_processes": "distributed.process_control",
-    "survive": "launch.survival",
     "synchronize": "distributed.process_control",
     "synchronize_rng_state": "distributed.rng",
     "synchronize_rng_states": "distributed.rng",
@@ -168,7 +167,6 @@ if TYPE_CHECKING:
     from accel_callbacks.errors import ResumeError as ResumeError
     from accel_callbacks.launch.notebook import debug_launcher as debug_launcher
     from accel_callbacks.launch.notebook import notebook_launcher as notebook_launcher
-    from accel_callbacks.launch.survival import survive as survive
     from accel_callbacks.local_sgd import LocalSGD as LocalSGD
     from accel_callbacks.logging import MultiProcessAdapter as MultiProcessAdapter
     from accel_callbacks.logging import get_logger as get_logger

@@ -12,18 +12,13 @@ from typing import Any
 from accel_callbacks.local_files import replace
 
 __all__ = [
-    "ATTEMPT",
     "IMPORTS",
     "JOURNAL",
-    "SURVIVOR",
     "VARIABLE",
     "WARM",
     "leave_note",
     "note_imports",
     "read_note",
-    "remove_note",
-    "survives",
-    "take_note",
 ]
 
 #: Environment variable with the folder; not set by other launchers.
@@ -31,9 +26,6 @@ VARIABLE = "ACCEL_LAUNCH_NOTES"
 IMPORTS = "imports.json"  # modules of a process that has trained, and what it changed before
 JOURNAL = "journal.json"  # where the run has its journal
 WARM = "warm.json"  # the fork server has imported those modules
-# By process id:
-SURVIVOR = "survivor-{}.json"  # it survives the loss of another one, and whether it waits for that
-ATTEMPT = "attempt-{}.json"  # left by the launcher: what is different for it in the next attempt
 
 
 def leave_note(name: str, content: Any) -> None:
@@ -52,26 +44,6 @@ def read_note(folder: Path, name: str) -> Any:
     with suppress(OSError, ValueError):
         return json.loads((folder / name).read_text(encoding="utf-8"))
     return None
-
-
-def take_note(name: str) -> Any:
-    """Return the content of a note for this process and remove it, None if there is none."""
-    content = read_note(Path(os.environ.get(VARIABLE, "")), name)
-    if content is not None:
-        remove_note(name)
-    return content
-
-
-def remove_note(name: str) -> None:
-    """Remove a note, if there is one."""
-    with suppress(OSError):
-        Path(os.environ.get(VARIABLE, ""), name).unlink()
-
-
-def survives() -> bool:
-    """Return whether this process outlives the loss of another one of its launch."""
-    folder = Path(os.environ.get(VARIABLE, ""))
-    return read_note(folder, SURVIVOR.format(os.getpid())) is not None
 
 
 def note_imports() -> None:

@@ -1,11 +1,10 @@
-"""Seconds from the loss of a process to the next step, cold, from the fork server, and in process.
+"""Seconds from the loss of a process to the next step, cold, and from the fork server.
 
     python benchmarks/restart.py --rounds 5
 
 Two processes train a small model with AdamW and a checkpoint in the background; rank 1 kills itself
-after step 57, and all resume at step 40: with and without `--warm_workers`, and with the other rank
-in its process (`survive`; the lost one comes from the fork server). In each round these launches
-run one after the other, in a random order; the ratio is that of the same round.
+after step 57, and all resume at step 40: with and without `--warm_workers`. In each round these
+launches run one after the other, in a random order; the ratio is that of the same round.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import json, os, signal, sys, time
 begun = {"script": time.time()}
 import torch
 begun["torch"] = time.time()
-from accel_callbacks import Accelerator, set_seed, survive
+from accel_callbacks import Accelerator, set_seed
 from accel_callbacks.callbacks import Checkpoint
 begun["library"] = time.time()
 
@@ -68,9 +67,9 @@ def train():
         json.dump(marks, file)
     accel.end_training()
 
-survive(train)() if sys.argv[2] == "survive" else train()
+train()
 """
-WAYS = {"cold": "--no_warm_workers", "warm": "--warm_workers", "survive": "--warm_workers"}
+WAYS = {"cold": "--no_warm_workers", "warm": "--warm_workers"}
 PARTS = ("script", "torch", "library", "group", "optimizer", "prepare", "run", "step")
 
 

@@ -91,9 +91,7 @@ class Checkpoint(ResumableState):
         memory_every_n_steps: also keep the newest state in host memory so often, under ``accel
             launch --max_restarts`` on Linux: a restart of that launch resumes from it if it is
             newer than the newest checkpoint. Each machine also holds the part of another one,
-            which may be lost. With :func:`survive` and replicas on CPUs (DDP, HSDP), processes
-            that are left also give their own state, of the last step or the one before. None is
-            kept by default.
+            which may be lost. None is kept by default.
         trainable_only: leave frozen parameters out, off by default: a resume takes those of the
             model that the script builds, and warns if they are others. Buffers, and parameters
             that were trained before they were frozen, are saved. Of a PEFT model with one adapter
@@ -260,8 +258,6 @@ class Checkpoint(ResumableState):
             self._save(run)
         elif self._memory is not None and self._memory_schedule.step_is_due(step, None, before):
             self._save_in_memory(run)
-        if self._memory is not None and self._memory.survivor is not None:
-            self._memory.survivor.keep(run, trainable_only=self.trainable_only)
 
     def on_train_epoch_end(self, run: TrainingRun, model: Any) -> None:
         """Save if an epoch interval ends here, or the metric improved."""
@@ -321,11 +317,6 @@ class Checkpoint(ResumableState):
         if finished and run.resumed_from is not None:
             self.on_train_end(run, model)
 
-    def teardown(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """Let go of what was kept for a loss."""
-        if self._memory is not None and self._memory.survivor is not None:
-            self._memory.survivor.close()
-
     def _warn_of_missing(self, run: TrainingRun, monitor: Monitor) -> None:
         """Warn once of a metric that scores no checkpoint, as it was never logged."""
         unlogged = monitor.name not in run.callback_metrics and self._record.best_score is None
@@ -335,12 +326,7 @@ class Checkpoint(ResumableState):
             warn(f"{text} Without it there is no best checkpoint: log it, or change monitor=.")
 
     def on_exception(self, run: TrainingRun, model: Any, exception: BaseException) -> None:
-        """Save the state of a run of one process, with ``on_exception=True``.
-
-        After the loss of another rank, leave the state of this one for the restart, if it is whole.
-        """
-        if self._memory is not None and self._memory.survivor is not None:
-            self._memory.survivor.leave(run, exception)
+        """Save the state of a run of one process, with ``on_exception=True``."""
         if self.saves_on_exception:
             options = (self.max_shard_size, self.storage_options)
             save_on_exception(

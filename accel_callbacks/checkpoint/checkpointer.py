@@ -25,12 +25,7 @@ from accel_callbacks.checkpoint.restore import LoadOptions, restore_from, restor
 from accel_callbacks.checkpoint.selection import Only, Rename, Selection
 from accel_callbacks.checkpoint.tensor_file import save_tensors, save_text, writable_folder
 from accel_callbacks.checkpoint.trained_parameters import require_prepared_steps, require_saved
-from accel_callbacks.checkpoint.training_state import (
-    ExtraFiles,
-    TrainingState,
-    labels_of,
-    without_frozen,
-)
+from accel_callbacks.checkpoint.training_state import ExtraFiles, TrainingState, without_frozen
 from accel_callbacks.distributed.abort import refuse_aborted_group
 from accel_callbacks.distributed.failures import meet, shared_failure
 from accel_callbacks.distributed.process_control import synchronize
@@ -266,7 +261,7 @@ class Checkpointer:
             self._lent += [folder for folder, _ in folders if not leases.holds(folder)]
             leases.hold(folders, training.loop.run)
             shared, local = training.capture()
-            labels = labels_of(shared["run"])  # before the hooks, which may change the state
+            labels = _labels_of(shared["run"])  # before the hooks, which may change the state
             before_hooks, _ = training.random_state()
             extra = ExtraFiles(url) if training.pre_hooks.save_some else None
         # A block of its own: hooks and fingerprints may be collective, and a rank that has failed
@@ -433,6 +428,17 @@ def _checked(callbacks: SaveCallbacks, check: Callable[[], None]) -> SaveCallbac
         cleanup()
 
     return replace(callbacks, cleanup=checked)
+
+
+def _labels_of(position: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata that tell whose a checkpoint is, from the position of the run."""
+    return {
+        "run_id": position["run_id"],
+        "run_name": position["name"],
+        "step": position["global_step"],
+        "epoch": position["current_epoch"],
+        "epochs_done": position["epochs_done"],
+    }
 
 
 def _write_adapter(

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import itertools
 import os
 import platform
 import shutil
 import time
-import uuid
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.checkpoint.async_save import SaveCallbacks, SaveGroup, is_dispensable
-from accel_callbacks.checkpoint.boundary_parts import join_parts
 from accel_callbacks.checkpoint.open import LoadFailed, open_newest, open_one
-from accel_callbacks.checkpoint.peer_copies import Holding, copy_files, holding_of, of_machines
-from accel_callbacks.checkpoint.survivor_state import SurvivorState
+from accel_callbacks.checkpoint.peer_copies import Holding, copy_files, holding_of
 from accel_callbacks.launch_memory import VARIABLE, free_bytes, refusal_of_memory
-from accel_callbacks.launch_notes import survives
 from accel_callbacks.local_files import base_name, local_path
 from accel_callbacks.logging import notice
 from accel_callbacks.terminal_text import size_of
@@ -52,39 +47,19 @@ def snapshots_beside(checkpoints: str) -> MemorySnapshots | None:
         checkpoints: path or URL of the folder.
     """
     launch = os.environ.get(VARIABLE, "")
-    own = (refusal_of_memory(), (platform.node(), launch), survives(), uuid.uuid4().hex[:12])
-    places = list(itertools.starmap(_Place, collectives.all_objects(own)))
-    for place in places:
-        if place.refusal:
-            notice(f"{_OPTION} keeps nothing in memory: {place.refusal}")
+    places = collectives.all_objects((refusal_of_memory(), platform.node(), launch))
+    for refusal, *_ in places:
+        if refusal:
+            notice(f"{_OPTION} keeps nothing in memory: {refusal}")
             return None
     lowest: dict[tuple[str, str], int] = {}
-    machines = [lowest.setdefault(place.machine, rank) for rank, place in enumerate(places)]
+    machines = [
+        lowest.setdefault((node, folder), rank) for rank, (_, node, folder) in enumerate(places)
+    ]
     path = local_path(checkpoints)
     whole = checkpoints if path is None else os.path.abspath(path)
     name = hashlib.sha256(whole.encode()).hexdigest()[:16]
-    snapshots = MemorySnapshots(
-        os.path.join(launch, "memory", name), os.path.join(launch, "boundaries", name), machines
-    )
-    if len(places) > 1 and all(place.survives for place in places):
-        snapshots.keep_for_survivors(places[0].attempt)
-    return snapshots
-
-
-class _Place(NamedTuple):
-    """What a rank tells the others of itself.
-
-    Attributes:
-        refusal: why it keeps nothing in memory; empty if it does.
-        machine: its name, and the folder of the launch.
-        survives: it outlives the loss of other ranks.
-        attempt: a name of this attempt; that of rank 0 counts.
-    """
-
-    refusal: str
-    machine: tuple[str, str]
-    survives: bool
-    attempt: str
+    return MemorySnapshots(os.path.join(launch, "memory", name), machines)
 
 
 def is_snapshot(path: str) -> bool:
@@ -109,36 +84,18 @@ class MemorySnapshots:
 
     Args:
         root: the folder on this machine; it need not exist yet.
-        boundaries: the folder on this machine for what ranks leave of their last boundaries.
         machines: for each rank the lowest rank of its machine, which copies for it.
-
-    Attributes:
-        survivor: keeps the state of the boundary between snapshots, None where no rank survives.
     """
 
-    def __init__(self, root: str, boundaries: str, machines: Sequence[int]) -> None:
+    def __init__(self, root: str, machines: Sequence[int]) -> None:
         require_neighbor("checkpoint_io")
-        self.survivor: SurvivorState | None = None
-        self._attempt = "none"
-        self._root, self._boundaries = root, boundaries
+        self._root = root
         self._machines = machines
         self._leaders = sorted(set(machines))
         self._leads = collectives.rank() in self._leaders
         self._has_room: bool | None = None  # None before the first snapshot
         self._saving = False  # the save in progress is a snapshot
         self._reported = False
-
-    def keep_for_survivors(self, attempt: str) -> None:
-        """Keep the state of each boundary too, for a rank that outlives the loss of another one.
-
-        Args:
-            attempt: a name that the ranks of this attempt have agreed on.
-        """
-        self._attempt = attempt
-        machine = self._machines[collectives.rank()]
-        ranks = [rank for rank, lowest in enumerate(self._machines) if lowest == machine]
-        place = partial(self._survivor_path, attempt)
-        self.survivor = SurvivorState(place, self._boundaries, attempt, ranks)
 
     def save(self, run: TrainingRun, **options: Any) -> bool:
         """Collective: take a snapshot, unless a checkpoint is being written.
@@ -254,19 +211,15 @@ class MemorySnapshots:
     def _holdings(self, name: str, group: SaveGroup) -> dict[int, Holding]:
         """Collective: return what each machine holds of a snapshot, by the rank that copies."""
         folder = os.path.join(self._root, name)
-        return of_machines(holding_of(folder) if self._leads else None, group)
+        gathered = group.all_gather_object(holding_of(folder) if self._leads else None)
+        return {rank: held for rank, held in enumerate(gathered) if held is not None}
 
     def remove(self, but: str | None = None) -> None:
         """Remove what is in the memory of this machine, except the snapshot of a path or name."""
-        # A save that ends after its run must not remove what a living rank has left since.
-        kept = (f"-{self._attempt}", *([] if but is None else [base_name(but)]))
+        kept = None if but is None else base_name(but)
         for name in self._names() if self._leads else ():
-            if not name.endswith(kept):
+            if name != kept:
                 shutil.rmtree(os.path.join(self._root, name), ignore_errors=True)
-
-    def _survivor_path(self, attempt: str, step: int) -> str:
-        """Return where the state of a living rank is saved; by name it is newer than a snapshot."""
-        return os.path.join(self._root, f"{_PREFIX}{step:08d}-{attempt}")
 
     def _names(self) -> list[str]:
         return os.listdir(self._root) if os.path.isdir(self._root) else []
@@ -304,8 +257,6 @@ class MemorySnapshots:
 
         group = SaveGroup()
         with group.acquired():
-            if len(self._leaders) > 1:
-                join_parts(self._boundaries, self._survivor_path, self._leads, group)
             held = group.all_gather_object(self._names())
         for name in sorted(set().union(*held) - set(tried), reverse=True):
             try:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
 from accel_callbacks.checkpoint.async_save import SaveGroup
 
-__all__ = ["Holding", "copy_files", "holding_of", "of_machines"]
+__all__ = ["Holding", "copy_files", "holding_of"]
 
-T = TypeVar("T")
 _PIECE = 4 * 2**20  # bytes of one message
 
 
@@ -58,17 +57,6 @@ def holding_of(folder: str) -> Holding:
         return Holding(sizes, {}, {})
     saved = {file.name: file.size for file in manifest.files}
     return Holding(sizes, {**saved, MANIFEST: sizes[MANIFEST]}, dict(manifest.metadata))
-
-
-def of_machines(own: T | None, group: SaveGroup) -> dict[int, T]:
-    """Collective: return what each machine gives, by the rank that copies for it.
-
-    Args:
-        own: of this machine; None on its other ranks.
-        group: the ranks.
-    """
-    gathered = group.all_gather_object(own)
-    return {rank: value for rank, value in enumerate(gathered) if value is not None}
 
 
 def copy_files(

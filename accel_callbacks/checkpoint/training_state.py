@@ -122,8 +122,8 @@ class TrainingState:
             # The callbacks that save know what they have saved since.
             savers = {entry.key: entry.state() for entry in loop.dispatch.entries if entry.saves}
             return {**shared, "callbacks": {**shared["callbacks"], **savers}}, dict(local)
-        position, local = self.capture_position()
-        shared = {**self.capture_tensors(), **position}
+        position, local = self._capture_position()
+        shared = {**self._capture_tensors(), **position}
         if loop.window.is_open:
             if self.strategy.keeps_gradients_apart:
                 raise RuntimeError(
@@ -135,15 +135,15 @@ class TrainingState:
                 shared["window"] = {"gradients": gradients}
         return shared, local
 
-    def capture_tensors(self) -> dict[str, Any]:
+    def _capture_tensors(self) -> dict[str, Any]:
         """Return the sections of models and optimizers, whose tensors are not copied."""
         strategy = self.strategy
         # First: a hook of FSDP puts the shards back, where a forward has left whole parameters.
         models = [strategy.local_state_dict(model) for model in self.models]
         names = parameter_names(self.bare_models)
         sections: dict[str, Any] = {
-            "models": numbered(models),
-            "optimizers": numbered(
+            "models": _numbered(models),
+            "optimizers": _numbered(
                 [strategy.optimizer_state_dict(o.optimizer, names) for o in self.optimizers]
             ),
         }
@@ -152,14 +152,15 @@ class TrainingState:
             sections["model_files"] = configured
         return sections
 
-    def capture_position(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _capture_position(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the other sections that all ranks share, and what belongs to this rank."""
         loop = self.loop
         # First: a stream that is asked for its position may draw its next samples.
-        rng, loader_generators = self._random_to_save()
+        random = loop.random_at_stop if loop.run.epoch_open else None
+        rng, loader_generators = random or self.random_state()
         shared: dict[str, Any] = {
-            "schedulers": numbered([scheduler.state_dict() for scheduler in self.schedulers]),
-            "loaders": numbered([self._position(loader) for loader in self.loaders]),
+            "schedulers": _numbered([scheduler.state_dict() for scheduler in self.schedulers]),
+            "loaders": _numbered([self._position(loader) for loader in self.loaders]),
             "precision": self.precision.state_dict(),
             "run": self._run_position(),
             "callbacks": self.strategy.stored(loop.dispatch.state_dict(), self.models),
@@ -172,21 +173,12 @@ class TrainingState:
             shared["copies"] = self.strategy.copies  # of each data rank's local state
         local: dict[str, Any] = {"rng": rng}
         classes = {kind: self.class_names(kind) for kind in ("optimizers", "schedulers")}
-        shared["classes"] = {kind: numbered(names) for kind, names in classes.items()}
+        shared["classes"] = {kind: _numbered(names) for kind, names in classes.items()}
         if options := loop.dispatch.options():
             shared["callback_options"] = options
         if streams := split_local_states(shared["loaders"]):
             local["streams"] = streams
         return shared, local
-
-    def _random_to_save(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Return :meth:`random_state`, or what it was where a stop cut the open epoch short."""
-        at_stop = self.loop.random_at_stop if self.loop.run.epoch_open else None
-        return at_stop or self.random_state()
-
-    def capture_random(self) -> dict[str, Any]:
-        """Return what belongs to this rank, in a run without streams."""
-        return {"rng": self._random_to_save()[0]}
 
     def nbytes(self) -> int:
         """Return about how many bytes of weights and optimizers' states this rank writes.
@@ -322,7 +314,7 @@ class TrainingState:
                 chosen = self.pre_hooks.save(self.models, chosen, folder)
         elif not trainable_only:
             return
-        shared["models"] = numbered(chosen)
+        shared["models"] = _numbered(chosen)
         shared["dropped_weights"] = {
             str(index): sorted(before - weights.keys())
             for index, (before, weights) in enumerate(zip(names, chosen, strict=True))
@@ -360,18 +352,7 @@ def _dotted(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def labels_of(position: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata that tell whose a checkpoint is, from the position of the run."""
-    return {
-        "run_id": position["run_id"],
-        "run_name": position["name"],
-        "step": position["global_step"],
-        "epoch": position["current_epoch"],
-        "epochs_done": position["epochs_done"],
-    }
-
-
-def numbered(items: Iterable[Any]) -> dict[str, Any]:
+def _numbered(items: Iterable[Any]) -> dict[str, Any]:
     """Return objects by their number."""
     # By text, as keys are paths: "models/0/weight" is stable if a later object is added.
     return {str(index): item for index, item in enumerate(items)}

@@ -19,7 +19,6 @@ from accel_callbacks.collectives.group import has_peers as has_peers
 from accel_callbacks.collectives.group import join_control_group as join_control_group
 from accel_callbacks.collectives.group import leave_control_group as leave_control_group
 from accel_callbacks.collectives.group import next_number as next_number
-from accel_callbacks.collectives.group import number_stores_anew as number_stores_anew
 from accel_callbacks.collectives.group import on_backend as on_backend
 from accel_callbacks.collectives.group import rank as rank
 from accel_callbacks.collectives.group import refuse_in_turn as refuse_in_turn

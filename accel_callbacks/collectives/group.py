@@ -32,7 +32,6 @@ __all__ = [
     "join_control_group",
     "leave_control_group",
     "next_number",
-    "number_stores_anew",
     "on_backend",
     "rank",
     "refuse_in_turn",
@@ -118,12 +117,6 @@ def store() -> BoundedStore:
         held = BoundedStore(dist.distributed_c10d.PrefixStore(place, default))
         _stores[dist.group.WORLD] = held
     return held
-
-
-def number_stores_anew() -> None:
-    """Number default groups from 0 again, as the processes do that join one for the first time."""
-    global _count
-    _count = itertools.count()
 
 
 def next_number(name: str) -> int:

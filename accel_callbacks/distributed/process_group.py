@@ -33,7 +33,6 @@ __all__ = [
     "agree_on_attempt",
     "backend_for",
     "connect",
-    "forget_stores",
     "join_group",
     "store_outlives",
 ]
@@ -317,12 +316,6 @@ def _store_of_next_group(
     store, joined = _stores[place]
     _stores[place] = store, joined + 1
     return dist.distributed_c10d.PrefixStore(f"accel_callbacks/group{joined}", store)
-
-
-def forget_stores() -> None:
-    """Disconnect from all stores, because this process joins groups as a new one would."""
-    _stores.clear()
-    collectives.number_stores_anew()
 
 
 def _launchers_store(

@@ -8,7 +8,7 @@ import gc
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
@@ -51,7 +51,6 @@ __all__ = [
     "DistributedType",
     "Ranks",
     "Topology",
-    "current_device",
     "current_device_index",
     "destroy_topology",
     "is_current",
@@ -61,7 +60,6 @@ __all__ = [
     "process_rank",
     "resolve_topology",
     "select_device",
-    "when_joined",
 ]
 
 # Local ranks as set by schedulers that start one task per process.
@@ -78,10 +76,6 @@ _group: ReferenceType[Any] | None = None  # the default group that it describes
 _owns_group = False
 _copies: int | None = None  # ranks that read the same data; None if no Accelerator has said it
 _joined_with: GroupOptions | None = None  # None if the script or another library made the group
-
-
-# Called once this process has a default group. Global, as the group is.
-_when_joined: Callable[[], None] | None = None
 
 
 class DistributedType(str, Enum):
@@ -215,22 +209,8 @@ def resolve_topology(
     register_daemon_thread()
     install_excepthook()
     group = collectives.default_group()
-    if group is not None and not _has_joined_group() and _when_joined is not None:
-        _when_joined()
     _group = None if group is None else ref(group)
     return _current
-
-
-def when_joined(function: Callable[[], None] | None) -> None:
-    """Set what is called once this process has a default group, and with each new one.
-
-    Args:
-        function: None for nothing.
-    """
-    global _when_joined
-    _when_joined = function
-    if function is not None and collectives.default_group() is not None:
-        function()
 
 
 def _has_joined_group() -> bool:
@@ -355,11 +335,6 @@ def is_initialized() -> bool:
         True
     """
     return _current is not None
-
-
-def current_device() -> torch.device | None:
-    """Return the device that the topology has given to this process, None without a topology."""
-    return None if _current is None else _current.device
 
 
 def is_current(topology: Topology) -> bool:

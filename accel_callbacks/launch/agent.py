@@ -81,8 +81,8 @@ def _run_elastic(settings: Namespace, plan: AgentPlan) -> None:
     from torch.distributed.run import config_from_args as untyped_config
 
     from accel_callbacks.launch.attempts import Attempts, RestartingAgent
+    from accel_callbacks.launch.followers import Workers
     from accel_callbacks.launch.rendezvous_handler import listen_at_one_address
-    from accel_callbacks.launch.survivors import Survivors
 
     if settings.standalone:
         settings.rdzv_backend, settings.rdzv_endpoint = "c10d", "127.0.0.1:0"
@@ -108,9 +108,8 @@ def _run_elastic(settings: Namespace, plan: AgentPlan) -> None:
             server = ForkServer(notes)
             stack.callback(server.close)
             start = partial(start_worker, server)
-        survivors = Survivors(notes, start, attempts.tell)
-        stack.enter_context(_replaced(api, "get_subprocess_handler", survivors.start))
-        agent = partial(RestartingAgent, attempts, server, survivors)
+        stack.enter_context(_replaced(api, "get_subprocess_handler", Workers(start).start))
+        agent = partial(RestartingAgent, attempts, server)
         stack.enter_context(_replaced(launcher, "LocalElasticAgent", agent))
         try:
             launcher.elastic_launch(config, command)(*arguments)

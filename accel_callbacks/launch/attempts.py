@@ -20,7 +20,6 @@ from accel_callbacks.launch.report import (
     record_of,
     root_cause,
 )
-from accel_callbacks.launch.survivors import Survivors
 from accel_callbacks.launch_notes import JOURNAL, read_note
 
 __all__ = ["Attempts", "RestartingAgent"]
@@ -58,7 +57,7 @@ class Attempts:
         self._began = time.monotonic()
         if self._seconds:
             pause = self._began - self._ended
-            self.tell(f"attempt {len(self._seconds) + 1} begins after {pause:.1f} s, {how}")
+            self._print(f"attempt {len(self._seconds) + 1} begins after {pause:.1f} s, {how}")
 
     def end(self, text: str, *, failed: bool = False) -> None:
         """End an attempt, unless it has ended already; the first is worth a line if it failed."""
@@ -69,7 +68,7 @@ class Attempts:
         self._began = None
         number, seconds = len(self._seconds), self._seconds[-1]
         if number > 1 or (failed and self._restarts):
-            self.tell(f"attempt {number} took {seconds:.1f} s: {text}")
+            self._print(f"attempt {number} took {seconds:.1f} s: {text}")
 
     def fail(self, failures: Mapping[int, Failure], left: int) -> tuple[bool, bool]:
         """End an attempt with the failures of its ranks.
@@ -123,7 +122,7 @@ class Attempts:
         whole = self._ended - self._launched
         parts = " + ".join(f"{seconds:.1f}" for seconds in self._seconds)
         between = whole - sum(self._seconds)
-        self.tell(
+        self._print(
             f"{len(self._seconds)} attempts took {parts} s, and {between:.1f} s before and "
             f"between them{self._goodput()}"
         )
@@ -141,8 +140,7 @@ class Attempts:
             return f"; no goodput: {type(error).__name__}: {error}"
         return f"; goodput {goodput.share:.1%}: `accel report {note['folder']}` shows the rest"
 
-    def tell(self, text: str) -> None:
-        """Print a line of the launcher."""
+    def _print(self, text: str) -> None:
         if not self._quiet:
             print(f"accel launch: {text}", file=sys.stderr, flush=True)
 
@@ -153,23 +151,18 @@ class RestartingAgent(LocalElasticAgent):
     Args:
         attempts: decides on restarts.
         server: the fork server, None where workers are always started anew.
-        survivors: starts the workers, but for those that have survived.
         options: of torch's agent.
     """
 
     _remaining_restarts: int
 
-    def __init__(
-        self, attempts: Attempts, server: Any, survivors: Survivors, **options: Any
-    ) -> None:
+    def __init__(self, attempts: Attempts, server: Any, **options: Any) -> None:
         super().__init__(**options)
         self._attempts = attempts
         self._server = server
-        self._survivors = survivors
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         forks = 0 if self._server is None else self._server.forks
-        survivors = self._survivors.count
         workers: dict[int, Any] = super()._start_workers(worker_group)
         if self._server is None:
             how = "from new processes"
@@ -177,41 +170,22 @@ class RestartingAgent(LocalElasticAgent):
             how = "from processes that are imported already"
         else:
             how = f"from new processes: {self._server.reason}"
-        survived = self._survivors.count - survivors
-        if survived:
-            others = f", the others {how}" if survived < len(workers) else ""
-            how = f"{survived} of {len(workers)} processes survived{others}"
         self._attempts.begin(how)
         return workers
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        lost = self._survivors.any_waits()  # none does after a failure here, which has ended all
-        text = "a rank of another machine is lost" if lost else "a machine has joined"
-        self._attempts.end(text, failed=lost)
-        with self._survivors.kept(awaited=lost):
-            super()._restart_workers(worker_group)
+        self._attempts.end("a machine has joined")  # after a failure here it has ended already
+        super()._restart_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        with self._survivors.kept(awaited=self._remaining_restarts > 0):
-            result: RunResult = super()._monitor_workers(worker_group)
+        result: RunResult = super()._monitor_workers(worker_group)
         if self._server is not None:
             self._server.look()
-        if result.state == WorkerState.HEALTHY and self._survivors.all_wait():
-            left = self._remaining_restarts
-            if not left:
-                self._survivors.refuse()
-            else:
-                # The machine of that rank does the same, but for one that is lost altogether.
-                several = worker_group.group_world_size != 1
-                lost = "a rank of another machine is lost" if several else "ranks lost each other"
-                self._attempts.end(f"{lost}; restarting, {left - 1} restarts left", failed=True)
-                return RunResult(state=WorkerState.UNHEALTHY)
-        elif result.state == WorkerState.SUCCEEDED:
+        if result.state == WorkerState.SUCCEEDED:
             self._attempts.end("all ranks are done")
         elif result.is_failed() and result.failures:
             restarts, counts = self._attempts.fail(result.failures, self._remaining_restarts)
             if not restarts:
-                self._survivors.dismiss()
                 self._remaining_restarts = 0
             elif not counts:
                 # Both, so that torch numbers the attempts, and their folders, as before.

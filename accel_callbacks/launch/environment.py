@@ -22,7 +22,6 @@ __all__ = [
     "loopback_variables",
     "rank_variables",
     "recorder_variables",
-    "set_variables",
 ]
 
 _VISIBLE_DEVICES = {
@@ -134,8 +133,3 @@ def changed_environment(extra: Mapping[str, str]) -> Iterator[None]:
             del os.environ[name]
         changed = {name: value for name, value in before.items() if os.environ.get(name) != value}
         os.environ.update(changed)
-
-
-def set_variables(variables: Mapping[str, str]) -> None:
-    """Set the variables of the next attempt in a process that survives the loss of another one."""
-    os.environ.update(variables)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from types import ModuleType, TracebackType
     from typing import Any
 
-__all__ = ["FORK_SERVER", "main", "run_program", "without_frames"]
+__all__ = ["FORK_SERVER", "main", "run_program"]
 
 #: Environment variable with the descriptor of a socket: this process is to be the fork server.
 FORK_SERVER = "ACCEL_FORK_SERVER"
@@ -39,7 +39,7 @@ def main() -> None:
         run_program(kind, name)
     except Exception as error:
         _report(error)
-        sys.last_value = without_frames(error)  # exit hooks read it, as in a script of its own
+        sys.last_value = _without_frames(error)  # exit hooks read it, as in a script of its own
     else:
         return
     sys.exit(1)  # outside of the except block, so that no frame of the script stays alive
@@ -145,7 +145,7 @@ def _report(error: Exception) -> None:
         sys.__excepthook__(type(error), error, trace)
 
 
-def without_frames(error: BaseException) -> BaseException:
+def _without_frames(error: Exception) -> Exception:
     """Return the error, with neither its own traceback nor those of what led to it."""
     chain: list[BaseException] = [error]
     for link in chain:

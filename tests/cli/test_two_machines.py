@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -280,42 +279,6 @@ def test_a_machine_that_comes_back_takes_part_again(machines, launcher):
     reported = {line.split(":")[0]: line for log in logs for line in epochs_in(log)}
     assert sorted(reported) == sorted(f"epoch {epoch}" for epoch in range(1, 41))
     assert len({line.split("order")[1] for line in reported.values()}) == 40
-
-
-def test_processes_survive_the_loss_of_a_machine_and_make_room_when_it_is_back(machines):
-    folder = machines.folder / "run"
-    folder.mkdir()
-    job = [str(ROOT / "scripts" / "survive_job.py"), str(folder), "--epochs", "100"]
-    command = ["env", f"PYTHONPATH={ROOT}", *elastic("accel", 0)[:-1], *job]
-
-    def attempts(rank: int) -> list[dict[str, int]]:
-        path = folder / f"facts-{rank}.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    def wait_for_attempts(rank: int, count: int) -> None:
-        end = time.monotonic() + 120
-        while len(attempts(rank)) < count:
-            assert time.monotonic() < end, machines.read("log0")
-            time.sleep(0.1)
-
-    node = machines.start(0, command, "log0")
-    machines.start(1, command, "log1")
-    wait_for_attempts(1, 1)
-    time.sleep(1)
-    machines.power_off(1)
-    wait_for_attempts(0, 2)
-    again = machines.start(1, command, "log2")
-    ended_well(machines, node, "log0")
-    ended_well(machines, again, "log2")
-    first, second, third = attempts(0)
-    assert first["pid"] == second["pid"] != third["pid"]
-    assert 0 < second["first"] < third["first"]
-    printed = machines.read("log0")
-    assert "a rank of another machine is lost" in printed
-    assert "1 of 1 processes survived\n" in printed
-    assert ": a machine has joined" in printed
-    samples = json.loads((folder / "seen.json").read_text())
-    assert sorted(samples) == sorted(list(range(256)) * 100)
 
 
 SAVING = """
