@@ -1,10 +1,9 @@
-"""Seconds from the loss of a process to the next step, cold, and from the fork server.
+"""Seconds from the loss of a process to the next step of a launch that restarts.
 
     python benchmarks/restart.py --rounds 5
 
 Two processes train a small model with AdamW and a checkpoint in the background; rank 1 kills itself
-after step 57, and all resume at step 40: with and without `--warm_workers`. In each round these
-launches run one after the other, in a random order; the ratio is that of the same round.
+after step 57, and the launcher starts both again, which resume at step 40.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -22,66 +20,55 @@ from pathlib import Path
 
 SCRIPT = """
 import json, os, signal, sys, time
-begun = {"script": time.time()}
+marks = {"script": time.time()}
 import torch
-begun["torch"] = time.time()
+marks["torch"] = time.time()
 from accel_callbacks import Accelerator, set_seed
 from accel_callbacks.callbacks import Checkpoint
-begun["library"] = time.time()
-
-def train():
-    marks = dict(begun)
-    attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.environ["RANK"]
-    set_seed(0)
-    accel = Accelerator(project_dir=sys.argv[1], callbacks=[Checkpoint(every_n_steps=20)])
-    marks["group"] = time.time()
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
-    optimizer = torch.optim.AdamW(model.parameters())
-    marks["optimizer"] = time.time()
-    data = torch.utils.data.DataLoader(torch.randn(2048, 64), batch_size=8, shuffle=True)
-    model, optimizer, data = accel.prepare(model, optimizer, data)
-    marks["prepare"] = time.time()
-    note = os.path.join(os.environ.get("ACCEL_LAUNCH_NOTES", "."), "warm.json")
-    with accel.run("restart") as run:
-        marks["run"] = time.time()
-        for batch in data:
-            accel.backward(model(batch).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-            if "step" not in marks:
-                marks["step"] = time.time()
-                marks["at"] = run.global_step
-            if attempt == 0 and run.global_step == 57:
-                for _ in range(600):
-                    if sys.argv[2] == "cold" or os.path.exists(note):
-                        break
-                    time.sleep(0.1)
-                time.sleep(1.0)  # the checkpoint of step 40 is written
-                if rank == "1":
-                    with open("killed.json", "w") as file:
-                        json.dump(time.time(), file)
-                    os.kill(os.getpid(), signal.SIGKILL)
-            if run.global_step == 60:
-                break
-    with open(f"{attempt}-{rank}.json", "w") as file:
-        json.dump(marks, file)
-    accel.end_training()
-
-train()
+marks["library"] = time.time()
+attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.environ["RANK"]
+set_seed(0)
+accel = Accelerator(project_dir=sys.argv[1], callbacks=[Checkpoint(every_n_steps=20)])
+marks["group"] = time.time()
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+optimizer = torch.optim.AdamW(model.parameters())
+marks["optimizer"] = time.time()
+data = torch.utils.data.DataLoader(torch.randn(2048, 64), batch_size=8, shuffle=True)
+model, optimizer, data = accel.prepare(model, optimizer, data)
+marks["prepare"] = time.time()
+with accel.run("restart") as run:
+    marks["run"] = time.time()
+    for batch in data:
+        accel.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if "step" not in marks:
+            marks["step"] = time.time()
+            marks["at"] = run.global_step
+        if attempt == 0 and run.global_step == 57:
+            time.sleep(1.0)  # the checkpoint of step 40 is written
+            if rank == "1":
+                with open("killed.json", "w") as file:
+                    json.dump(time.time(), file)
+                os.kill(os.getpid(), signal.SIGKILL)
+        if run.global_step == 60:
+            break
+with open(f"{attempt}-{rank}.json", "w") as file:
+    json.dump(marks, file)
+accel.end_training()
 """
-WAYS = {"cold": "--no_warm_workers", "warm": "--warm_workers"}
 PARTS = ("script", "torch", "library", "group", "optimizer", "prepare", "run", "step")
 
 
-def restart(way: str, folder: str) -> dict[str, float]:
+def restart(folder: str) -> dict[str, float]:
     """Return the seconds of each part, and from the kill to the end of the next step."""
     place = Path(folder)
     (place / "train.py").write_text(SCRIPT)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCEL_HOME": folder}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # nobody compiles a package at each start
-    words = ["--cpu", "--num_processes", "2", "--max_restarts", "1", WAYS[way]]
+    words = ["--cpu", "--num_processes", "2", "--max_restarts", "1"]
     done = subprocess.run(
-        [sys.executable, "-m", "accel_callbacks.cli", "launch", *words, "train.py", "runs", way],
+        [sys.executable, "-m", "accel_callbacks.cli", "launch", *words, "train.py", "runs"],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -107,27 +94,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
-    measured: list[dict[str, dict[str, float]]] = []
+    measured = []
     for number in range(rounds + 1):
-        ways = random.sample(list(WAYS), len(WAYS))
-        results = {}
-        for way in ways:
-            with tempfile.TemporaryDirectory() as folder:
-                results[way] = restart(way, folder)
-            time.sleep(1.0)
+        with tempfile.TemporaryDirectory() as folder:
+            seconds = restart(folder)
+        time.sleep(1.0)
         if number:  # the first round fills the caches
-            measured.append(results)
-    print(f"{'':16}" + "".join(f"{way:>9}" for way in WAYS))
-    for part in measured[0]["cold"]:
-        medians = [statistics.median(results[way][part] for results in measured) for way in WAYS]
-        print(f"{part:16}" + "".join(f"{median:9.3f}" for median in medians))
-    sums = {way: sorted(results[way]["sum"] for results in measured) for way in WAYS}
-    for way, values in sums.items():
-        print(f"{way}: {values[0]:.2f} to {values[-1]:.2f} s")
-    for way in list(WAYS)[1:]:
-        ratios = [results["cold"]["sum"] / results[way]["sum"] for results in measured]
-        least, most = min(ratios), max(ratios)
-        print(f"{way}: {statistics.median(ratios):.1f} times sooner ({least:.1f} to {most:.1f})")
+            measured.append(seconds)
+    for part in measured[0]:
+        print(f"{part:16}{statistics.median(seconds[part] for seconds in measured):9.3f}")
+    sums = [seconds["sum"] for seconds in measured]
+    print(f"{min(sums):.2f} to {max(sums):.2f} s")
 
 
 if __name__ == "__main__":

@@ -33,8 +33,6 @@ MAY_UNPICKLE_TENSORS = {"checkpoint_io/weights/torch_pickle.py"}
 MAY_SEND_PICKLES = {"accel_callbacks/collectives/object_exchange.py"}
 MAY_WRITE_ENVIRON = {
     "accel_callbacks/launch/environment.py",
-    # A forked worker takes the variables of its rank.
-    "accel_callbacks/launch/fork_server_main.py",
     # Processes that one standing in for Accelerate starts stand in too.
     "accel_callbacks/compat/finder.py",
     # Functions of Accelerate by which scripts change variables themselves.

@@ -101,15 +101,9 @@ def _run_elastic(settings: Namespace, plan: AgentPlan) -> None:
             changed_environment({NOTES: str(notes), launch_memory.VARIABLE: memory})
         )
         attempts = Attempts(restarts, plan.max_preemptions, plan.quiet, notes)
-        server, start = None, get_subprocess_handler
-        if sys.platform == "linux" and restarts and plan.warm_workers and isinstance(command, str):
-            from accel_callbacks.launch.fork_server import ForkServer, start_worker
-
-            server = ForkServer(notes)
-            stack.callback(server.close)
-            start = partial(start_worker, server)
-        stack.enter_context(_replaced(api, "get_subprocess_handler", Workers(start).start))
-        agent = partial(RestartingAgent, attempts, server)
+        workers = Workers(get_subprocess_handler)
+        stack.enter_context(_replaced(api, "get_subprocess_handler", workers.start))
+        agent = partial(RestartingAgent, attempts)
         stack.enter_context(_replaced(launcher, "LocalElasticAgent", agent))
         try:
             launcher.elastic_launch(config, command)(*arguments)

@@ -48,16 +48,12 @@ class Attempts:
         self._began: float | None = None
         self._last: tuple[str, int] | None = None  # fingerprint and step of the last error
 
-    def begin(self, how: str) -> None:
-        """Begin an attempt.
-
-        Args:
-            how: its processes are started, in words.
-        """
+    def begin(self) -> None:
+        """Begin an attempt."""
         self._began = time.monotonic()
         if self._seconds:
             pause = self._began - self._ended
-            self._print(f"attempt {len(self._seconds) + 1} begins after {pause:.1f} s, {how}")
+            self._print(f"attempt {len(self._seconds) + 1} begins after {pause:.1f} s")
 
     def end(self, text: str, *, failed: bool = False) -> None:
         """End an attempt, unless it has ended already; the first is worth a line if it failed."""
@@ -146,31 +142,22 @@ class Attempts:
 
 
 class RestartingAgent(LocalElasticAgent):
-    """Torch's agent, with another attempt only where that may help, from a fork server.
+    """Torch's agent, with another attempt only where that may help.
 
     Args:
         attempts: decides on restarts.
-        server: the fork server, None where workers are always started anew.
         options: of torch's agent.
     """
 
     _remaining_restarts: int
 
-    def __init__(self, attempts: Attempts, server: Any, **options: Any) -> None:
+    def __init__(self, attempts: Attempts, **options: Any) -> None:
         super().__init__(**options)
         self._attempts = attempts
-        self._server = server
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        forks = 0 if self._server is None else self._server.forks
         workers: dict[int, Any] = super()._start_workers(worker_group)
-        if self._server is None:
-            how = "from new processes"
-        elif self._server.forks > forks:
-            how = "from processes that are imported already"
-        else:
-            how = f"from new processes: {self._server.reason}"
-        self._attempts.begin(how)
+        self._attempts.begin()
         return workers
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
@@ -179,8 +166,6 @@ class RestartingAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
-        if self._server is not None:
-            self._server.look()
         if result.state == WorkerState.SUCCEEDED:
             self._attempts.end("all ranks are done")
         elif result.is_failed() and result.failures:

@@ -84,7 +84,6 @@ class AgentPlan:
     log_dir: str | None = None
     quiet: bool = False
     extras: Mapping[str, Any] = field(default_factory=dict)
-    warm_workers: bool = False
     max_preemptions: int = 0
 
     def as_shell(self) -> str:
@@ -188,20 +187,8 @@ def build_plan(
         settings.log_dir,
         quiet,
         extras,
-        _forks_workers(settings, program, host),
         settings.max_preemptions,
     )
-
-
-def _forks_workers(settings: LaunchSettings, program: Program, host: Host) -> bool:
-    """Return whether the processes of a restart are forked from one with their imports."""
-    # A process that is bound to cores is started by another command, or from a bound thread.
-    bound = settings.numa_binding is not None
-    if not settings.max_restarts or program.kind == "program" or bound:
-        return False
-    if settings.warm_workers is None:
-        return settings.use_cpu or not host.count_devices()
-    return settings.warm_workers
 
 
 def _check_mesh(settings: LaunchSettings, processes: int) -> None:

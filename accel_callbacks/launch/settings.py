@@ -154,11 +154,6 @@ class Running:
         least=0,
         most=10**6,
     )
-    warm_workers: bool | None = option(
-        None,
-        "restart from a process that has the imports of the script, on Linux; default: where no "
-        "GPU is used",
-    )
     monitor_interval: float = option(
         0.1, "seconds between two polls of the processes", least=0, most=10**6, torchrun=True
     )

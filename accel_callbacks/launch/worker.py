@@ -14,10 +14,7 @@ if TYPE_CHECKING:
     from types import ModuleType, TracebackType
     from typing import Any
 
-__all__ = ["FORK_SERVER", "main", "run_program"]
-
-#: Environment variable with the descriptor of a socket: this process is to be the fork server.
-FORK_SERVER = "ACCEL_FORK_SERVER"
+__all__ = ["main", "run_program"]
 
 
 def main() -> None:
@@ -28,8 +25,6 @@ def main() -> None:
         >>> callable(worker.main)
         True
     """
-    if FORK_SERVER in os.environ:
-        _serve_forks()
     kind, name = sys.argv[1:3]
     del sys.argv[:2]
     _enable_faulthandler()
@@ -43,18 +38,6 @@ def main() -> None:
     else:
         return
     sys.exit(1)  # outside of the except block, so that no frame of the script stays alive
-
-
-def _serve_forks() -> None:
-    """Be the fork server; return in its forks, which are workers."""
-    if os.environ.get("ACCEL_AS_ACCELERATE") == "1":
-        _stand_in_for_accelerate()
-    first = sys.path.pop(0)  # see _stand_in_for_accelerate
-    if sys.platform == "linux":
-        from accel_callbacks.launch.fork_server_main import serve
-
-        serve(FORK_SERVER)
-    sys.path.insert(0, first)
 
 
 def run_program(kind: str, name: str) -> None:

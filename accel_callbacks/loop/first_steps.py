@@ -106,9 +106,6 @@ class FirstSteps:
         if watch in self._watches:
             self._watches.remove(watch)
         if not self._watches:
-            from accel_callbacks.launch_notes import note_imports
-
-            note_imports()  # all that a step needs is imported by now
             self.bare_steps.finish()
             self.loop.unprepared_steps.stop()
             for calls in self._calls:

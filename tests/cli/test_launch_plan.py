@@ -340,23 +340,3 @@ def test_launch_does_not_import_the_command_line() -> None:
     files = list(Path(launch_package.__path__[0]).glob("*.py"))
     assert len(files) > 10
     assert [file.name for file in files if wrong.search(file.read_text("utf-8"))] == []
-
-
-@pytest.mark.parametrize(
-    ("words", "gpus", "forks"),
-    [
-        ("--max_restarts 1", 0, True),
-        ("--max_restarts 1", 2, False),  # not measured on GPUs yet
-        ("--max_restarts 1 --cpu", 2, True),
-        ("--max_restarts 1 --warm_workers", 2, True),
-        ("--max_restarts 1 --no_warm_workers", 0, False),
-        ("--max_restarts 1 --numa_binding node", 0, False),
-        ("--tee 3", 0, False),
-    ],
-)
-def test_where_the_workers_of_a_restart_are_forked(words: str, gpus: int, forks: bool) -> None:
-    assert plan(*words.split(), "-m", "timeit", gpus=gpus).warm_workers is forks
-
-
-def test_a_program_that_is_not_python_is_started_anew() -> None:
-    assert not plan("--max_restarts", "1", "--no_python", "true").warm_workers

@@ -50,13 +50,13 @@ def test_the_same_error_at_the_same_step_twice_ends_a_launch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended = attempts(tmp_path)
-    ended.begin("")
+    ended.begin()
     assert ended.fail(error_at(7), 3) == (True, True)
-    ended.begin("")
+    ended.begin()
     assert ended.fail(error_at(8), 2) == (True, True)  # another step
-    ended.begin("")
+    ended.begin()
     assert ended.fail(error_at(8, "b"), 2) == (True, True)  # another error
-    ended.begin("")
+    ended.begin()
     assert ended.fail(error_at(8, "b"), 2) == (False, True)
     assert "at the same step (8) in the attempt before" in capsys.readouterr().err
 
@@ -75,9 +75,9 @@ def test_what_may_not_come_again_is_tried_each_time(
 ) -> None:
     ended = attempts(tmp_path)
     for left in (3, 2, 1):
-        ended.begin("")
+        ended.begin()
         assert ended.fail(failures, left) == (True, True)
-    ended.begin("")
+    ended.begin()
     assert ended.fail(failures, 0) == (False, True)
 
 
@@ -97,12 +97,12 @@ def test_preemptions_have_a_budget_of_their_own(
 ) -> None:
     ended = attempts(tmp_path)
     for _ in range(2):
-        ended.begin("")
+        ended.begin()
         assert ended.fail(failures, 0) == (True, False)
-    ended.begin("")
+    ended.begin()
     assert ended.fail(failures, 1) == (True, True)  # now it counts
     never = attempts(tmp_path, restarts=0)
-    never.begin("")
+    never.begin()
     assert never.fail(failures, 0)[0] is False
 
 
@@ -110,7 +110,7 @@ def test_a_rank_that_fails_by_itself_is_no_preemption_though_the_launcher_stops_
     tmp_path: Path,
 ) -> None:
     ended = attempts(tmp_path)
-    ended.begin("")
+    ended.begin()
     failures = {0: Failed(-15), **{1: error_at(3)[0]}}
     assert ended.fail(failures, 3) == (True, True)
 
@@ -153,7 +153,7 @@ def launch(tmp_path: Path) -> Launch:
 
     def run(text: str, *options: str) -> subprocess.CompletedProcess[str]:
         (tmp_path / "train.py").write_text(text)
-        words = ["--cpu", "--max_restarts", "3", "--no_warm_workers", *options, "train.py"]
+        words = ["--cpu", "--max_restarts", "3", *options, "train.py"]
         return warm.run(
             [sys.executable, "-m", "accel_callbacks.cli", "launch", *words],
             cwd=tmp_path,

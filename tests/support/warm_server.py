@@ -16,8 +16,8 @@ import runpy
 import select
 import socket
 import sys
+import time
 import types
-from functools import partial
 from typing import Any, NoReturn
 
 import warm  # beside this file
@@ -71,8 +71,6 @@ def warm_up() -> None:
 
 def next_request(listener: socket.socket, owner: int) -> warm.Request:
     """Fork for each request, until the owner's end of the pipe closes; return in forks only."""
-    from accel_callbacks.launch.fork_server_main import fork_for_asker
-
     while True:
         ready, _, _ = select.select([listener, owner], [], [])
         if owner in ready:
@@ -80,7 +78,7 @@ def next_request(listener: socket.socket, owner: int) -> warm.Request:
         connection, _ = listener.accept()
         with connection:
             request = warm.receive(connection)
-            if fork_for_asker(partial(_send_pid, connection)):
+            if _fork_for_the_caller(connection):
                 listener.close()
                 os.close(owner)
                 return request
@@ -89,8 +87,24 @@ def next_request(listener: socket.socket, owner: int) -> warm.Request:
             connection.sendall(b".")
 
 
-def _send_pid(connection: socket.socket, pid: int) -> None:
-    connection.sendall(pid.to_bytes(warm.HEADER, "little"))
+def _fork_for_the_caller(connection: socket.socket) -> bool:
+    """Fork, and return True in the fork. Its parent is the caller, which can wait for it.
+
+    The process between the two ends at once. The kernel gives its child to the nearest subreaper
+    above it, and that is the caller for as long as it waits for the answer.
+    """
+    between = os.fork()
+    if between:
+        os.waitpid(between, 0)
+        return False
+    between = os.getpid()
+    pid = os.fork()
+    if pid:
+        connection.sendall(pid.to_bytes(warm.HEADER, "little"))
+        os._exit(0)
+    while os.getppid() == between:
+        time.sleep(0.0005)
+    return True
 
 
 def become(request: warm.Request) -> NoReturn:
