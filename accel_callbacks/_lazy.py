@@ -28,14 +28,13 @@ def lazy_names(
 
     def get(name: str) -> Any:
         if name not in homes:
-            from accel_callbacks.foreign_names import IMPORTS
-            from accel_callbacks.removed import removal_of
+            from accel_callbacks.foreign_names import IMPORTS, REMOVED
 
             # No AttributeError: `from package import name` would replace its text.
             if name in IMPORTS:
                 raise ImportError(f"{name} {IMPORTS[name]}", name=package)
-            if gone := removal_of(name):
-                raise ImportError(f"{package} has no {name!r}.{gone}", name=package)
+            if name in REMOVED:
+                raise ImportError(f"{package} has no {name!r}. {REMOVED[name]}", name=package)
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f".{homes[name]}", package), name)
         setattr(sys.modules[package], name, value)

@@ -29,7 +29,7 @@ ROWS = (
 )
 #: Files of the root, by the room that they are drawn as.
 ROOT_FILES = {
-    **dict.fromkeys(("config", "engine_options", "foreign_names", "removed"), "options"),
+    **dict.fromkeys(("config", "engine_options", "foreign_names"), "options"),
     **dict.fromkeys(("optimizer", "scheduler", "gradients", "memory"), "parts"),
     **dict.fromkeys(("profiler", "logging"), "parts"),
     **dict.fromkeys(("errors", "error_text", "warning", "rank_report"), "texts"),

@@ -13,7 +13,7 @@ from io import StringIO
 from accel_callbacks.cli.main import pipe_may_close
 from accel_callbacks.cli.parser import CommandError, CommandParser
 from accel_callbacks.compat.migrate import Finding, ScriptFile, read_script
-from accel_callbacks.removed import removal_of
+from accel_callbacks.foreign_names import REMOVED
 from accel_callbacks.terminal_text import printable
 
 _TITLES = {
@@ -38,8 +38,8 @@ def run(args: Namespace) -> int:
         raise CommandError("--yes goes with --write")
     for path in args.files:
         if path.endswith(".ipynb"):
-            gone = removal_of("accel migrate NOTEBOOK")
-            raise CommandError(f"{path}: accel migrate has no support for notebooks.{gone}")
+            gone = REMOVED["accel migrate NOTEBOOK"]
+            raise CommandError(f"{path}: accel migrate has no support for notebooks. {gone}")
     paths, links = source_files(args.files)
     for link in links:
         text = f"skipped {link}, a link to {os.path.realpath(link)}: name it to migrate that"

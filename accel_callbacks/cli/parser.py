@@ -54,9 +54,9 @@ def _destination(flags: Sequence[str]) -> str:
 
 def _removed(flag: str) -> str:
     """Return what serves instead of a flag of earlier versions, or an empty string."""
-    from accel_callbacks.removed import removal_of
+    from accel_callbacks.foreign_names import REMOVED, advice
 
-    return removal_of(f"--{flag.lstrip('-').replace('-', '_')}").replace(" It", ". It", 1)
+    return advice(REMOVED, f"--{flag.lstrip('-').replace('-', '_')}").replace(" It", ". It", 1)
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

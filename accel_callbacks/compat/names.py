@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
-from accel_callbacks.removed import removal_of
+from accel_callbacks.foreign_names import REMOVED
 
 __all__ = ["MODULES", "NOT_PROVIDED", "NotProvided", "reason_against", "resolve"]
 
@@ -167,7 +167,7 @@ def resolve(module: str, name: str) -> Any:
 
 def reason_against(name: str) -> str:
     """Return why a name of Accelerate is not provided, an empty string if nothing is known."""
-    return NOT_PROVIDED.get(name) or removal_of(name).lstrip()
+    return NOT_PROVIDED.get(name) or REMOVED.get(name, "")
 
 
 def home_of(name: str, homes: Sequence[str] = _HOMES) -> str | None:

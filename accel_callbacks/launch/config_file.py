@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_callbacks.errors import nearest
+from accel_callbacks.foreign_names import REMOVED, advice
 from accel_callbacks.launch.settings import all_options
 from accel_callbacks.local_files import remove, replace, sync_file, sync_folder
 from accel_callbacks.plugins.option import Option, SettingsError, shown
@@ -126,9 +127,7 @@ def _given(option: Option, value: Any, source: str) -> dict[str, Any]:
 
 
 def _unknown(key: str, names: list[str], source: str) -> SettingsError:
-    from accel_callbacks.removed import removal_of
-
-    hint = removal_of(key) or nearest(key[:100], names)
+    hint = advice(REMOVED, key) or nearest(key[:100], names)
     return SettingsError(f"{source}: has no key {shown(key)}.{hint}")
 
 

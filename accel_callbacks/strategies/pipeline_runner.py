@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.utils import _pytree
 
 from accel_callbacks import collectives
+from accel_callbacks.foreign_names import REMOVED, advice
 from accel_callbacks.gradients import local_part
-from accel_callbacks.removed import removal_of
 from accel_callbacks.strategies.context_parallel import plain_attention
 from accel_callbacks.strategies.cut_dropout import draws_random_numbers
 from accel_callbacks.strategies.pipeline_rehearsal import Rehearsal
@@ -64,7 +64,7 @@ class PipelineOptions:
         known = {name.lower(): name for name in SCHEDULES}
         name = known.get(self.schedule.lower())
         if name is None:
-            gone = removal_of(self.schedule)
+            gone = advice(REMOVED, self.schedule)
             hint = f".{gone}" if gone else f"; use one of {[*SCHEDULES]}."
             raise ValueError(f"schedule={self.schedule!r} is unknown{hint}")
         if self.reduction not in ("mean", "sum"):

@@ -9,7 +9,7 @@ import pytest
 
 from accel_callbacks.cli.main import main
 from accel_callbacks.compat.check import name_uses, status_of
-from accel_callbacks.removed import REMOVED, Removal
+from accel_callbacks.foreign_names import REMOVED
 
 SCRIPT = """
     import accelerate
@@ -71,7 +71,7 @@ def test_what_a_name_is(module, name, expected):
 
 
 def test_what_was_removed_is_not_provided(monkeypatch):
-    monkeypatch.setitem(REMOVED, "GonePlugin", Removal("0.1.0", "Use another one."))
+    monkeypatch.setitem(REMOVED, "GonePlugin", "It was removed in 0.1.0. Use another one.")
     reason = "It was removed in 0.1.0. Use another one."
     assert status_of("accelerate.utils", "GonePlugin") == ("not provided", reason)
 
