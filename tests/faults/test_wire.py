@@ -187,6 +187,32 @@ def test_manifests_that_arrive_damaged_each_time_are_undone(place: Place) -> Non
     assert litter_s3(place.server, place.prefix) == set()
 
 
+@pytest.mark.parametrize("times", [1, FOREVER])
+def test_a_manifest_that_arrives_damaged_without_an_answer_is_undone(
+    place: Place, times: int | None
+) -> None:
+    """The next try is refused, as the damaged bytes are in place: they are not another save's."""
+
+    def flip_and_lose(exchange: Exchange) -> None:
+        copying = bool(exchange.request.header("x-amz-copy-source"))
+        exchange.answer = lambda answer: exchange.reset()  # type: ignore[method-assign]
+        (wire.lose_answer if copying else wire.flip_upload)(exchange)
+
+    place.save(1, SMALL, through=False)
+    place.proxy.rules = [Rule(MANIFEST, flip_and_lose, times=times)]
+    if times:
+        place.save(2, SMALL)
+        assert place.load() == 2
+    else:
+        with pytest.raises(CheckpointError):
+            place.save(2, SMALL)
+        place.proxy.rules = []
+        assert place.load() == 1
+        place.save(3, SMALL)
+        assert place.load() == 3
+    assert litter_s3(place.server, place.prefix) == set()
+
+
 @pytest.fixture(scope="module")
 def rclone() -> Iterator[S3Server]:
     with s3_server("rclone") as server:

@@ -23,6 +23,7 @@ from checkpoint_io.errors import (
     CheckpointWarning,
     UnsettledWriteError,
 )
+from checkpoint_io.format.manifest import digest_matches
 from checkpoint_io.format.names import probe_name
 from checkpoint_io.storage.base import conflict_error
 from checkpoint_io.storage.retry import Attempts
@@ -120,9 +121,14 @@ async def _put_or_undo(
     cannot copy leaves the damaged object to the next try.
     """
     copied = await _copy(client, key, beside, CopySourceIfMatch=expected)
-    undo = partial(_undo, client, key, beside) if copied else None
+    undo = partial(_undo, client, key, data, beside) if copied else None
     try:
         await _put(client, key, data, checksum, expected, undo)
+    except BaseException:
+        # The copy may be all that is left of the object: what was sent may have arrived damaged,
+        # and may still arrive.
+        copied = copied and await _is_whole(client, key, data)
+        raise
     finally:
         if copied:
             with warn_of_leftovers(client.place.of(key)):
@@ -139,11 +145,11 @@ async def _copy(client: S3Client, source: str, target: str, **condition: str) ->
     return True
 
 
-async def _undo(client: S3Client, key: str, beside: str, damaged: str) -> str:
+async def _undo(client: S3Client, key: str, data: bytes, beside: str, damaged: str) -> str:
     """Put the copied object back in place of damaged bytes of ours; return its entity tag."""
     if await token(client, key) != damaged:
         raise conflict_error(client.place.of(key))
-    if not await _copy(client, beside, key):
+    if not await _copy(client, beside, key) and not await _is_whole(client, key, data):
         raise CheckpointError(
             f"{client.place.of(key)} arrived damaged, and the store could not put the one before "
             f"back, which is lost: check the network and {client.place.endpoint}"
@@ -179,16 +185,21 @@ async def _put(
             return
         except CheckpointConflictError:
             raise
-        except Exception as error:
-            undone = False
+        except Exception as problem:
+            error, undone = problem, False
+            refused = expected is not None and (lost_condition(error) or is_absent(error))
+            # The refusal may be due to an earlier attempt that arrived damaged, without its answer.
+            if refused and undo is not None and (tag := await _damaged(client, key, data)):
+                error = CorruptUploadError(f"{key}: the store has other bytes than were sent", tag)
+                refused = False
             if expected is not None and isinstance(error, CorruptUploadError) and error.tag:
                 # the store has replaced the object by damaged bytes of ours: unless that is undone,
                 # they are the version to replace from now on
                 undone = undo is not None
                 expected = error.tag if undo is None else await undo(error.tag)
                 condition = _condition(expected)
-            unanswered = unanswered or (status_of(error) in _UNANSWERED and not undone)
-            refused = expected is not None and (lost_condition(error) or is_absent(error))
+            # what was not answered before an undo expects a version that is gone
+            unanswered = not undone and (unanswered or status_of(error) in _UNANSWERED)
             # An earlier attempt may have arrived without its answer. This holds for the first
             # refusal too, since the HTTP client below repeats requests on its own. Equal bytes
             # prove that the write is ours: no two saves write the same manifest.
@@ -206,6 +217,8 @@ async def _put(
                     raise conflict_error(client.place.of(key)) from error
                 explained = client.explain(error, "writing", key, attempts.describe())
                 if unanswered:
+                    if undo is not None and (tag := await _damaged(client, key, data)):
+                        await undo(tag)
                     raise UnsettledWriteError(f"{explained}; it may still arrive") from error
                 raise explained from error
         await asyncio.sleep(pause)
@@ -228,6 +241,29 @@ async def _holds(client: S3Client, key: str, data: bytes) -> bool:
     """Return whether an object exists with exactly these bytes; False if it cannot be read."""
     try:
         return await _reads(client, key, data)
+    except Exception:
+        return False
+
+
+async def _damaged(client: S3Client, key: str, data: bytes) -> str:
+    """Return the entity tag of an object if that is a damaged manifest of ours, else ""."""
+    try:
+        tag = await token(client, key)  # before the bytes, so that it is not that of later ones
+        harmed = digest_matches(data) and not digest_matches((await client.read(key))[0])
+    except Exception:
+        return ""
+    return tag if harmed else ""
+
+
+async def _is_whole(client: S3Client, key: str, data: bytes) -> bool:
+    """Return whether an object is no damaged manifest of ours, as far as it tells; False if unread.
+
+    A whole manifest is another save's, or the one before. Other objects do not tell.
+    """
+    if not digest_matches(data):
+        return True
+    try:
+        return digest_matches((await client.read(key))[0])
     except Exception:
         return False
 
