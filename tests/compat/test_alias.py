@@ -63,7 +63,7 @@ def test_what_is_not_provided_is_imported_and_says_why_on_use(name):
 def test_what_was_removed_says_what_serves_instead(name):
     text = (
         "It was removed in 0.2.0. transformers loads such a model itself: "
-        "from_pretrained(name, quantization_config=BitsAndBytesConfig(...))."
+        "give from_pretrained a BitsAndBytesConfig as quantization_config."
     )
     with pytest.raises(NotProvided) as caught:
         resolve("accelerate.utils", name)()
