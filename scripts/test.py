@@ -1,17 +1,21 @@
-"""All checks: ``python scripts/test.py``, on Linux, macOS and Windows alike.
+"""The checks and tests: ``python scripts/test.py``, on Linux, macOS and Windows alike.
 
+The first tier, that the library works, in eight minutes: ``python scripts/test.py``
+Everything, as CI does: ``python scripts/test.py --all``
 Only pytest, on what you name: ``python scripts/test.py tests/loggers -k csv``
-Only what starts no process, in about two minutes: ``python scripts/test.py --fast``
 Only .venv: ``python scripts/test.py --set-up``
 """
 
 from __future__ import annotations
 
-import json
+import os
+import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from tempfile import TemporaryFile
 
 from environment import PYTHON, ROOT, fail, say, set_up, step
 
@@ -27,9 +31,7 @@ _NAMES_ONLY = (
         for code in ("arg-type", "index", "misc", "operator", "valid-type", "var-annotated")
     ),
 )
-_MARKERS = "not slow and not gpu"
-_TESTS_FAILED = 1  # pytest's exit code, where nothing else is wrong
-_FAILED_AGAIN = 2  # that many failures may be the machine's; more are the change's
+_WORKERS = "3"  # many tests wait, for processes and timeouts: three keep two cores busy
 
 
 def main() -> None:
@@ -37,10 +39,12 @@ def main() -> None:
     set_up("test", "examples")
     if words == ["--set-up"]:
         return
-    if words == ["--fast"]:
-        words += ["-q", "-n", "2", "--dist", "loadfile", "-m", _MARKERS, "tests"]
-    if words:
-        sys.exit(subprocess.call([str(PYTHON), "-m", "pytest", *words], cwd=ROOT))
+    # Compiled files are kept: tests start many processes, which would compile all packages anew.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    everything = "--all" in words
+    options = [word for word in words if word in ("--all", "--weigh")]
+    if options != words:
+        sys.exit(_pytest(*words))
     run = [PYTHON, "-m"]
     step(
         "ruff check", "python -m ruff check --fix repairs most of it", [*run, "ruff", "check", "."]
@@ -50,47 +54,55 @@ def main() -> None:
         "run python -m ruff format .",
         [*run, "ruff", "format", "--check", "."],
     )
-    packages = [word for name in _PACKAGES for word in ("-p", name)]
-    advice = "the lines above name file and line"
-    step("mypy --strict", advice, [*run, "mypy", "--strict", *packages])
-    for system in _OTHER_SYSTEMS:
-        options = [f"--platform={system}", f"--cache-dir=.mypy_cache/{system}", *_NAMES_ONLY]
-        step(f"mypy for {system}", advice, [*run, "mypy", *options, *packages])
-    # Tests start many processes, some in an environment that forbids them to keep compiled files.
-    step(
-        "compile the packages",
-        "the lines above name file and line",
-        [*run, "compileall", "-q", *_PACKAGES],
-    )
-    # Many tests wait, for processes and timeouts: three workers keep two cores busy.
-    options = ["-q", "-m", _MARKERS, "-n", "3", "--dist", "loadfile"]
-    options += ["--durations", "40"]  # all of CI has 15 minutes
-    options += ["--cache-clear"]  # of failures before this run
+    with _types(everything):
+        _run_pytest(everything, weigh="--weigh" in words)
+
+
+def _run_pytest(everything: bool, weigh: bool) -> None:
+    """Run one tier; fail if a test does."""
+    options = ["-q", "-n", _WORKERS, "--dist", "each", "--shares", "--max-worker-restart", "0"]
+    options += ["-m", "not slow and not gpu", "--durations", "20"]
+    options += [] if everything else ["--first"]
+    options += ["--weigh"] if weigh else []
     # Those run with all the packages that they are about, by scripts/test_adapters.
-    elsewhere = ["--ignore", "tests/integrations"]
-    tests = ["--doctest-modules", *elsewhere, *_PACKAGES, "tests"]
+    tests = ["--doctest-modules", "--ignore", "tests/integrations", *_PACKAGES, "tests"]
     begin = time.monotonic()
     say("pytest")
-    code = subprocess.call([str(word) for word in (*run, "pytest", *options, *tests)], cwd=ROOT)
-    if code == _TESTS_FAILED:
-        code = _run_failed_again(run, tests)
-    if code:
+    if _pytest(*options, *tests):
         fail("failed: pytest", "run one test again with: scripts/test PATH::NAME")
     say(f"pytest: done in {time.monotonic() - begin:.0f} s")
 
 
-def _run_failed_again(run: list[str | Path], tests: list[str]) -> int:
-    """Run a few failed tests alone, on a machine that is busy with nothing else; say which.
+def _pytest(*words: str) -> int:
+    """Run pytest, which gets the SIGTERM that this process gets; return its exit code."""
+    process = subprocess.Popen([str(PYTHON), "-m", "pytest", *words], cwd=ROOT)
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    return process.wait()
 
-    What fails twice fails; a machine that stalls for a minute costs one test, not the whole run.
-    """
-    recorded = json.loads((ROOT / ".pytest_cache/v/cache/lastfailed").read_text("utf-8"))
-    if len(recorded) > _FAILED_AGAIN:
-        return _TESTS_FAILED
-    names = "\n".join(f"  {name}" for name in recorded)
-    say(f"FAILED the first time, and run again alone, which is to be looked into:\n{names}")
-    words = [*run, "pytest", "-q", "-m", _MARKERS, "--last-failed", *tests]
-    return subprocess.call([str(word) for word in words], cwd=ROOT)
+
+@contextmanager
+def _types(everything: bool) -> Iterator[None]:
+    """Check the types while the tests run, which leave a core idle now and then."""
+    run = [str(PYTHON), "-m", "mypy"]
+    packages = [word for name in _PACKAGES for word in ("-p", name)]
+    commands = {"mypy --strict": [*run, "--strict", *packages]}
+    for system in _OTHER_SYSTEMS if everything else ():
+        options = [f"--platform={system}", f"--cache-dir=.mypy_cache/{system}", *_NAMES_ONLY]
+        commands[f"mypy for {system}"] = [*run, *options, *packages]
+    begin = time.monotonic()
+    with TemporaryFile("w+") as printed:
+        script = "import subprocess, sys; sys.exit(any(map(subprocess.call, {})))"
+        words = [sys.executable, "-c", script.format(list(commands.values()))]
+        process = subprocess.Popen(words, cwd=ROOT, stdout=printed, stderr=printed)
+        try:
+            yield
+        finally:  # what it says is worth as much where a test has failed
+            code = process.wait()
+            printed.seek(0)
+            say(f"{', '.join(commands)}\n{printed.read().rstrip()}")
+    if code:
+        fail(f"failed: {', '.join(commands)}", "the lines above name file and line")
+    say(f"{', '.join(commands)}: done in {time.monotonic() - begin:.0f} s")
 
 
 if __name__ == "__main__":

@@ -16,20 +16,6 @@ import fsspec
 import pytest
 
 ROOT = Path(__file__).parent.parent
-#: A test module with one of these words starts processes, or a server.
-STARTS = ("subprocess", "multiprocessing", "support.warm", "os.fork", "mark.distributed", "mark.s3")
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fast", action="store_true", help="leave out modules that start processes")
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave a module out where only fast ones are asked for."""
-    if not config.getoption("--fast") or not collection_path.match("test_*.py"):
-        return None
-    text = collection_path.read_text("utf-8")
-    return True if any(word in text for word in STARTS) else None
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +41,7 @@ def s3_options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, o
         yield options
     finally:
         server.terminate()
-        server.wait(10)
+        server.wait()
         log.close()
 
 
@@ -91,7 +77,7 @@ def on_other_system(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[
             (tmp_path / "work" / "script.py").write_text(textwrap.dedent(script), encoding="utf-8")
         done = subprocess.run(
             [sys.executable, *words], cwd=tmp_path / "work", env=env, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=110,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         assert done.returncode == code, done.stdout
         return done.stdout

@@ -211,4 +211,4 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     """Kill the server and what it started: nothing it holds is worth an orderly end."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait(10)
+    process.wait()

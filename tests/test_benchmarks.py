@@ -49,7 +49,6 @@ def run(script: str, words: str, folder: Path, *, warm_children: bool = True) ->
         env=environment,
         capture_output=True,
         text=True,
-        timeout=110,
         warm_children=warm_children,
     )
     assert done.returncode == 0, done.stderr

@@ -120,7 +120,6 @@ subprocess.Popen._execute_child = warm.Popen._execute_child
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(300)  # they start processes that import torch, one after the other
 @pytest.mark.parametrize("page", [page for page in TUTORIALS if runnable(page)])
 def test_tutorials_run_as_notebooks_and_print_what_the_page_shows(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -138,7 +137,7 @@ def test_tutorials_run_as_notebooks_and_print_what_the_page_shows(
     # Processes that a cell starts are forked from one that has imported torch.
     notebook.cells.insert(0, new_code_cell(_WARM_PROCESSES))
     resources = {"metadata": {"path": str(tmp_path)}}
-    nbclient.NotebookClient(notebook, timeout=250, resources=resources).execute()
+    nbclient.NotebookClient(notebook, resources=resources).execute()
     cells = [cell for cell in notebook.cells[1:] if cell.cell_type == "code"]
     for cell, (_, block, shown) in zip(cells, runnable(page), strict=True):
         assert cell.source == block.rstrip()

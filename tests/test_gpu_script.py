@@ -134,7 +134,6 @@ def run_script(tmp_path: Path, smi: str | None) -> subprocess.CompletedProcess[s
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
     )
 
 

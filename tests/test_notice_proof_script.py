@@ -29,7 +29,6 @@ def warm_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("processes", "notices"),
     [

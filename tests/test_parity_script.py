@@ -45,7 +45,6 @@ def test_a_row_that_does_not_hold_is_marked_and_told() -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("engine", [name for name in parity.ENGINES if name != parity.ALONE])
 def test_all_features_hold_under_an_engine(engine: str) -> None:
     pytest.importorskip("transformers")

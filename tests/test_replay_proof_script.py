@@ -36,7 +36,6 @@ def warm_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", QUICK)
 def test_random_steps_are_replayed_with_equal_bits(name: str, tmp_path: Path) -> None:
     result = replay_proof.prove(replay_proof.CASES[name], tmp_path, 3, random.Random(0))
@@ -46,7 +45,6 @@ def test_random_steps_are_replayed_with_equal_bits(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", sorted(replay_proof.CASES.keys() - set(QUICK)))
 def test_random_steps_of_the_other_runs_too(name: str, tmp_path: Path) -> None:
     if "GPT-2" in name:

@@ -56,7 +56,6 @@ def run(script: str, *words: str) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=560,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -64,7 +63,6 @@ def run(script: str, *words: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.timeout(600)
 def test_it_runs_on_two_processes_of_a_cpu(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("tokenizers")
@@ -80,7 +78,6 @@ def test_it_runs_on_two_processes_of_a_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("script", ["ddp_overhead.py", "sharding.py"])
 def test_the_loops_of_several_processes_run_in_rounds(script: str) -> None:
     printed = run(script, "--rounds", "2", "--width", "16").splitlines()

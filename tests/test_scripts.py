@@ -28,9 +28,7 @@ def clone(tmp_path: Path) -> Path:
 def start(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
     # Inherited variables could name another interpreter.
     kept = {k: v for k, v in os.environ.items() if k not in ("PYTHON", "PYTHONPATH")}
-    return subprocess.run(
-        words, cwd=folder, env={**kept, **env}, capture_output=True, text=True, timeout=100
-    )
+    return subprocess.run(words, cwd=folder, env={**kept, **env}, capture_output=True, text=True)
 
 
 def test_a_set_up_that_is_done_is_not_repeated(clone: Path) -> None:

@@ -16,7 +16,6 @@ import wedge  # noqa: E402
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.timeout(240)
 def test_a_loop_that_is_killed_ends_with_the_weights_of_one_that_is_not(tmp_path: Path) -> None:
     job = "loop, default order"
     wanted, steps = wedge.unbroken(wedge.OWN, 1, job, tmp_path / "unbroken")

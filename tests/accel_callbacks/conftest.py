@@ -39,7 +39,7 @@ def leaves_the_process_as_it_was() -> Iterator[None]:
     destroy_topology()
     left = [t for t in threading.enumerate() if t not in threads and not t.daemon]
     for thread in left:  # one that gives leases back, of what was collected, ends by itself
-        thread.join(10)
+        thread.join()
     left = [thread for thread in left if thread.is_alive()]
     assert _environment() == environment, "the test changed os.environ"
     assert not left, f"the test left threads running: {left}"

@@ -166,7 +166,7 @@ BACKWARD = "accel.backward(torch.ones(1))"
 def script(failure: str, before: str = "", **options: str) -> subprocess.CompletedProcess[str]:
     code = SCRIPT.format(failure=failure, before=before)
     words, env = [sys.executable, "-c", code], {**os.environ, **options}
-    return warm.run(words, capture_output=True, text=True, timeout=60, env=env)
+    return warm.run(words, capture_output=True, text=True, env=env)
 
 
 def test_alone_only_an_error_that_went_through_this_library_is_folded() -> None:

@@ -110,9 +110,7 @@ def test_it_works_before_any_accelerator_exists(rank, options, written):
         f"get_logger('early').warning('said', {options})"
     )
     environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "PATH": ""}
-    done = warm.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=90
-    )
+    done = warm.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.strip() == written
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from accel_callbacks import (
 )
 from accel_callbacks.callbacks import Checkpoint, EarlyStopping, ProgressBar
 from loggers import read_jsonl
+from tests.support.bound import BOUND
 
 
 class Counts(Callback):
@@ -227,7 +227,7 @@ def train_with_every_option(folder) -> int:
         kwargs_handlers=[
             AutocastKwargs(cache_enabled=False),
             DistributedDataParallelKwargs(gradient_as_bucket_view=True, comm_hook="bf16"),
-            InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=60)),
+            InitProcessGroupKwargs(backend="gloo", timeout=BOUND),
             ProfileKwargs(activities=["cpu"], output_trace_dir=folder),
         ],
         dynamo_backend="eager",

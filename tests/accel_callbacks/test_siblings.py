@@ -53,7 +53,7 @@ def start(folder: Path, script: str, *, on_path: bool = True) -> subprocess.Comp
         environment["PYTHONPATH"] = str(ROOT)
     return subprocess.run(
         [sys.executable, "train.py"],
-        cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=60,
+        cwd=folder, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
 
 

@@ -37,7 +37,6 @@ def in_new_process(code: str, **environment: str) -> subprocess.CompletedProcess
         env={**clean, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
 

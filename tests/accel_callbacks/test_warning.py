@@ -47,9 +47,9 @@ with accel.run("fit") as run:
 
 def test_a_resume_after_a_kill_skips_the_unfinished_checkpoint_with_one_line(tmp_path):
     command = [sys.executable, "-c", TRAIN, str(tmp_path)]
-    killed = warm.run([*command, "4"], capture_output=True, text=True, timeout=60)
+    killed = warm.run([*command, "4"], capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL
-    resumed = warm.run([*command, "0"], capture_output=True, text=True, timeout=60)
+    resumed = warm.run([*command, "0"], capture_output=True, text=True)
     assert resumed.returncode == 0, resumed.stderr
     lines = resumed.stderr.splitlines()
     assert len(lines) == 2

@@ -152,7 +152,7 @@ class ScriptedS3:
     def _send(self, handler: BaseHTTPRequestHandler, answer: Answer) -> None:
         handler.close_connection = answer.drop or answer.hang or answer.cut is not None
         if answer.hang and answer.cut is None:
-            self.over.wait(60)
+            self.over.wait()
         if handler.close_connection and answer.cut is None:
             return
         handler.send_response(answer.status)
@@ -165,7 +165,7 @@ class ScriptedS3:
             handler.wfile.write(answer.body[: answer.cut])
         if answer.hang:
             handler.wfile.flush()
-            self.over.wait(60)
+            self.over.wait()
 
 
 @contextmanager

@@ -257,7 +257,7 @@ def run():
         code = "import sys\n" + textwrap.dedent(script)
         command = [sys.executable, "-c", code, *map(str, arguments)]
         environment = {**os.environ, "PYTHONPATH": path}
-        return warm.run(command, capture_output=True, text=True, env=environment, timeout=60)
+        return warm.run(command, capture_output=True, text=True, env=environment)
 
     return run
 

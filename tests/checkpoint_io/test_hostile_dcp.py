@@ -23,7 +23,6 @@ from checkpoint_io.weights.torch_pickle import read_inert
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-    pytest.mark.timeout(30),
 ]
 
 DAG = b")" + b"".join(b"\x94h" + bytes([n]) + b"\x86" for n in range(60))

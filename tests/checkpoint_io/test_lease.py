@@ -155,9 +155,10 @@ def holders(url: str, options: Any) -> Iterator[Start]:
     yield begin
     for holder in started:
         holder.process.kill()
-        holder.process.communicate(timeout=20)
+        holder.process.communicate()
 
 
+@pytest.mark.first
 def test_a_living_holder_is_named_and_its_end_frees_the_folder(start: Start) -> None:
     first, second, away = start("digits"), start("other"), start("away", machine="another")
     assert first.tell("acquire") == "done"
@@ -221,6 +222,7 @@ def test_taking_over_from_a_living_holder(start_on_disk: Start) -> None:
     assert "which has ended" in first.tell("check")
 
 
+@pytest.mark.first
 def test_of_several_that_start_at_once_one_wins(start: Start) -> None:
     race([start(f"job {number}", machine=f"host {number}") for number in range(4)], 0)
 
@@ -304,7 +306,7 @@ def test_who_may_be_found(tmp_path: Path, start_on_disk: Start) -> None:
         assert found is not None
         assert found.pid == holder.pid
         holder.process.kill()
-        holder.process.wait(20)
+        holder.process.wait()
         reader.find_holder()  # may see the last renewal before the kill, as that of one that lives
         assert reader.find_holder() is None
 

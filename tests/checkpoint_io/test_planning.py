@@ -6,7 +6,6 @@ import gc
 import json
 import time
 from collections import Counter
-from datetime import timedelta
 from typing import Any, cast
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 from checkpoint_io import CheckpointError, SingleProcess
 from checkpoint_io.saver.plan import PlanCache, Proposal, Share
 from checkpoint_io.sharding.planner import ReadBox, plan_reads, plan_writes
+from tests.support.bound import BOUND
 
 
 def plain(*shape: int, dtype: str = "F32") -> tuple[str, tuple[int, ...], None]:
@@ -203,7 +203,7 @@ def read_into_meshes() -> list[str]:
     from accel_callbacks.distributed.topology import resolve_topology
     from checkpoint_io.sharding.dtensor import local_of
 
-    resolve_topology(cpu=True, timeout=timedelta(seconds=30))
+    resolve_topology(cpu=True, timeout=BOUND)
     whole = torch.arange(7 * 5.0).reshape(7, 5)
     line, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     targets = {

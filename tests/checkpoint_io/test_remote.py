@@ -64,6 +64,7 @@ def contents(remote: Remote) -> set[str]:
     return set(open_store(url, options).sizes())
 
 
+@pytest.mark.first
 def test_round_trip_overwrite_and_damage(remote: Remote, state: dict[str, Any]) -> None:
     url, options = remote
     save(url, state, local_state={"n": 1}, storage_options=options)
@@ -87,6 +88,7 @@ def test_round_trip_overwrite_and_damage(remote: Remote, state: dict[str, Any]) 
     verify(url, storage_options=options)
 
 
+@pytest.mark.first
 def test_failed_save_leaves_the_old_one_and_no_litter(remote: Remote, state: Any) -> None:
     url, options = remote
     save(url, state, storage_options=options)
@@ -193,6 +195,7 @@ def test_block_that_raises_publishes_nothing(remote: Remote) -> None:
     assert store.sizes() == {}
 
 
+@pytest.mark.first
 def test_of_many_writers_in_memory_one_wins() -> None:
     url = f"memory://{uuid.uuid4().hex}"
     start, won = threading.Barrier(8), []
@@ -323,7 +326,7 @@ def test_threads_take_turns_in_the_files_of_memory_that_they_share() -> None:
 
     holder = threading.Thread(target=lambda: driver().request_once(hold))
     holder.start()
-    assert inside.wait(10)
+    assert inside.wait()
     own = driver()
     own.request_once(lambda fs: other.set())
     holder.join()
@@ -347,7 +350,7 @@ for argument in sys.argv[1:]:
 
 def test_missing_driver_says_what_to_install() -> None:
     command = [sys.executable, "-c", WITHOUT, *(f"{k}={v}" for k, v in DRIVERS.items())]
-    done = warm.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = warm.run(command, capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
     for line, extra in zip(lines, ("gcs", "azure", "s3", "sftp"), strict=True):
         assert f'pip install "accel-callbacks[{extra}]"' in line

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from checkpoint_io import (
     save,
 )
 from checkpoint_io.storage.local import LocalStore
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
 
@@ -47,7 +47,7 @@ def full(name: str) -> torch.Tensor:
 def join() -> TorchGroup:
     from accel_callbacks.distributed.topology import resolve_topology
 
-    resolve_topology(cpu=True, timeout=timedelta(seconds=30))
+    resolve_topology(cpu=True, timeout=BOUND)
     return TorchGroup()
 
 

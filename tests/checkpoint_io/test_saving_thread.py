@@ -324,7 +324,7 @@ def test_saves_run_on_one_thread_which_close_ends(saver, tmp_path):
     assert len(set(threads)) == 1
     assert threads[0].is_alive()
     saver.close()
-    threads[0].join(60)
+    threads[0].join()
     assert not threads[0].is_alive()
     saver.save(tmp_path / "again", {"n": 4}).wait()
     assert checkpoint_io.load(tmp_path / "again").state == {"n": 4}
@@ -337,14 +337,14 @@ def test_a_saver_that_is_dropped_ends_its_thread(tmp_path):
     saver.submit(job, afterwards=lambda: threads.append(threading.current_thread()))
     saver.wait()
     del saver
-    threads[0].join(60)
+    threads[0].join()
     assert not threads[0].is_alive()
 
 
 def test_after_a_save_that_was_abandoned_the_next_one_does_not_wait_for_it(saver, tmp_path):
     going_on = threading.Event()
     job = prepare_save(tmp_path / "slow", {"n": 1}, next_generation=lambda old: 1)
-    saver.submit(job, afterwards=lambda: going_on.wait(60))
+    saver.submit(job, afterwards=lambda: going_on.wait())
     slow = saver.abandon()
     try:
         saver.save(tmp_path / "next", {"n": 2}).wait()

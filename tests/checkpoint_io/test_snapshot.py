@@ -241,7 +241,7 @@ def test_the_pages_of_a_reserve_are_there_before_the_copy() -> None:
     buffers.reserve(sum(weight.nbytes for weight in weights))
     reserve = buffers._reserve
     assert reserve is not None
-    reserve._thread.join(60)
+    reserve._thread.join()
     block, before = reserve._block, faults()
     copies = buffers.fill(weights)
     assert faults() - before < 500  # of 4096 pages

@@ -51,12 +51,12 @@ def test_the_pause_lasts_until_the_last_thread_has_ended_its_own() -> None:
     def other() -> None:
         with collector_paused():
             paused.set()
-            leave.wait(30)
+            leave.wait()
 
     thread = threading.Thread(target=other)
     with collector_paused():
         thread.start()
-        assert paused.wait(30)
+        assert paused.wait()
     assert not gc.isenabled()  # the other thread is still in its block
     leave.set()
     thread.join()
@@ -70,5 +70,5 @@ def test_a_process_that_is_forked_meanwhile_collects() -> None:
     with collector_paused():
         child = context.Process(target=lambda: answer.put(gc.isenabled()))
         child.start()
-        child.join(30)
+        child.join()
     assert answer.get() is True

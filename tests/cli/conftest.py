@@ -57,7 +57,7 @@ def accel(start: Start) -> Run:
 
     def run(*words: str, **extra: str) -> subprocess.CompletedProcess[str]:
         process = start(*words, **extra)
-        out, err = process.communicate(timeout=90)
+        out, err = process.communicate()
         return subprocess.CompletedProcess(words, process.returncode, out, err)
 
     return run
@@ -74,7 +74,6 @@ def warm_accel(tmp_path: Path) -> Run:
             env={**clean_environment(tmp_path), **extra},
             capture_output=True,
             text=True,
-            timeout=90,
             warm_children=True,
         )
 

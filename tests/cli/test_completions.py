@@ -46,9 +46,7 @@ def offered(line: str, folder: Path) -> list[str]:
     answer = folder / "answer"
     variables = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_STDOUT_FILENAME": str(answer)}
     variables |= {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_SHELL": "fish"}
-    result = subprocess.run(
-        ACCEL, env={**os.environ, **variables}, capture_output=True, timeout=60, cwd=folder
-    )
+    result = subprocess.run(ACCEL, env={**os.environ, **variables}, capture_output=True, cwd=folder)
     assert result.returncode == 0, result.stderr
     return [word.strip() for word in answer.read_text().split("\013") if word]
 
@@ -103,7 +101,7 @@ def test_bash_by_hand(tmp_path: Path) -> None:
     if shutil.which("bash") is None:
         pytest.skip("needs bash")
     with open(tmp_path / ".bash", "w") as file:
-        subprocess.run([*ACCEL, "completions", "bash"], stdout=file, check=True, timeout=60)
+        subprocess.run([*ACCEL, "completions", "bash"], stdout=file, check=True)
     (tmp_path / "accel").write_text(
         f'#!/bin/sh\n[ -z "$_ARGCOMPLETE" ] || exec {" ".join(ACCEL)}\nprintf "RAN:%s\\n" "$*"\n'
     )
@@ -130,7 +128,6 @@ print(seen.decode().split("\\nRAN:")[-1])
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        timeout=60,
         env={**os.environ, "PATH": path},
     )
     ran = "launch --mixed_precision bf16 --mixed-precision=fp16 x.py --mixed_p"
@@ -150,7 +147,7 @@ def test_needs_no_torch(words: list[str]) -> None:
     code = "import sys; from accel_callbacks.cli.main import main\nassert main(sys.argv[1:]) == 0\n"
     code += "assert 'torch' not in sys.modules"
     command = [sys.executable, "-c", code, *words]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
 

@@ -536,7 +536,6 @@ def test_a_pipe_that_closes_is_no_traceback(tmp_path: Path) -> None:
         ["bash", "-c", f"{sys.executable} -m accel_callbacks.cli config show | true"],
         capture_output=True,
         text=True,
-        timeout=60,
         cwd=tmp_path,
     )
     assert done.stderr == ""
@@ -550,7 +549,6 @@ def test_config_needs_no_torch(tmp_path: Path, words: list[str]) -> None:
         [sys.executable, "-c", code, "config", *words],
         capture_output=True,
         text=True,
-        timeout=60,
         cwd=tmp_path,
     )
     assert done.stdout.splitlines()[-1] == "False", done.stderr

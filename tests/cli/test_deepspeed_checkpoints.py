@@ -19,8 +19,6 @@ from safetensors.torch import load_file
 import checkpoint_io
 from accel_callbacks.cli.main import main
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class LossScaler:
     """An object that only full unpickling could create."""

@@ -103,7 +103,7 @@ def runner(*words: str, cwd: Path, **extra: str) -> subprocess.CompletedProcess[
     """One process as the launcher starts it, without the launcher."""
     command = [sys.executable, "-u", worker.__file__, *words]
     env = {**os.environ, **extra}
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
 
 
 @pytest.mark.distributed
@@ -207,7 +207,7 @@ def test_the_script_finds_itself_as_under_python(
     write("in/looks.py", LOOKING)
     write("in/beside.py", "VALUE = 7")
     plain = [sys.executable, "-u", "in/looks.py", "a", "--b"]
-    alone = subprocess.run(plain, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    alone = subprocess.run(plain, cwd=tmp_path, capture_output=True, text=True)
     ours = runner("script", "in/looks.py", "a", "--b", cwd=tmp_path)
     assert (alone.returncode, ours.returncode) == (0, 0), alone.stderr + ours.stderr
     assert ours.stdout == alone.stdout
@@ -228,7 +228,7 @@ def test_a_module_and_a_folder_run_as_under_python(
         (("script", "package", "y"), ("package", "y")),
     ):
         command = [sys.executable, *plain]
-        alone = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        alone = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         assert runner(*ours, cwd=tmp_path).stdout == alone.stdout != ""
 
 
@@ -237,7 +237,7 @@ def test_the_script_pays_for_nothing_of_ours(
 ) -> None:
     script = write("loaded.py", "import sys; print(*sorted(sys.modules))")
     plain = [sys.executable, script]
-    alone = subprocess.run(plain, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    alone = subprocess.run(plain, cwd=tmp_path, capture_output=True, text=True)
     ours = runner("script", script, cwd=tmp_path)
     more = set(ours.stdout.split()) - set(alone.stdout.split())
     small = {"__future__", "faulthandler", "warnings", "importlib.machinery"}
@@ -284,7 +284,7 @@ def test_a_killed_launcher_leaves_no_orphan(
     assert all(alive(pid) for pid in pids)
     (folder,) = place.glob("accel-launch-*")
     launcher.kill()
-    launcher.communicate(timeout=30)  # no process of the launch holds its output either
+    launcher.communicate()  # no process of the launch holds its output either
     end = time.monotonic() + 30
     while [pid for pid in pids if alive(pid)]:
         assert time.monotonic() < end
@@ -313,7 +313,7 @@ def test_what_ignores_sigterm_is_killed_and_others_are_left_alone() -> None:
             process.stdout.readline()
         # Not reaped yet, so it is a zombie, which has no environment any more.
         watchdog.end_marked("ours", grace=0.2)
-        assert ours.wait(timeout=10) == -signal.SIGKILL
+        assert ours.wait() == -signal.SIGKILL
         assert other.poll() is None
     finally:
         other.kill()

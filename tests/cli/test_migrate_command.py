@@ -207,7 +207,7 @@ def test_the_answer_counts(typed: bytes, code: int, changes: bool, script: Path)
     while not said.endswith(b"[y/N] ") and (byte := process.stderr.read(1)):
         said += byte
     os.write(parent, typed)
-    assert process.wait(60) == code
+    assert process.wait() == code
     process.stderr.close()
     os.close(parent)
     assert (script.read_bytes() != SCRIPT) == changes
@@ -250,7 +250,6 @@ def test_an_output_that_cannot_hold_the_text(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
         capture_output=True,
         text=True,
-        timeout=60,
     )
     assert result.returncode == 1
     assert "Traceback" not in result.stderr

@@ -36,7 +36,7 @@ def printed(script: Path) -> str:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCEL_CPU": "1"}
     words = [sys.executable, str(script)]
     words += [str(script.parent / "out")] if script.stem == "checkpointing" else []
-    result = warm.run(words, env=env, capture_output=True, text=True, timeout=100)
+    result = warm.run(words, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

@@ -101,7 +101,6 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=110,
         warm_children=True,
     )
     assert done.returncode == 0, done.stderr

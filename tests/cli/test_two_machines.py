@@ -76,7 +76,6 @@ def sweep() -> None:
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.slow,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(sys.platform != "linux", reason="needs network namespaces"),
 ]
 
@@ -142,7 +141,7 @@ class Machines:
         for space in self.spaces:
             remove(space)
         for process in self.started:
-            process.wait(10)
+            process.wait()
 
 
 @pytest.fixture
@@ -164,7 +163,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], bytes]:
     folder = tmp_path_factory.mktemp("whole")
     command = [*LAUNCHERS["torchrun"], "--nproc_per_node", "2", SCRIPT, "--project_dir", "whole"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return epochs_in(done.stdout), weights_in(folder / "whole")
 
@@ -198,7 +197,7 @@ def static(launcher: str, machine: int, *options: str) -> list[str]:
 
 
 def ended_well(machines: Machines, node: subprocess.Popen[bytes], log: str) -> None:
-    assert node.wait(200) == 0, machines.read(log)
+    assert node.wait() == 0, machines.read(log)
 
 
 every_launcher = pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -323,7 +322,7 @@ def test_a_machine_that_is_cut_off_in_a_save_ends_the_others(machines, cut, how)
     machines.cable(1, "down")
     began = time.monotonic()
     other = 1 - cut
-    assert nodes[other].wait(60) != 0, machines.read(f"log{other}")
+    assert nodes[other].wait() != 0, machines.read(f"log{other}")
     assert time.monotonic() - began < 24, machines.read(f"log{other}")
     assert re.search(rf"rank {cut} .*has not answered for \d+ s", machines.read(f"log{other}"))
     assert not list(folder.glob("state/manifest*"))

@@ -29,7 +29,7 @@ def run(folder: Path, source: str, *start: str, expected: int = 0) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, *start, str(script)],
-        env=environment, capture_output=True, text=True, timeout=110,
+        env=environment, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == expected, done.stdout + done.stderr
     return done.stdout if expected == 0 else done.stderr
@@ -97,6 +97,7 @@ def test_a_name_that_nobody_has_is_an_import_error(tmp_path):
     assert "cannot import name 'no_such_name' from 'accelerate.utils'" in said
 
 
+@pytest.mark.first
 def test_a_script_for_accelerate_runs_as_it_is(tmp_path):
     said = run(
         tmp_path,
@@ -176,6 +177,7 @@ def test_without_it_there_is_no_accelerate_of_ours(tmp_path):
     assert said == "True\n"
 
 
+@pytest.mark.first
 @pytest.mark.distributed
 def test_a_launch_stands_in_on_all_processes(tmp_path):
     said = run(
@@ -231,7 +233,6 @@ TRAINER = """
 """
 
 
-@pytest.mark.timeout(180)
 def test_a_trainer_trains_and_goes_on_where_it_stopped(tmp_path):
     pytest.importorskip("transformers")
     assert run(tmp_path, TRAINER).endswith("equal\n")

@@ -23,7 +23,7 @@ def run(*command: str, expected: int = 0) -> str:
     """Run a command of Python, and return what it prints."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=550
+        [sys.executable, *command], env=environment, capture_output=True, text=True
     )
     assert done.returncode == expected, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -31,7 +31,6 @@ def run(*command: str, expected: int = 0) -> str:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="forks")
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_kill_at_any_moment_of_a_save_changes_no_weight(tmp_path):
     pytest.importorskip("transformers")
     script = HERE / "killed_trainer.py"
@@ -62,7 +61,6 @@ def test_a_kill_at_any_moment_of_a_save_changes_no_weight(tmp_path):
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-@pytest.mark.timeout(600)
 def test_a_signal_to_the_launcher_stops_both_processes_at_one_step(tmp_path):
     pytest.importorskip("transformers")
     words = [sys.executable, "-m", "accel_callbacks.cli", "launch", "--as_accelerate", "--cpu"]
@@ -84,7 +82,6 @@ def test_a_signal_to_the_launcher_stops_both_processes_at_one_step(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.timeout(600)
 def test_two_processes_go_on_with_the_samples_that_one_has_left(tmp_path):
     pytest.importorskip("transformers")
     script = str(HERE / "sample_order.py")

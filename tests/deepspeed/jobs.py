@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -10,8 +9,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_callbacks import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from accel_callbacks.distributed.topology import destroy_topology
+from tests.support.bound import BOUND
 
-PATIENCE = timedelta(seconds=40)
+PATIENCE = BOUND
 SAMPLES = 48
 
 

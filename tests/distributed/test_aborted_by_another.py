@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from accel_callbacks.distributed import abort
 from accel_callbacks.distributed.heartbeat import Heartbeat
 from accel_callbacks.errors import LostRankError
 from tests.distributed.test_failing_scripts import run_script
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
 
@@ -60,7 +60,7 @@ def follow_rank_1(accel: Accelerator) -> None:
 def go_on(method: str, folder: str) -> list:
     """What a rank does that another one's error has aborted, without any collective."""
     counts = Counts()
-    accel = Accelerator(cpu=True, callbacks=[counts], timeout=timedelta(seconds=30))
+    accel = Accelerator(cpu=True, callbacks=[counts], timeout=BOUND)
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = accel.prepare(torch.optim.SGD([weight], lr=1.0))
     model = torch.nn.Linear(1, 1)
@@ -100,7 +100,7 @@ def test_the_error_is_raised_and_nothing_is_done(pool, tmp_path, method):
 
 
 def a_new_accelerator() -> float:
-    accel = Accelerator(cpu=True, timeout=timedelta(seconds=30))
+    accel = Accelerator(cpu=True, timeout=BOUND)
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = accel.prepare(torch.optim.SGD([weight], lr=1.0))
     accel.backward((weight * 3).sum())
@@ -122,7 +122,7 @@ def told_once() -> list[str]:
             run.accelerator.log({"failed": 1})
             logged.append(type(exception).__name__)
 
-    accel = Accelerator(cpu=True, callbacks=[Last()], timeout=timedelta(seconds=30))
+    accel = Accelerator(cpu=True, callbacks=[Last()], timeout=BOUND)
     try:
         with accel.run("told"):
             accel.loop.begin_training()
@@ -143,7 +143,7 @@ def lost() -> list[str]:
     """A heartbeat that loses a rank, over a store in this process."""
     from accel_callbacks.distributed.remote_failure import remote_failure
 
-    Accelerator(cpu=True, timeout=timedelta(seconds=30))
+    Accelerator(cpu=True, timeout=BOUND)
     aborted, store = threading.Event(), BoundedStore(dist.HashStore())
     beat = {"count": 1, "place": "", "process": ["elsewhere", 1], "left": None, "stuck": 0.0}
     store.set("heartbeat/1", json.dumps({**beat, "time": 0.0}))
@@ -155,7 +155,7 @@ def lost() -> list[str]:
 
     watch = Heartbeat(store, 0, 2, timeout=0.5, abort=abort_it)
     watch.start()
-    assert aborted.wait(30)
+    assert aborted.wait()
     watch.stop()
     try:
         remote_failure.raise_in("backward")
@@ -181,7 +181,7 @@ def fails_with_an_abort_that_hangs() -> list[str]:
     class Backend:
         def abort(self) -> None:
             seen.append("aborting")
-            ended.wait(60)
+            ended.wait()
 
     class Group:
         _device_types = (torch.device("cuda"),)
@@ -193,7 +193,7 @@ def fails_with_an_abort_that_hangs() -> list[str]:
         def on_exception(self, run, model, exception):
             seen.append("hook")
 
-    accel = Accelerator(cpu=True, callbacks=[Last()], timeout=timedelta(seconds=30))
+    accel = Accelerator(cpu=True, callbacks=[Last()], timeout=BOUND)
     real, abort._ABORT_TIMEOUT = abort._groups, 0.1
     abort._groups = lambda: [*real(), Group()]
     try:
@@ -221,7 +221,7 @@ import torch.distributed as dist
 from accel_callbacks import Accelerator, collectives
 from accel_callbacks.distributed import topology
 
-accel = Accelerator(cpu=True, timeout=timedelta(seconds=30))
+accel = Accelerator(cpu=True, timeout=timedelta(minutes=10))
 device, fails = sys.argv[1] == "nccl", sys.argv[2] == "fails"
 collectives.has_device_backend = lambda group: device
 destroy = dist.destroy_process_group

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from accel_callbacks import Accelerator, GradientAccumulationPlugin
+from tests.support.bound import BOUND
 from tests.support.rounding import reordered
 
 pytestmark = pytest.mark.distributed
@@ -17,7 +16,7 @@ SAMPLES = 24
 
 
 def accelerator(**options) -> Accelerator:
-    return Accelerator(cpu=True, timeout=timedelta(seconds=20), **options)
+    return Accelerator(cpu=True, timeout=BOUND, **options)
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:

@@ -127,6 +127,7 @@ def save_while_training(folder: str) -> dict:
     }
 
 
+@pytest.mark.first
 def test_the_checkpoint_is_the_state_at_the_call_and_all_processes_write_it(pool, tmp_path):
     for seen in pool.run(save_while_training, str(tmp_path)):
         assert seen["bitwise"]
@@ -219,6 +220,7 @@ def fail_on_one(folder: str, bad: int, ask: str) -> tuple:
     return (*result, same(job.read("good")["models"]["0"], job.weights()), job.notes.saved)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(("bad", "ask"), [(0, "step"), (1, "step"), (1, "save"), (0, "wait")])
 def test_an_error_on_one_process_is_raised_on_all_at_the_same_step(pool, tmp_path, bad, ask):
     for kind, text, step, pending, whole, saved in pool.run(fail_on_one, str(tmp_path), bad, ask):
@@ -418,6 +420,7 @@ def callback_run(folder: str, epochs: int) -> tuple:
     return run.resumed_from, saver.last_path, names
 
 
+@pytest.mark.first
 def test_the_callback_saves_in_the_background_on_all_processes_and_resumes(pool, tmp_path):
     path = f"gated://{tmp_path}/run/step-"
     for resumed, last, names in pool.run(callback_run, str(tmp_path), 1):
@@ -581,7 +584,6 @@ def test_processes_end_after_their_save_and_with_its_error(tmp_path, how):
         [*command, "--num_processes", "2", str(script), str(SUPPORT), str(tmp_path), how],
         capture_output=True,
         text=True,
-        timeout=100,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         warm_children=True,
         destructors=True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import fsspec
@@ -25,6 +24,7 @@ from accel_callbacks import (
 from accel_callbacks.callbacks import Checkpoint
 from accel_callbacks.distributed.topology import destroy_topology
 from loggers import read_jsonl
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
 
@@ -36,7 +36,7 @@ def tidy():
 
 
 def accelerator(**options) -> Accelerator:
-    return Accelerator(cpu=True, timeout=timedelta(seconds=20), **options)
+    return Accelerator(cpu=True, timeout=BOUND, **options)
 
 
 class Counted(Dataset):

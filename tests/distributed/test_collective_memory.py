@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from datetime import timedelta
 
 import pytest
 import torch
@@ -11,12 +10,13 @@ import torch.distributed as dist
 
 from accel_callbacks import Accelerator, LocalSGD, gather, local_sgd, reduce
 from accel_callbacks.collectives import tensors
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
 
 
 def accelerator() -> Accelerator:
-    return Accelerator(cpu=True, timeout=timedelta(seconds=30))
+    return Accelerator(cpu=True, timeout=BOUND)
 
 
 # torch 2.13 renamed it.

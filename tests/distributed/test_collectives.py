@@ -8,7 +8,6 @@ import threading
 import types
 from collections import defaultdict
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,12 +24,13 @@ from accel_callbacks import (
     pad_across_processes,
     reduce,
 )
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
 
 
 def accelerator(**options) -> Accelerator:
-    return Accelerator(cpu=True, timeout=timedelta(seconds=30), **options)
+    return Accelerator(cpu=True, timeout=BOUND, **options)
 
 
 class Pair(NamedTuple):
@@ -59,6 +59,7 @@ def gathers() -> list:
     return [type(pair).__name__, pair.left.tolist(), pair.right["x"].tolist(), str(accel.device)]
 
 
+@pytest.mark.first
 def test_gather_keeps_the_structure_and_the_rank_order(pool):
     assert pool.run(gathers) == [["Pair", [0, 1], [0.0, 1.0], "cpu"]] * 2
 
@@ -102,6 +103,7 @@ def gathers_what_does_not_fit(kind: str, how: str) -> None:
     getattr(accel, how)([torch.ones(2), other][accel.process_index])
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("how", ["gather", "gather_for_metrics"])
 @pytest.mark.parametrize("kind", ["shape", "type", "number", "nothing"])
 def test_what_cannot_be_gathered_is_an_error_on_all_processes(pool, kind, how):
@@ -156,6 +158,7 @@ def reduces() -> dict:
     }
 
 
+@pytest.mark.first
 def test_reduce_combines_and_weights(pool):
     first, second = pool.run(reduces)
     expected = {"sum": 3, "mean": 1.5, "max": 2, "min": 1, "ints": 0.5, "weighted": 1.25}
@@ -171,6 +174,7 @@ def pads() -> list:
     return [padded[:, 0].tolist(), front[:, 0].tolist()]
 
 
+@pytest.mark.first
 def test_pad_across_processes(pool):
     assert pool.run(pads) == [[[7, -1], [-1, 7]], [[7, 7], [7, 7]]]
 
@@ -191,6 +195,7 @@ def objects() -> list:
     ]
 
 
+@pytest.mark.first
 def test_gather_object_joins_lists_and_keeps_dicts(pool):
     expected = [
         [{"rank": 0}, {"rank": 1}],

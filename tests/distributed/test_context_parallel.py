@@ -7,7 +7,6 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from accel_callbacks import (
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
+from tests.support.bound import BOUND
 from tests.support.language import VOCABULARY, LanguageModel
 from tests.support.ring_attention import ring_on_cpu
 from tests.support.rounding import reordered
@@ -45,7 +45,7 @@ def accelerator(
         handler["tp_handler"] = TorchTensorParallelConfig(plan=plan)
     return Accelerator(
         cpu=True,
-        timeout=timedelta(seconds=30),
+        timeout=BOUND,
         parallelism_config=ParallelismConfig(**sizes, **handler) if sizes else None,
         **options,
     )
@@ -131,6 +131,7 @@ def on_two(causal: bool, rotation: str, sharded: bool) -> dict[str, Any]:
     return trained({"cp_size": 2}, causal=causal, rotation=rotation, **options)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("causal", "rotation", "sharded"),
     [

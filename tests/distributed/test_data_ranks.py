@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from accel_callbacks import Accelerator
 from accel_callbacks.strategies import DDP
+from tests.support.bound import BOUND
 from tests.support.strategies import strategy
 
 pytestmark = pytest.mark.distributed
 
-SHORT = timedelta(seconds=30)
+SHORT = BOUND
 
 
 class Paired(DDP):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from datetime import timedelta
 
 import pytest
 import torch
@@ -19,13 +18,14 @@ from accel_callbacks import (
     InitProcessGroupKwargs,
     TorchDynamoPlugin,
 )
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
 
 
 def accelerator(options: dict | None = None, **others) -> Accelerator:
     handlers = [] if options is None else [DistributedDataParallelKwargs(**options)]
-    return Accelerator(cpu=True, timeout=timedelta(seconds=20), kwargs_handlers=handlers, **others)
+    return Accelerator(cpu=True, timeout=BOUND, kwargs_handlers=handlers, **others)
 
 
 class Two(torch.nn.Module):
@@ -402,9 +402,7 @@ def trained_in_fp8() -> list[float]:
     recipe = AORecipeKwargs(
         config=Float8LinearConfig(emulate=True), module_filter_func=lambda module, name: True
     )
-    accel = Accelerator(
-        cpu=True, mixed_precision="fp8", kwargs_handlers=[recipe], timeout=timedelta(seconds=20)
-    )
+    accel = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[recipe], timeout=BOUND)
     model = torch.nn.Sequential(torch.nn.Linear(16, 16))
     before = copy.deepcopy(model)
     model, optimizer = accel.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

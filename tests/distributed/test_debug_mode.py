@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from datetime import timedelta
 
 import pytest
 import torch
@@ -23,12 +22,13 @@ from accel_callbacks import (
 )
 from accel_callbacks.distributed.topology import resolve_topology
 from tests.support import warm
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
 
 
 def accelerator(**options) -> Accelerator:
-    return Accelerator(cpu=True, timeout=timedelta(seconds=30), **options)
+    return Accelerator(cpu=True, timeout=BOUND, **options)
 
 
 def tensors(kind: str) -> object:
@@ -260,7 +260,6 @@ def test_the_launcher_hands_it_on(tmp_path):
         [sys.executable, "-m", "accel_callbacks.cli", *words],
         capture_output=True,
         text=True,
-        timeout=100,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         warm_children=True,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ import torch.distributed as dist
 from accel_callbacks import Accelerator, PartialState
 from accel_callbacks.distributed.topology import destroy_topology
 from tests.distributed.test_failing_scripts import run_script
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
-TIMEOUT = timedelta(seconds=30)
+TIMEOUT = BOUND
 
 
 def prepared() -> tuple[Accelerator, Any, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import warnings
-from datetime import timedelta
 
 import pytest
 import torch
@@ -13,13 +12,14 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from accel_callbacks import Accelerator
 from accel_callbacks.data.config import DataLoaderConfiguration
 from accel_callbacks.data.dispatch import DataLoaderDispatcher
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
 
 
 def accelerator(dispatch=True, **named):
     config = DataLoaderConfiguration(dispatch_batches=dispatch, **named)
-    return Accelerator(cpu=True, timeout=timedelta(seconds=30), dataloader_config=config)
+    return Accelerator(cpu=True, timeout=BOUND, dataloader_config=config)
 
 
 class Rows(Dataset):
@@ -122,6 +122,7 @@ def two_passes(kind, workers, dispatch, named):
 EVEN = pytest.mark.parametrize("named", [{}, {"even_batches": False}, {"split_batches": True}])
 
 
+@pytest.mark.first
 @EVEN
 @pytest.mark.parametrize("kind", KINDS)
 def test_dispatched_batches_are_those_that_each_process_would_read(pool, kind, named):
@@ -331,6 +332,7 @@ def resume_everywhere(kind, workers, folder):
     return len(whole)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(("kind", "workers"), [("shuffled", 0), ("stream", 0), ("stream", 2)])
 def test_a_dispatched_pass_goes_on_where_it_was(pool, tmp_path, kind, workers):
     assert pool.run(resume_everywhere, kind, workers, str(tmp_path))[0] >= 2

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from accel_callbacks import Accelerator, Callback
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
 
@@ -22,7 +21,7 @@ class EndsOnOneRank(Callback):
 
 
 def train() -> tuple[list[int], int]:
-    accel = Accelerator(cpu=True, timeout=timedelta(seconds=30), callbacks=[EndsOnOneRank()])
+    accel = Accelerator(cpu=True, timeout=BOUND, callbacks=[EndsOnOneRank()])
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = DataLoader(torch.arange(16.0)[:, None], batch_size=2)

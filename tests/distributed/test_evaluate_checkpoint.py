@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from datetime import timedelta
 
 import pytest
 import torch
 
 from accel_callbacks import Accelerator, RemoteError
 from accel_callbacks.callbacks import EMA, Checkpoint
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
 
@@ -22,7 +22,7 @@ class Job:
     def __init__(self, folder: str) -> None:
         self.saver = Checkpoint(folder, every="1 epoch", keep_last=None, monitor="val")
         callbacks = [EMA(0.8), self.saver]
-        self.accel = Accelerator(cpu=True, timeout=timedelta(seconds=30), callbacks=callbacks)
+        self.accel = Accelerator(cpu=True, timeout=BOUND, callbacks=callbacks)
         torch.manual_seed(0)
         self.net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.BatchNorm1d(4))
         sgd = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)

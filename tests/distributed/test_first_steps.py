@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from datetime import timedelta
 
 import pytest
 import torch
@@ -11,12 +10,13 @@ from torch.utils.data import DataLoader
 
 from accel_callbacks import Accelerator, LocalSGD
 from accel_callbacks.callbacks import EMA, Freeze
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
 
 
 def accelerator(**options) -> Accelerator:
-    return Accelerator(cpu=True, timeout=timedelta(seconds=20), **options)
+    return Accelerator(cpu=True, timeout=BOUND, **options)
 
 
 def line(accel: Accelerator) -> tuple:

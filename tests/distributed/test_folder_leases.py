@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 from threading import Thread
 
@@ -20,6 +19,7 @@ from checkpoint_io.storage.lease import LEASE
 from loggers import read_jsonl
 from tests.distributed.conftest import Pool
 from tests.support import warm
+from tests.support.bound import BOUND
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,7 +39,7 @@ accel = Accelerator(
     project_dir=sys.argv[1],
     log_with="jsonl",
     callbacks=[Checkpoint(every_n_steps=1, async_save=False)],
-    timeout=timedelta(seconds=30),
+    timeout=timedelta(minutes=10),
 )
 model = torch.nn.Linear(1, 1)
 data = torch.utils.data.DataLoader(torch.ones(8, 1), 1)
@@ -68,7 +68,6 @@ def test_a_restart_after_a_kill_waits_for_nobody(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=110,
         warm_children=True,
     )
     assert "ended at 4" in done.stdout, done.stderr
@@ -84,7 +83,7 @@ def accelerator(folder: str, on_conflict: str = "refuse", **options) -> Accelera
         cpu=True,
         project_config=config,
         callbacks=[Checkpoint()],
-        timeout=timedelta(seconds=30),
+        timeout=BOUND,
         **options,
     )
     accel.prepare(torch.nn.Linear(1, 1))
@@ -96,6 +95,7 @@ def start(folder: str, on_conflict: str = "refuse") -> int:
         return Lease(f"{folder}/checkpoints").find_holder().pid
 
 
+@pytest.mark.first
 def test_a_refusal_is_the_same_error_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
     with Lease(tmp_path / "checkpoints", run_name="rival"):
         outcomes = pool.outcomes(start, str(tmp_path))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from datetime import timedelta
 
 import pytest
 import torch
 
 from accel_callbacks import Accelerator, DistributedDataParallelKwargs
+from tests.support.bound import BOUND
 from tests.support.rounding import ABSOLUTE, reordered
 
 pytestmark = pytest.mark.distributed
@@ -51,7 +51,7 @@ class Coder(torch.nn.Module):
 
 
 def accelerator(**options) -> Accelerator:
-    return Accelerator(cpu=True, timeout=timedelta(seconds=20), **options)
+    return Accelerator(cpu=True, timeout=BOUND, **options)
 
 
 def unused_allowed() -> DistributedDataParallelKwargs:

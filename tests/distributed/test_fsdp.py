@@ -73,6 +73,7 @@ def weights_of_order(order: str, kind: str = "AdamW", layout: str = "fsdp") -> l
     return flat(accel.unwrap_model(model))
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("order", ["together", "optimizer first", "optimizer later", "made later"])
 def test_an_optimizer_trains_the_shards_whenever_it_is_prepared(pool, order):
     expected = weights_of_order("together", layout="ddp")
@@ -363,6 +364,7 @@ def clipped(norm_type: float, by_value: bool, layout: str, ignored: Any) -> tupl
     return norm, flat(accel.unwrap_model(model))
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("ignored", [None, ["last"]], ids=["all sharded", "some whole"])
 @pytest.mark.parametrize(
     ("norm_type", "by_value"), [(2.0, False), (1.0, False), (float("inf"), False), (2.0, True)]
@@ -802,6 +804,7 @@ def with_callbacks(layout: str = "fsdp") -> dict[str, Any]:
     }
 
 
+@pytest.mark.first
 def test_callbacks_see_what_they_see_on_one_process(pool):
     expected = with_callbacks("ddp")
     for found in pool.run(with_callbacks):

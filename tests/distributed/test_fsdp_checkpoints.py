@@ -31,6 +31,7 @@ from accel_callbacks import (
 from accel_callbacks.callbacks import EMA
 from accel_callbacks.collectives import sharded
 from accel_callbacks.distributed.topology import destroy_topology
+from tests.support.bound import BOUND
 from tests.support.rounding import assert_reordered
 
 pytestmark = [
@@ -44,7 +45,7 @@ LAYOUTS: dict[str, int] = {"one": 1, "ddp2": 2, "fsdp2": 2, "fsdp4": 4, "hsdp2x2
 CUT: dict[str, int] = {"tp2": 2, "fsdp2tp2": 4}
 RANKS = LAYOUTS | CUT
 PLAN = {"blocks.*.inner": "colwise", "blocks.*.outer": "rowwise"}
-PATIENCE = timedelta(seconds=40)
+PATIENCE = BOUND
 STEPS = 12  # micro-batches of an epoch
 # Where a run saves: between two windows, in the middle of the epoch; inside of a window.
 PLACES = {"between": 6, "inside": 5}

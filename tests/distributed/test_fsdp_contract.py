@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 
 import pytest
 
@@ -13,6 +12,7 @@ from accel_callbacks import FullyShardedDataParallelPlugin
 from accel_callbacks.distributed.topology import destroy_topology
 from accel_callbacks.testing import callback_checks, fault_checks, run_checks, state_checks
 from tests.accel_callbacks.callbacks import factories
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
 
@@ -42,7 +42,7 @@ def failures(name: str, folder: str) -> dict[str, str]:
         allow_sync=case.allow_sync,
         project_dir=f"{folder}/project",
         fsdp_plugin=FullyShardedDataParallelPlugin(),
-        timeout=timedelta(seconds=20),
+        timeout=BOUND,
     ):
         destroy_topology()
         try:

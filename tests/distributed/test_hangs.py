@@ -235,6 +235,7 @@ SHORT = [
 ]
 
 
+@pytest.mark.first
 def test_all_others_end_and_say_which_rank_was_struck_and_where(tmp_path):
     for struck in strike(SHORT, tmp_path, FORGIVEN):
         check(struck)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from accel_callbacks import (
     ParallelismConfig,
     TorchTensorParallelConfig,
 )
+from tests.support.bound import BOUND
 from tests.support.rounding import reordered
 from tests.support.sharded import quiet, whole
 
@@ -65,7 +65,7 @@ def accelerator(sizes: dict[str, int], handler: Any = None, **options: Any) -> A
         options["parallelism_config"] = ParallelismConfig(
             **sizes, sp_handler=handler, tp_handler=cut
         )
-    return Accelerator(cpu=True, timeout=timedelta(seconds=30), **options)
+    return Accelerator(cpu=True, timeout=BOUND, **options)
 
 
 def sentences() -> list[dict[str, torch.Tensor]]:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,14 @@ from accel_callbacks.journal.rank_means import rank_means
 from accel_callbacks.journal.samples import samples_of
 from tests.distributed.conftest import Pool
 from tests.support import warm
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
 
 
 def indices_seen(folder: str) -> list[list[int]]:
     """Train 4 steps an epoch, the last of which is filled up; return what this rank read."""
-    accel = Accelerator(cpu=True, project_dir=folder, timeout=timedelta(seconds=30))
+    accel = Accelerator(cpu=True, project_dir=folder, timeout=BOUND)
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     data = torch.utils.data.DataLoader(torch.arange(15.0)[:, None], batch_size=2, shuffle=True)
@@ -43,6 +43,7 @@ def indices_seen(folder: str) -> list[list[int]]:
     return seen
 
 
+@pytest.mark.first
 def test_the_samples_of_a_step_are_told_by_rank(pool: Pool, tmp_path: Path) -> None:
     seen = pool.run(indices_seen, str(tmp_path))
     journal = Journal.read(tmp_path)
@@ -53,7 +54,7 @@ def test_the_samples_of_a_step_are_told_by_rank(pool: Pool, tmp_path: Path) -> N
 
 def train_with_a_slow_rank(folder: str) -> None:
     """Train four steps, in which rank 1 takes a tenth of a second longer to its loss."""
-    accel = Accelerator(cpu=True, project_dir=folder, timeout=timedelta(seconds=30))
+    accel = Accelerator(cpu=True, project_dir=folder, timeout=BOUND)
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     data = torch.utils.data.DataLoader(torch.arange(16.0)[:, None], batch_size=2)
@@ -126,7 +127,6 @@ def warm_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.usefixtures("warm_launches")
 def test_a_step_of_two_processes_is_replayed_from_the_recorded_command(
     two: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -144,7 +144,6 @@ def test_a_step_of_two_processes_is_replayed_from_the_recorded_command(
         assert f"step 4, rank 1: {named}" in capsys.readouterr().out
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.usefixtures("warm_launches")
 def test_another_number_of_processes_is_named(
     two: Path, capsys: pytest.CaptureFixture[str]
@@ -163,7 +162,7 @@ def train(folder: str, epochs: int, fail: bool = False) -> list[float]:
         cpu=True,
         project_dir=folder,
         callbacks=[Checkpoint(every_n_steps=2)],
-        timeout=timedelta(seconds=30),
+        timeout=BOUND,
     )
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -187,6 +186,7 @@ def train(folder: str, epochs: int, fail: bool = False) -> list[float]:
     return losses
 
 
+@pytest.mark.first
 def test_each_rank_has_its_own_rows(pool: Pool, tmp_path: Path) -> None:
     losses = pool.run(train, str(tmp_path), 2)
     journal = Journal.read(tmp_path)

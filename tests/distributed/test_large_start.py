@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from accel_callbacks.utils import (
     disable_fsdp_ram_efficient_loading,
     enable_fsdp_ram_efficient_loading,
 )
+from tests.support.bound import BOUND
 from tests.support.rounding import reordered
 
 pytestmark = pytest.mark.distributed
@@ -65,7 +65,7 @@ IDS = torch.arange(22) % 11
 
 def accelerator(**options: Any) -> Accelerator:
     plugin = FullyShardedDataParallelPlugin(**options.pop("plugin", {}))
-    return Accelerator(cpu=True, timeout=timedelta(seconds=20), fsdp_plugin=plugin, **options)
+    return Accelerator(cpu=True, timeout=BOUND, fsdp_plugin=plugin, **options)
 
 
 def empty() -> Net:
@@ -703,7 +703,7 @@ def train_checkpointed(policy: Any, kind: str, offload: bool = False) -> Any:
     if kind == "ddp":
         from accel_callbacks import apply_activation_checkpointing
 
-        accel = Accelerator(cpu=True, timeout=timedelta(seconds=20))
+        accel = Accelerator(cpu=True, timeout=BOUND)
         model = Net()
         apply_activation_checkpointing(model, policy)
     else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,14 +13,13 @@ from accel_callbacks import Accelerator
 from accel_callbacks.callbacks import ModelSummary, Profiler, SampleLogger, Throughput
 from accel_callbacks.tuning import find_batch_size, find_learning_rate
 from loggers import read_jsonl
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
 
 
 def accelerator(*callbacks: Any, **options: Any) -> Accelerator:
-    return Accelerator(
-        cpu=True, timeout=timedelta(seconds=30), callbacks=list(callbacks), **options
-    )
+    return Accelerator(cpu=True, timeout=BOUND, callbacks=list(callbacks), **options)
 
 
 def prepared(accel: Accelerator) -> Any:

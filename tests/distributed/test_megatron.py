@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from accel_callbacks import Accelerator, MegatronLMPlugin
 from accel_callbacks.modeling.activation_checkpointing import CheckpointedForward
+from tests.support.bound import BOUND
 from tests.support.rounding import reordered
 from tests.support.sharded import quiet
 
@@ -137,7 +137,7 @@ def trains(kind: str, **options: Any) -> dict[str, Any]:
     # On one process, a window of as many micro-batches is the script's.
     accel = Accelerator(
         cpu=True,
-        timeout=timedelta(seconds=30),
+        timeout=BOUND,
         megatron_lm_plugin=plugin,
         gradient_accumulation_steps=None if options else 2,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_callbacks import Accelerator, MegatronLMPlugin
+from tests.support.bound import BOUND
 from tests.support.rounding import reordered
 from tests.support.sharded import quiet
 
@@ -43,7 +43,7 @@ def losses(kind: str, options: dict[str, Any]) -> list[float]:
     quiet()
     accel = Accelerator(
         cpu=True,
-        timeout=timedelta(seconds=60),
+        timeout=BOUND,
         megatron_lm_plugin=MegatronLMPlugin(num_micro_batches=2, **options),
     )
     model = model_of(kind)

@@ -115,6 +115,7 @@ def lose(machine: str, saved: Path) -> None:
     shutil.rmtree(saved)
 
 
+@pytest.mark.first
 def test_a_snapshot_of_two_ranks_is_resumed_by_one(
     pool: Any, alone: Any, tmp_path: Path, machines: list[str]
 ) -> None:
@@ -140,6 +141,7 @@ def test_a_machine_that_is_lost_gets_its_part_from_the_other(
     assert resumed == weights
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("lost", [0, 2])
 def test_each_machine_holds_its_part_and_that_of_one_other(
     pool_of_4: Any, tmp_path: Path, machines: list[str], lost: int

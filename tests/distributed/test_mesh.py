@@ -10,7 +10,6 @@ import os
 import random
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from accel_callbacks import (
     skip_first_batches,
 )
 from accel_callbacks.callbacks import Throughput
+from tests.support.bound import BOUND
 from tests.support.rounding import reordered
 
 pytestmark = [
@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
 ]
 
-SHORT = timedelta(seconds=30)
+SHORT = BOUND
 #: Ranks of the mesh, and of the plain run that it must equal.
 WORLDS = [(2, 1), (4, 2)]
 on_both = pytest.mark.parametrize(("mesh", "plain"), WORLDS)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from datetime import timedelta
 
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from accel_callbacks import Accelerator, DataLoaderConfiguration
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
 
@@ -19,7 +19,7 @@ Pair = namedtuple("Pair", "a b")
 def accelerator(**options) -> Accelerator:
     return Accelerator(
         cpu=True,
-        timeout=timedelta(seconds=20),
+        timeout=BOUND,
         dataloader_config=DataLoaderConfiguration(**options),
     )
 

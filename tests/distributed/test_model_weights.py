@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from safetensors.torch import load_file
 
 import checkpoint_io
 from checkpoint_io import load_model, load_model_state, save_model
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
 
@@ -166,7 +166,7 @@ def test_a_failure_of_the_writing_rank_is_one_of_all(pool: Any, tmp_path: Path) 
 def load_here(path: str, broadcast: bool, dtype: str | None = None) -> list[Any]:
     from accel_callbacks import Accelerator, load_checkpoint_in_model
 
-    accel = Accelerator(cpu=True, timeout=timedelta(seconds=30))
+    accel = Accelerator(cpu=True, timeout=BOUND)
     torch.manual_seed(accel.process_index)
     model = torch.nn.Linear(3, 2)
     head = torch.nn.Linear(2, 1)
@@ -207,7 +207,7 @@ def test_sharded_parameters_are_not_sent(pool: Any, tmp_path: Path) -> None:
 def without_memory_on_rank_1(path: str) -> None:
     from accel_callbacks import Accelerator, load_checkpoint_in_model
 
-    accel = Accelerator(cpu=True, timeout=timedelta(seconds=20))
+    accel = Accelerator(cpu=True, timeout=BOUND)
     width = 3 if accel.is_main_process else 1 << 50
     load_checkpoint_in_model(
         torch.nn.Linear(width, 2, device="meta"), path, broadcast_from_rank0=True

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
 
 from accel_callbacks.callbacks import EMA
@@ -16,6 +14,7 @@ from tests.accel_callbacks.offload.adapted import (
     train,
     weights,
 )
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
 
@@ -25,7 +24,7 @@ def run(folder: str, base: str, offloaded: bool):
     accel, *objects = prepared(
         model,
         gradient_accumulation_steps=3,
-        timeout=timedelta(seconds=60),
+        timeout=BOUND,
         callbacks=[EMA(decay=0.5)],
     )
     seen = train(accel, *objects, epochs=2)
@@ -45,7 +44,7 @@ def test_each_rank_fetches_the_base_and_adapters_are_averaged(pool, tmp_path):
 
 
 def prepare(base: str):
-    prepared(dispatched(base), timeout=timedelta(seconds=60))
+    prepared(dispatched(base), timeout=BOUND)
 
 
 def test_a_base_that_is_not_frozen_is_refused(pool, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_callbacks import Accelerator
+from tests.support.bound import BOUND
 from tests.support.samplers import BATCH, SAMPLERS, dataset, own, seed
 
 pytestmark = pytest.mark.distributed
@@ -56,7 +56,7 @@ def orders(
         options["generator"] = own()
     if not options.get("batch_sampler"):
         options["batch_size"] = BATCH * 2 // world
-    accel = Accelerator(cpu=True, timeout=timedelta(seconds=30))
+    accel = Accelerator(cpu=True, timeout=BOUND)
     assert accel.num_processes == world
     loader = accel.prepare(DataLoader(dataset(), **options))
     held_out = accel.prepare(DataLoader(dataset(), 8, shuffle=True))

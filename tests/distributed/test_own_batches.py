@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 
 from accel_callbacks import Accelerator, Callback
 from accel_callbacks.callbacks import Checkpoint
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
 
@@ -28,7 +28,7 @@ class StopsOnOne(Callback):
 
 
 def build(*callbacks: Callback):
-    accel = Accelerator(cpu=True, timeout=timedelta(seconds=20), callbacks=callbacks)
+    accel = Accelerator(cpu=True, timeout=BOUND, callbacks=callbacks)
     torch.manual_seed(1)
     model = torch.nn.Linear(1, 1)
     return accel, *accel.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -18,6 +18,7 @@ from accel_callbacks import (
 )
 from accel_callbacks.callbacks import EarlyStopping
 from tests.distributed.conftest import Pool
+from tests.support.bound import BOUND
 from tests.support.sharded import quiet
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -46,7 +47,7 @@ def accelerator(layout: str = "ddp", **options: Any) -> Accelerator:
     if layout == "fsdp":
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin()
     # Longer than a pool waits: what is told is told at once.
-    return Accelerator(cpu=True, **{"timeout": timedelta(seconds=120), **options})
+    return Accelerator(cpu=True, **{"timeout": BOUND, **options})
 
 
 def trained(accel: Accelerator) -> tuple[Any, Any]:

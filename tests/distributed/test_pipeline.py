@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from datetime import timedelta
 from functools import cache, partial
 from typing import Any
 
@@ -18,6 +17,7 @@ import checkpoint_io
 from accel_callbacks import Accelerator, ParallelismConfig
 from accel_callbacks.callbacks import EMA, GradientNorm, NonFinite
 from accel_callbacks.foreign_names import REMOVED
+from tests.support.bound import BOUND
 from tests.support.rounding import assert_reordered
 
 pytestmark = pytest.mark.distributed
@@ -78,7 +78,7 @@ SPLITS = {
 def accelerator(schedule: str | None, shards: int = 1, **options: Any) -> Accelerator:
     if schedule is not None:
         options["parallelism_config"] = ParallelismConfig(pp_size=2, dp_shard_size=shards)
-    return Accelerator(cpu=True, timeout=timedelta(seconds=30), **options)
+    return Accelerator(cpu=True, timeout=BOUND, **options)
 
 
 def ready(
@@ -166,6 +166,7 @@ def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
 # --- parity -----------------------------------------------------------------------------------
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("schedule", "window", "clip", "first"),
     [
@@ -268,6 +269,7 @@ def test_a_checkpoint_goes_on_with_other_stages(pool, tmp_path, saver, loader, w
     assert {name: value.tolist() for name, value in written.items()} == wanted["weights"]
 
 
+@pytest.mark.first
 def test_the_checkpoint_has_the_names_and_the_tensors_of_one_process(pool, tmp_path):
     goes_on(None, str(tmp_path / "one"), None)
     pool.run(goes_on, "1F1B", str(tmp_path / "two"), None)

@@ -6,7 +6,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from datetime import timedelta
 from functools import cache, partial
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 
 from accel_callbacks import Accelerator, ParallelismConfig, TorchTensorParallelConfig
 from accel_callbacks.callbacks import NonFinite
+from tests.support.bound import BOUND
 from tests.support.ring_attention import ring_on_cpu
 from tests.support.rounding import assert_reordered
 
@@ -88,7 +88,7 @@ def trains(
     replicas: int = 1,
 ) -> Any:
     """Losses, norms, weights and outputs."""
-    options: dict[str, Any] = {"cpu": True, "timeout": timedelta(seconds=30)}
+    options: dict[str, Any] = {"cpu": True, "timeout": BOUND}
     if stages > 1:
         options["parallelism_config"] = arrangement(stages, shards, cuts, replicas)
     accel = Accelerator(gradient_accumulation_steps=window, **options)
@@ -134,7 +134,6 @@ MODELS["scaled"] = (Scaled, ["blocks.2"])
 MODELS["scaled twice"] = (Scaled, ["blocks.1", "blocks.2", "blocks.3"])
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if " " not in kind])
 def test_models_train_and_evaluate_as_on_one_process(pool, kind):
     first, second = pool.run(trains, kind, 2)
@@ -148,7 +147,6 @@ def test_several_stages_of_a_rank_share_weights(pool):
     assert_reordered(first, alone("scaled"))
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "kind", ["scaled", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "t5"))]
 )
@@ -159,7 +157,6 @@ def test_tied_weights_are_sharded_and_have_windows(pool_of_4, kind):
     assert_reordered(results[0], alone(kind, 2))
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("kind", ["scaled", pytest.param("llama", marks=pytest.mark.slow)])
 def test_stages_have_replicas(pool_of_4, kind):
     """Two stages, each with a whole copy on two ranks that read different data."""
@@ -172,7 +169,7 @@ def shares_sequences(sizes: dict[str, int]) -> Any:
     """Losses and norms of LLaMA whose sequences are cut, and a call that would be wrong."""
     accel = Accelerator(
         cpu=True,
-        timeout=timedelta(seconds=30),
+        timeout=BOUND,
         gradient_accumulation_steps=2,
         parallelism_config=ParallelismConfig(**sizes),
     )
@@ -208,7 +205,6 @@ def shares_sequences(sizes: dict[str, int]) -> Any:
     return {"losses": losses, "norms": norms}
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("axis", ["sp_size", pytest.param("cp_size", marks=pytest.mark.slow)])
 def test_sequences_are_shared_in_stages_as_without_them(pool, pool_of_4, axis):
     expected = pool.run(shares_sequences, {axis: 2})[0]
@@ -216,7 +212,6 @@ def test_sequences_are_shared_in_stages_as_without_them(pool, pool_of_4, axis):
         assert_reordered(result, expected)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("kind", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
 def test_layers_of_stages_are_cut_too(pool_of_4, kind):
     """Two stages of two ranks, each of which has a part of each layer; LLaMA is tied."""
@@ -232,7 +227,7 @@ def goes_on(
     options: dict[str, Any] = {}
     if stages > 1:
         options["parallelism_config"] = arrangement(stages, 1, cuts, replicas)
-    accel = Accelerator(cpu=True, timeout=timedelta(seconds=30), **options)
+    accel = Accelerator(cpu=True, timeout=BOUND, **options)
     torch.manual_seed(int(load))
     build, points = MODELS[kind]
     model = build()
@@ -291,9 +286,7 @@ def test_a_checkpoint_of_cut_or_replicated_stages_goes_on_elsewhere(pool_of_4, t
 
 def with_dropout() -> Any:
     """The losses of a model with dropout, and outputs that are asked for in vain."""
-    accel = Accelerator(
-        cpu=True, timeout=timedelta(seconds=30), parallelism_config=ParallelismConfig(pp_size=2)
-    )
+    accel = Accelerator(cpu=True, timeout=BOUND, parallelism_config=ParallelismConfig(pp_size=2))
     torch.manual_seed(0)
     model = accel.prepare_pipeline(known_models.gpt2(dropout=0.5), microbatches=2)
     batch = next(batches("gpt2"))
@@ -317,7 +310,7 @@ def test_dropout_draws_anew_in_training_only(pool):
 def generates(stages: int, kind: str) -> Any:
     """What a model generates of prompts of two lengths, greedily and by draws."""
     options = {"parallelism_config": arrangement(stages)} if stages > 1 else {}
-    accel = Accelerator(cpu=True, timeout=timedelta(seconds=30), **options)
+    accel = Accelerator(cpu=True, timeout=BOUND, **options)
     torch.manual_seed(0)
     model = accel.prepare(MODELS[kind][0]()).eval()
     prompts = next(batches(kind))["input_ids"][:3, :4]
@@ -333,7 +326,6 @@ def generates(stages: int, kind: str) -> Any:
     return [text.tolist() for text in texts]
 
 
-@pytest.mark.timeout(240)
 def test_a_pipeline_generates_what_one_process_does(pool):
     first, second = pool.run(generates, 2, "gpt2")
     assert first == second == generates(1, "gpt2")
@@ -365,9 +357,7 @@ class Poisoned(torch.nn.Linear):
 def poisoned(stages: int) -> Any:
     """Train with a gradient that is not finite in the first stage, in one step."""
     options = {"parallelism_config": arrangement(stages)} if stages > 1 else {}
-    accel = Accelerator(
-        cpu=True, timeout=timedelta(seconds=30), callbacks=[NonFinite(action="skip")], **options
-    )
+    accel = Accelerator(cpu=True, timeout=BOUND, callbacks=[NonFinite(action="skip")], **options)
     torch.manual_seed(0)
     layers = [Poisoned(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4)]
     model: Any = torch.nn.Sequential(*layers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 
 from accel_callbacks import Accelerator, DistributedDataParallelKwargs, ParallelismConfig
 from tests.distributed.conftest import Pool
+from tests.support.bound import BOUND
 from tests.support.rounding import assert_reordered
 
 pytestmark = pytest.mark.distributed
@@ -71,7 +71,7 @@ def train(
         options["parallelism_config"] = ParallelismConfig(pp_size=2, dp_shard_size=2)
     handlers = [DistributedDataParallelKwargs(**handler)] if handler else []
     accel = Accelerator(
-        cpu=True, timeout=timedelta(seconds=20), kwargs_handlers=handlers,
+        cpu=True, timeout=BOUND, kwargs_handlers=handlers,
         gradient_accumulation_steps=window, **options,
     )  # fmt: skip
     inner = Stages(with_norm)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 import warnings
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ import torch
 from accel_callbacks import Accelerator, Callback
 from accel_callbacks.callbacks import Checkpoint, EarlyStopping, Timer
 from tests.support import warm
+from tests.support.bound import BOUND
 from tests.support.ports import free_port
 
 SCRIPT = Path(__file__).resolve().parents[1] / "support" / "preempted.py"
@@ -46,6 +46,7 @@ def signalled(folder: str | None, rank: int, at: int) -> list:
     return [last, weights]
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_to_one_process_is_a_checkpoint_of_both_that_goes_on_bitwise(pool, tmp_path, rank):
     folder = str(tmp_path / "checkpoints")
@@ -66,7 +67,7 @@ class Paths(Callback):
 
 
 def fit(*callbacks: Callback, steps: int = 8, epochs: int = 1, each_step=lambda run: None) -> list:
-    accel = Accelerator(cpu=True, callbacks=callbacks, timeout=timedelta(seconds=30))
+    accel = Accelerator(cpu=True, callbacks=callbacks, timeout=BOUND)
     model = torch.nn.Linear(1, 1)
     loader = torch.utils.data.DataLoader(torch.ones(2 * steps, 1))
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -180,7 +181,7 @@ def test_after_an_error_two_processes_save_nothing(pool, tmp_path):
 
 def best_of(folder: str, everybody: bool) -> str | None:
     """Three epochs; the main process finds the second the best, the other one the first."""
-    accel = Accelerator(cpu=True, timeout=timedelta(seconds=30))
+    accel = Accelerator(cpu=True, timeout=BOUND)
     saver = Checkpoint(folder, every_n_epochs=1, monitor="loss")
     accel.add_callback(saver)
     data = accel.prepare(torch.utils.data.DataLoader(torch.ones(4, 1)))
@@ -227,9 +228,9 @@ def test_two_scripts_end_with_the_code_and_go_on_when_they_are_started_again(poo
         assert time.monotonic() < deadline
         time.sleep(0.01)
     processes[1].send_signal(signal.SIGTERM)
-    assert [process.wait(60) for process in processes] == [75, 75], (tmp_path / "log").read_text()
+    assert [process.wait() for process in processes] == [75, 75], (tmp_path / "log").read_text()
     again = start(tmp_path, 0.0)
-    assert [process.wait(60) for process in again] == [0, 0], (tmp_path / "log").read_text()
+    assert [process.wait() for process in again] == [0, 0], (tmp_path / "log").read_text()
     for rank in range(2):
         told = [int(line) for line in (tmp_path / f"steps-{rank}").read_text().split()]
         assert told == list(range(1, 19))

@@ -31,6 +31,7 @@ from accel_callbacks.distributed import failures
 from accel_callbacks.distributed.rng import RNGType
 from accel_callbacks.distributed.topology import destroy_topology, resolve_topology
 from tests.support import warm
+from tests.support.bound import BOUND
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.distributed
@@ -41,7 +42,7 @@ FIRST = {"main": main_process_first, "local": local_main_process_first}
 def handle() -> PartialState:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return PartialState(cpu=True, timeout=timedelta(seconds=50))
+        return PartialState(cpu=True, timeout=BOUND)
 
 
 def decorated() -> list:
@@ -145,7 +146,7 @@ def test_an_error_in_synchronize_reaches_those_who_wait_elsewhere(pool, how, fai
 
 
 def fails_again_after_an_error_outside_of_meetings() -> list:
-    accel = Accelerator(cpu=True, timeout=timedelta(seconds=50))
+    accel = Accelerator(cpu=True, timeout=BOUND)
     kinds = []
     try:
         with accel.run("first", resume=False):
@@ -463,7 +464,7 @@ def test_processes_meet_where_they_are_told_and_over_the_backend_asked_for(tmp_p
     code = (
         "from datetime import timedelta\n"
         "from accel_callbacks import AcceleratorState, PartialState, collectives, reduce\n"
-        "options = {'init_method': METHOD, 'timeout': timedelta(seconds=40)}\n"
+        "options = {'init_method': METHOD, 'timeout': timedelta(minutes=10)}\n"
         "state = PartialState(cpu=True, backend='cpu:gloo', **options)\n"
         "same = AcceleratorState('bf16', backend='gloo')\n"
         "print(collectives.store().timeout)\n"
@@ -502,7 +503,7 @@ def join_without_checkpoint_io() -> tuple[bool, bool]:
         del sys.modules[name]
     try:
         before = "checkpoint_io" in sys.modules
-        Accelerator(cpu=True, timeout=timedelta(seconds=30))
+        Accelerator(cpu=True, timeout=BOUND)
         module = sys.modules.get("checkpoint_io")
         return before, callable(getattr(module, "save", None))
     finally:

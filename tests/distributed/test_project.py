@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import textwrap
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 import checkpoint_io
 from accel_callbacks import Accelerator, ProjectConfiguration
 from tests.support import warm
+from tests.support.bound import BOUND
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.distributed
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.distributed
 def project(folder: str, **options):
     config = ProjectConfiguration(folder, automatic_checkpoint_naming=True, **options)
     torch.manual_seed(0)
-    accel = Accelerator(cpu=True, timeout=timedelta(seconds=60), project_config=config)
+    accel = Accelerator(cpu=True, timeout=BOUND, project_config=config)
     return accel, accel.prepare(torch.nn.Linear(2, 1))
 
 
@@ -115,7 +115,7 @@ def test_with_a_disk_of_its_own_each_node_gets_the_model(tmp_path):
         for rank in range(2)
     ]
     for rank, node in enumerate(nodes):
-        told, _ = node.communicate(timeout=100)
+        told, _ = node.communicate()
         assert node.returncode == 0
         assert "all nodes see" in told
         names = {path.name for path in (tmp_path / f"disk{rank}").iterdir()}

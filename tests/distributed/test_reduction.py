@@ -12,6 +12,7 @@ import torch
 
 from accel_callbacks import Accelerator, DistributedDataParallelKwargs
 from tests.distributed.conftest import Pool
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
 
@@ -98,7 +99,7 @@ class Halves(torch.nn.Module):
 
 def in_two_losses() -> float:
     """A gather between the backward passes of two losses."""
-    accel = Accelerator(cpu=True, timeout=timedelta(seconds=30))
+    accel = Accelerator(cpu=True, timeout=BOUND)
     model = Halves()
     model, optimizer = accel.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for _ in range(2):

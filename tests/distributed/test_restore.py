@@ -8,7 +8,6 @@ import random
 import shutil
 import warnings
 from contextlib import redirect_stderr
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import checkpoint_io
 from accel_callbacks import Accelerator, DistributedDataParallelKwargs, ResumeError
 from accel_callbacks.strategies.single_device import SingleDevice
 from tests.distributed.conftest import Pool
+from tests.support.bound import BOUND
 from tests.support.rounding import reordered
 from tests.support.strategies import strategy
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.distributed
 
 def job(seed: int, steps: int = 1, layers: int = 8, **options: Any) -> tuple:
     torch.manual_seed(seed)
-    accel = Accelerator(cpu=True, timeout=timedelta(seconds=60), **options)
+    accel = Accelerator(cpu=True, timeout=BOUND, **options)
     model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(layers)])
     model, optimizer = accel.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     for _ in range(steps):
@@ -63,7 +63,7 @@ def goes_on(folder: str, static_graph: bool) -> list[bool]:
     def train(first: int) -> list[list[torch.Tensor]]:
         torch.manual_seed(0)
         options = DistributedDataParallelKwargs(static_graph=static_graph)
-        accel = Accelerator(cpu=True, kwargs_handlers=[options], timeout=timedelta(seconds=60))
+        accel = Accelerator(cpu=True, kwargs_handlers=[options], timeout=BOUND)
         model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(8)])
         model, optimizer = accel.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         if first:
@@ -182,7 +182,7 @@ def test_a_misfit_on_one_process_changes_nothing_on_any(pool, tmp_path):
 def ddp_free(path: str) -> list:
     """Models that differ between processes cannot be wrapped, so they are prepared frozen."""
     torch.manual_seed(1)
-    accel = Accelerator(cpu=True, timeout=timedelta(seconds=60))
+    accel = Accelerator(cpu=True, timeout=BOUND)
     layers = 8 if accel.process_index == 0 else 7
     model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(layers)])
     accel.prepare(model.requires_grad_(False))
@@ -320,7 +320,7 @@ def spread_job(seed: int, steps: int, mesh_shape: tuple[int, ...]) -> tuple:
 
     torch.manual_seed(seed)
     with strategy(Spread):
-        accel = Accelerator(cpu=True, timeout=timedelta(seconds=60))
+        accel = Accelerator(cpu=True, timeout=BOUND)
     mesh = init_device_mesh("cpu", mesh_shape)
     placements = [Shard(0), Replicate()][: len(mesh_shape)]
     if len(mesh_shape) == 2:

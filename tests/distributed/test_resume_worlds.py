@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from accel_callbacks import Accelerator, DataLoaderConfiguration
+from tests.support.bound import BOUND
 
 pytestmark = [
     pytest.mark.distributed,
@@ -53,7 +53,7 @@ class Varying(BatchSampler):
 
 def prepared(batch_size: int | None, workers: int, even: bool, seeded: bool = True) -> tuple:
     config = DataLoaderConfiguration(even_batches=even, seeded_order=seeded)
-    accel = Accelerator(cpu=True, timeout=timedelta(seconds=30), dataloader_config=config)
+    accel = Accelerator(cpu=True, timeout=BOUND, dataloader_config=config)
     options: dict = {"batch_size": batch_size, "shuffle": True}
     if batch_size is None:
         options = {"batch_sampler": Varying(RandomSampler(range(COUNT)), 2, False)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,14 @@ import torch
 from accel_callbacks import Accelerator, ResumeError
 from accel_callbacks.callbacks import Checkpoint
 from tests.distributed.conftest import Pool
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
 
 
 def start(folder: str, name: str, own: bool, lr: float, resume: Any = True) -> tuple[str, int]:
     """A start of a script whose config has the rank in it, if it is ``own`` to each."""
-    accel = Accelerator(
-        cpu=True, project_dir=folder, callbacks=[Checkpoint()], timeout=timedelta(seconds=30)
-    )
+    accel = Accelerator(cpu=True, project_dir=folder, callbacks=[Checkpoint()], timeout=BOUND)
     data = torch.utils.data.DataLoader(torch.ones(4, 1), batch_size=1)
     model = torch.nn.Linear(1, 1)
     model, data = accel.prepare(model, data)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from accel_callbacks import Accelerator, GradientAccumulationPlugin
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
 
 
 def accelerator(**options) -> Accelerator:
-    return Accelerator(cpu=True, timeout=timedelta(seconds=30), **options)
+    return Accelerator(cpu=True, timeout=BOUND, **options)
 
 
 def training(model, **options):

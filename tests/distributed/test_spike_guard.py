@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 from accel_callbacks import Accelerator
 from accel_callbacks.callbacks import SpikeGuard
 from tests.distributed.conftest import Pool
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
 
@@ -46,9 +46,7 @@ def data(damaged: bool) -> Any:
 def train(damaged: bool, guarded: bool, leave_out: Collection[int] = ()) -> tuple[Any, ...]:
     torch.manual_seed(0)
     guard = SpikeGuard(warmup=20, snapshot_every_n_steps=5)
-    accel = Accelerator(
-        cpu=True, callbacks=[guard] if guarded else [], timeout=timedelta(seconds=30)
-    )
+    accel = Accelerator(cpu=True, callbacks=[guard] if guarded else [], timeout=BOUND)
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.005, momentum=0.9)
     loader = torch.utils.data.DataLoader(data(damaged), batch_size=GLOBAL_BATCH // 4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,13 @@ from accel_callbacks import Accelerator
 from accel_callbacks.callbacks import ProgressBar
 from accel_callbacks.callbacks.base import HOOKS
 from loggers import read_jsonl
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
 
 
 def accelerator(**options) -> Accelerator:
-    return Accelerator(cpu=True, timeout=timedelta(seconds=20), **options)
+    return Accelerator(cpu=True, timeout=BOUND, **options)
 
 
 def line(accel: Accelerator, weight: float = 0.0, lr: float = 1.0) -> tuple:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from datetime import timedelta
 
 import pytest
 import torch
@@ -12,13 +11,14 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accel_callbacks import Accelerator
 from accel_callbacks.data.config import DataLoaderConfiguration
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
 
 
 def accelerator(**named):
     config = DataLoaderConfiguration(**named)
-    return Accelerator(cpu=True, timeout=timedelta(seconds=30), dataloader_config=config)
+    return Accelerator(cpu=True, timeout=BOUND, dataloader_config=config)
 
 
 class Sharded(IterableDataset):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -35,6 +34,7 @@ from accel_callbacks.callbacks import (
     summarize,
 )
 from accel_callbacks.strategies.tensor_parallel import parallelize
+from tests.support.bound import BOUND
 from tests.support.rounding import assert_reordered
 
 pytestmark = [
@@ -123,7 +123,7 @@ def accelerator(layout: str, plan: Any = None, **options: Any) -> Accelerator:
         chosen = plan_named(plan) if isinstance(plan, str) else plan
         handler = TorchTensorParallelConfig(plan=chosen)
         options["parallelism_config"] = ParallelismConfig(**sizes, tp_handler=handler)
-    return Accelerator(cpu=True, timeout=timedelta(seconds=30), **options)
+    return Accelerator(cpu=True, timeout=BOUND, **options)
 
 
 def tokens(number: int = 32, length: int = 8, words: int = WORDS) -> list[torch.Tensor]:
@@ -196,6 +196,7 @@ def alone(*args: Any) -> dict[str, Any]:
 # --- parity -----------------------------------------------------------------------------------
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("plan", ["ends", "torch", "loss", "sequence", "sequence loss"])
 def test_losses_gradients_and_weights_are_those_of_one_process(pool, plan):
     first, second = pool.run(trains, "tp2", plan)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from accel_callbacks import Accelerator, ParallelismConfig, TorchTensorParallelConfig
 from accel_callbacks.strategies.tensor_plan import plan_of, propose_plan
+from tests.support.bound import BOUND
 from tests.support.rounding import reordered
 from tests.support.sharded import quiet
 
@@ -129,9 +129,7 @@ def prepared(kind: str, sizes: dict[str, int]) -> tuple[Accelerator, Any, Any]:
         assert (MODELS[kind][0] if kind in MODELS else PROPOSED[kind]) in plan.values()
         handler = TorchTensorParallelConfig(plan=plan if kind == "inkling" else "proposed")
         options["parallelism_config"] = ParallelismConfig(**sizes, tp_handler=handler)
-    accel = Accelerator(
-        cpu=True, timeout=timedelta(seconds=60), gradient_accumulation_steps=2, **options
-    )
+    accel = Accelerator(cpu=True, timeout=BOUND, gradient_accumulation_steps=2, **options)
     model = accel.prepare(model)
     optimizer = accel.prepare(torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3))
     return accel, model, optimizer

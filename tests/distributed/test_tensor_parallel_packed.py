@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from accel_callbacks import Accelerator, ParallelismConfig, TorchTensorParallelConfig
 from accel_callbacks.callbacks import EMA, GradientNorm
+from tests.support.bound import BOUND
 from tests.support.rounding import assert_reordered
 
 pytestmark = [
@@ -95,7 +95,7 @@ def accelerator(layout: str, plan: Any = PLAN, **options: Any) -> Accelerator:
     if sizes is not None:
         handler = TorchTensorParallelConfig(plan=plan)
         options["parallelism_config"] = ParallelismConfig(**sizes, tp_handler=handler)
-    return Accelerator(cpu=True, timeout=timedelta(seconds=30), **options)
+    return Accelerator(cpu=True, timeout=BOUND, **options)
 
 
 def full(tensor: Any) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from accel_callbacks import Accelerator
 from accel_callbacks.callbacks import Checkpoint
 from accel_callbacks.checkpoint.frozen_weights import fingerprints
 from tests.accel_callbacks.checkpoint.test_trainable_only import FILES, Peft
+from tests.support.bound import BOUND
 from tests.support.sharded import WIDTH, Network, accelerator
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::Futur
 
 def train(folder: str, epochs: int):
     saver = Checkpoint(folder, every="1 epoch", trainable_only=True)
-    accel = Accelerator(cpu=True, timeout=timedelta(seconds=30), callbacks=[saver])
+    accel = Accelerator(cpu=True, timeout=BOUND, callbacks=[saver])
     net = Peft(width=8)
     adam = torch.optim.AdamW(net.parameters(), lr=0.05)
     data = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))

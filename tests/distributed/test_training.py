@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
 import torch
 
 from accel_callbacks import Accelerator, Callback
 from accel_callbacks.callbacks import Checkpoint, EarlyStopping
+from tests.support.bound import BOUND
 from tests.support.rounding import reordered
 
 pytestmark = pytest.mark.distributed
 
 
 def accelerator(**options) -> Accelerator:
-    return Accelerator(cpu=True, timeout=timedelta(seconds=30), **options)
+    return Accelerator(cpu=True, timeout=BOUND, **options)
 
 
 def dataset(count: int) -> torch.utils.data.TensorDataset:
@@ -42,6 +41,7 @@ def weights_after(count: int, batch_size: int, window: int, epochs: int = 2) -> 
     return [*bare.weight[0].tolist(), bare.bias.item(), accel.current_run.global_step]
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("alone", "together"),
     [((32, 8, 1), (32, 4, 1)), ((32, 8, 1), (32, 2, 2)), ((48, 24, 1), (48, 4, 3))],
@@ -53,6 +53,7 @@ def test_the_same_global_batch_gives_the_same_weights_however_it_is_split(pool, 
         assert rank_weights == reordered(expected)
 
 
+@pytest.mark.first
 def test_a_short_window_at_the_end_of_an_epoch_is_averaged_by_its_real_size(pool):
     # 24 samples in micro-batches of 2 x 2: six of them, so windows of four and of two.
     first, second = pool.run(weights_after, 24, 2, 4, 1)
@@ -91,6 +92,7 @@ def learning_rate() -> list:
     return rates
 
 
+@pytest.mark.first
 def test_the_scheduler_steps_once_an_optimizer_step_not_once_a_process(pool):
     assert pool.run(learning_rate) == [[1.0, 0.5, 0.5, 0.25]] * 2
 
@@ -109,6 +111,7 @@ def metrics(count: int, batch_size: int) -> list:
     return [seen, nested, as_objects, means, len(loader)]
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 13])
 def test_gather_for_metrics_returns_every_sample_exactly_once(pool, count):
     results = pool.run(metrics, count, 4)
@@ -162,6 +165,7 @@ def early_stop_on_local_values() -> list:
     return [run.current_epoch, run.stop_reason]
 
 
+@pytest.mark.first
 def test_early_stopping_on_values_that_differ_by_rank_does_not_split_the_ranks(pool):
     assert (
         pool.run(early_stop_on_local_values) == [[2, "loss did not improve on 1 in 2 checks"]] * 2
@@ -224,6 +228,7 @@ def exact_weights(folder: str, load: bool) -> list:
     return [run.global_step, [p.detach().flatten().tolist() for p in parameters]]
 
 
+@pytest.mark.first
 def test_a_resumed_run_with_dropout_ends_with_bitwise_the_same_weights(pool, tmp_path):
     whole = pool.run(exact_weights, str(tmp_path / "c"), False)
     resumed = pool.run(exact_weights, str(tmp_path / "c"), True)
@@ -247,6 +252,7 @@ def samples_seen(folder: str, save_after: int | None) -> list:
     return seen
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("first", ["one", "two"])
 def test_a_resume_on_another_number_of_processes_keeps_the_order(pool, tmp_path, first):
     folder = str(tmp_path / "c")

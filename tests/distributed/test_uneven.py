@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from datetime import timedelta
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from accel_callbacks import Accelerator, DistributedDataParallelKwargs
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
 
@@ -17,7 +17,7 @@ BATCHES = (5, 3)
 
 
 def accelerator(**options) -> Accelerator:
-    return Accelerator(cpu=True, timeout=timedelta(seconds=20), **options)
+    return Accelerator(cpu=True, timeout=BOUND, **options)
 
 
 def inputs(accel: Accelerator, counts: tuple = BATCHES) -> DataLoader:

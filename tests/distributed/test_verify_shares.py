@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from checkpoint_io import (
 from checkpoint_io.loader.source import Source
 from checkpoint_io.storage.local import LocalStore
 from tests.distributed.test_restore import spread_job
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
 
@@ -76,7 +76,7 @@ def state(value: float) -> dict[str, Any]:
 
 
 def fill(path: str, *steps: int) -> None:
-    Accelerator(cpu=True, timeout=timedelta(seconds=60))
+    Accelerator(cpu=True, timeout=BOUND)
     group = TorchGroup()
     for step in steps:
         local = {"own": torch.full((9,), float(group.rank))}
@@ -225,7 +225,7 @@ def take_while_saving(path: str) -> list[Any]:
 
 
 def fill_small(path: str) -> None:
-    Accelerator(cpu=True, timeout=timedelta(seconds=60))
+    Accelerator(cpu=True, timeout=BOUND)
     for step in (0, 1):
         weight = {"model": {"w": torch.full((3,), float(step))}}
         CheckpointFolder(path).save(step, weight, group=TorchGroup())

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from accel_callbacks import Accelerator, Callback, collectives
 from accel_callbacks.callbacks import Checkpoint
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
 
@@ -48,7 +49,7 @@ def train(asks: Asks, *others: Callback, window: int = 1, plain: bool = False) -
     """Two epochs of six batches; what was told, where it ended, and how."""
     accel = Accelerator(
         cpu=True,
-        timeout=timedelta(seconds=30),
+        timeout=BOUND,
         callbacks=[asks, *others],
         gradient_accumulation_steps=window,
     )
@@ -85,6 +86,7 @@ def stop(plain: bool) -> list:
     return train(Asks("stop", 2), plain=plain)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_stop(pool, plain):
     assert pool.run(stop, plain) == [[[], 4, "stop by 1", False, None]] * 2
@@ -101,7 +103,7 @@ def test_a_callback_can_have_the_ranks_decide_at_the_end_of_the_very_step(pool):
 def at_once_on_one() -> None:
     Accelerator(
         cpu=True,
-        timeout=timedelta(seconds=30),
+        timeout=BOUND,
         callbacks=[Asks("stop", 2, at_once=int(dist.get_rank()) == 0)],
     ).prepare(torch.nn.Linear(1, 1))
 
@@ -126,7 +128,7 @@ def test_at_the_last_step_of_an_epoch_the_ranks_decide_at_once(pool, plain):
 def left_by_break(kind: str, again: bool) -> list:
     """One process asks in the second batch; the third ends the loop before it does anything."""
     asks = Asks(kind, 1, code=75)
-    accel = Accelerator(cpu=True, timeout=timedelta(seconds=30), callbacks=[asks])
+    accel = Accelerator(cpu=True, timeout=BOUND, callbacks=[asks])
     model = torch.nn.Linear(1, 1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     data = torch.utils.data.DataLoader(torch.ones(12, 1))
@@ -241,6 +243,7 @@ def save(folder: str) -> list:
     return train(Asks("save_now", 2), saver)
 
 
+@pytest.mark.first
 def test_a_save(pool, tmp_path):
     told = [("saved", "04", 4), ("saved", "12", 12)]
     assert pool.run(save, str(tmp_path)) == [[told, 12, None, False, None]] * 2
@@ -330,6 +333,7 @@ def count_exchanges(kind: str, can_vote: bool) -> list:
     return [seen.count("ballot"), seen.count("votes")]
 
 
+@pytest.mark.first
 def test_a_vote_is_one_small_exchange_a_step_and_reasons_only_where_there_are_any(pool):
     # Before the epochs, at each step, and at the end of each epoch.
     assert pool.run(count_exchanges, "", True) == [[1 + 12 + 2, 0]] * 2
@@ -361,7 +365,7 @@ class Meets(Callback):
 
 def given_to_one() -> None:
     callbacks = [Meets()] if int(dist.get_rank()) == 0 else []
-    accel = Accelerator(cpu=True, timeout=timedelta(seconds=30), callbacks=callbacks)
+    accel = Accelerator(cpu=True, timeout=BOUND, callbacks=callbacks)
     accel.prepare(torch.nn.Linear(1, 1))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from datetime import timedelta
 
 import pytest
 import torch
@@ -16,10 +15,11 @@ from accel_callbacks.callbacks.averaged_weights import Averages
 from accel_callbacks.callbacks.gradient_norm import total_norm
 from accel_callbacks.callbacks.non_finite import FiniteCheck, measure_gradients
 from accel_callbacks.callbacks.spike_guard import _SpikeCheck
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
 
-SHORT = timedelta(seconds=30)
+SHORT = BOUND
 BAD = float("nan")
 
 

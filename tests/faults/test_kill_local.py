@@ -41,7 +41,7 @@ LONG = [(do.overwrite, 1, 200), (do.overwrite, 2, 200)]
     ("job", "ranks", "count"),
     [
         *SHORT,
-        *(pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.timeout(900)]) for case in LONG),
+        *(pytest.param(*case, marks=[pytest.mark.slow]) for case in LONG),
     ],
 )
 def test_overwritten_path(
@@ -57,8 +57,8 @@ def test_overwritten_path(
     ("ranks", "count"),
     [
         (1, 4),
-        pytest.param(1, 200, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
-        pytest.param(2, 100, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+        pytest.param(1, 200, marks=[pytest.mark.slow]),
+        pytest.param(2, 100, marks=[pytest.mark.slow]),
     ],
 )
 def test_background_save(victims: ForkServer, tmp_path: Path, ranks: int, count: int) -> None:
@@ -69,8 +69,8 @@ def test_background_save(victims: ForkServer, tmp_path: Path, ranks: int, count:
     ("ranks", "count"),
     [
         (1, 6),
-        pytest.param(1, 200, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
-        pytest.param(2, 200, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+        pytest.param(1, 200, marks=[pytest.mark.slow]),
+        pytest.param(2, 200, marks=[pytest.mark.slow]),
     ],
 )
 def test_folder_of_checkpoints(victims: ForkServer, tmp_path: Path, ranks: int, count: int) -> None:

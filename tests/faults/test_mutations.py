@@ -189,7 +189,7 @@ def run(
     budget(examples)(given(strategy)(lambda case: property_of(saved, case)))()
 
 
-FACTOR = [1, pytest.param(25, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+FACTOR = [1, pytest.param(25, marks=[pytest.mark.slow])]
 
 
 @pytest.mark.parametrize("factor", FACTOR)

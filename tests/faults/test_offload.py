@@ -142,7 +142,7 @@ def test_a_reader_that_hangs_is_an_error_and_the_model_goes_on(plain, tmp_path, 
     def hangs_once():
         if threading.current_thread() in hung or not hung:
             hung.append(threading.current_thread())
-            gate.wait(30)
+            gate.wait()
 
     model, offload = attached(plain, saved(tmp_path), patience=0.05)
     before_reads(monkeypatch, hangs_once)
@@ -151,7 +151,7 @@ def test_a_reader_that_hangs_is_an_error_and_the_model_goes_on(plain, tmp_path, 
     assert is_in_order(model, offload)
     assert same(model, plain)
     gate.set()
-    hung[0].join(30)
+    hung[0].join()
     assert same(model, plain)
 
 
@@ -161,7 +161,7 @@ def test_ctrl_c_while_it_waits(plain, tmp_path, monkeypatch):
     def waits():
         if not gate.is_set():
             _thread.interrupt_main()
-            gate.wait(30)
+            gate.wait()
 
     model, offload = attached(plain, saved(tmp_path))
     before_reads(monkeypatch, waits)

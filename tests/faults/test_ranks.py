@@ -15,7 +15,7 @@ from faultkit.states import whole
 import checkpoint_io
 from checkpoint_io import load
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(100)]
+pytestmark = [pytest.mark.distributed]
 
 PATIENCE = 25.0  # a bound for hanging, longer than the groups' own timeout of 15 s
 

@@ -15,7 +15,7 @@ from faultkit.states import whole
 import checkpoint_io
 from checkpoint_io import load
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(110)]
+pytestmark = [pytest.mark.distributed]
 
 PATIENCE = 40.0  # a bound for hanging, longer than the groups' own timeout
 MESHES = {"fsdp": (4,), "hsdp": (2, 2)}

@@ -28,7 +28,7 @@ from checkpoint_io import (
 )
 
 NUMEL = 100_000
-LONG = [pytest.mark.slow, pytest.mark.timeout(900)]
+LONG = [pytest.mark.slow]
 TORN = (CheckpointNotFoundError, CorruptCheckpointError)
 
 

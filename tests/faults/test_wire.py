@@ -18,7 +18,7 @@ from checkpoint_io import (
 )
 from tests.servers import S3Server, s3_server
 
-pytestmark = [pytest.mark.s3, pytest.mark.timeout(100)]
+pytestmark = [pytest.mark.s3]
 
 LARGE = 4_500_000  # 18 MB a tensor: two parts of an upload
 SMALL = 1000

@@ -21,7 +21,7 @@ from checkpoint_io import (
 )
 from checkpoint_io.format.manifest import PART_SIZE
 
-pytestmark = [pytest.mark.s3, pytest.mark.timeout(100)]
+pytestmark = [pytest.mark.s3]
 
 LARGE = 4_500_000  # 18 MB a tensor: more than one span
 SMALL = 1000

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the workers impo
 
 from accel_callbacks import Accelerator, ParallelismConfig
 from tests.distributed.conftest import Pool, make_pool
+from tests.support.bound import BOUND
 from tests.support.rounding import assert_reordered
 
 pytest.importorskip("accelerate", reason="transformers cuts none without it: test_adapters")
@@ -60,7 +60,7 @@ def trains(folder: str, sizes: dict[str, int], cut: dict[str, int]) -> dict[str,
     from transformers import LlamaForCausalLM
 
     config = {"parallelism_config": ParallelismConfig(**sizes)} if sizes else {}
-    accel = Accelerator(cpu=True, timeout=timedelta(seconds=60), **config)
+    accel = Accelerator(cpu=True, timeout=BOUND, **config)
     options = {"distributed_config": tensor_parallel.DistributedConfig(**cut)} if cut else {}
     model = LlamaForCausalLM.from_pretrained(folder, **options)
     before = any(hasattr(one, "device_mesh") for one in model.parameters())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the workers impo
 from accel_callbacks import Accelerator, Callback
 from accel_callbacks.callbacks.adapters import to_lightning, to_transformers
 from tests.integrations.small_loop import data, train
+from tests.support.bound import BOUND
 
 cb = pytest.importorskip(
     "lightning.pytorch.callbacks", reason="Lightning is not installed: scripts/test_adapters"
@@ -23,7 +23,7 @@ cb = pytest.importorskip(
 
 pytestmark = pytest.mark.distributed
 
-SHORT = {"timeout": timedelta(seconds=30)}
+SHORT = {"timeout": BOUND}
 
 
 def ready() -> None:

@@ -160,7 +160,6 @@ def launch(tmp_path: Path) -> Launch:
             env=clean_environment(tmp_path),
             capture_output=True,
             text=True,
-            timeout=110,
             warm_children=True,
         )
 

@@ -66,7 +66,7 @@ def test_what_a_killed_launcher_has_left_is_removed_by_the_next_one(tmp_path: Pa
         with launch_folder(tmp_path):
             assert (left / "note.json").exists()
         launcher.kill()
-        assert launcher.wait(30) == -signal.SIGKILL
+        assert launcher.wait() == -signal.SIGKILL
     assert (left / "note.json").exists()
     with launch_folder(tmp_path):
         assert not left.exists()

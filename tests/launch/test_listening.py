@@ -11,7 +11,6 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 from accel_callbacks.distributed.tcp_store import local_address_towards, serve_store
 from tests.support import warm
+from tests.support.bound import BOUND
 from tests.support.listening import listening
 
 pytestmark = [
@@ -97,7 +97,7 @@ def test_a_launch_listens_on_loopback(start: Start, words: list[str]) -> None:
     found = addresses(process)
     assert len(found) >= 3  # the store, and gloo on each rank
     assert set(found) == {"127.0.0.1"}
-    assert process.wait(60) == 0
+    assert process.wait() == 0
 
 
 @pytest.mark.parametrize("group", ["ours", _slow("own")])
@@ -105,7 +105,7 @@ def test_each_attempt_listens_on_loopback(start: Start, group: str) -> None:
     words = ["--num_processes", "2", "--max_restarts", "1"]
     process = start([*LAUNCH, *words], script(group), "--lose")
     first, again = addresses(process), addresses(process)
-    assert process.wait(60) == 0
+    assert process.wait() == 0
     assert set(first) == set(again) == {"127.0.0.1"}
     # The store of the first attempt is gone: the rendezvous, a store, and gloo on each rank.
     assert len(first) == len(again) >= 4
@@ -115,7 +115,7 @@ def test_one_process_does_not_listen(start: Start) -> None:
     text = "import sys\nfrom accel_callbacks import Accelerator\nAccelerator(cpu=True)\n"
     process = start(LAUNCH, text + "print('met', flush=True)\nsys.stdin.readline()\n")
     assert addresses(process) == []
-    assert process.wait(60) == 0
+    assert process.wait() == 0
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_notebook_listens_on_loopback(start: Start, free_port: int, options: s
     found = addresses(process)
     assert len(found) >= 3
     assert set(found) == {"127.0.0.1"}
-    assert process.wait(60) == 0
+    assert process.wait() == 0
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def test_a_group_without_launcher_listens_where_it_meets(
     place["GLOO_SOCKET_IFNAME"] = "lo"  # gloo's own listeners are where it is told
     first, second = (start([sys.executable], text, RANK=str(one), **place) for one in range(2))
     assert set(addresses(first)) == {"127.0.0.1"}
-    assert first.wait(60) == second.wait(60) == 0
+    assert first.wait() == second.wait() == 0
 
 
 # --- the store ---------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def test_a_second_store_of_the_port_shares_the_server(
     assert store is not None
     assert where() == ["127.0.0.1"]
     second = dist.TCPStore(
-        "127.0.0.1", store.port, is_master=True, multi_tenant=True, timeout=timedelta(seconds=20)
+        "127.0.0.1", store.port, is_master=True, multi_tenant=True, timeout=BOUND
     )
     assert where() == ["127.0.0.1"]
     second.set("key", "value")

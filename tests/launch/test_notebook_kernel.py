@@ -171,7 +171,7 @@ def test_forks_do_not_hang_where_the_notebook_has_computed_with_threads(kernel: 
 def test_the_example_runs(kernel: Kernel) -> None:
     """In the kernel of the tests above, which saves the start of another."""
     book = nbformat.read(ROOT / "examples" / "notebook.ipynb", as_version=4)
-    nbclient.NotebookClient(book, timeout=90, km=kernel.manager).execute()
+    nbclient.NotebookClient(book, km=kernel.manager).execute()
     shown = [out for cell in book.cells for out in cell.get("outputs", [])]
     text = "".join(out["text"] for out in shown if out["output_type"] == "stream")
     assert float(re.findall(r"accuracy ([\d.]+) %", text)[-1]) > 90

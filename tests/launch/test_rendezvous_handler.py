@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,11 +11,12 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from accel_callbacks.launch.rendezvous_handler import _frequent_looks
+from tests.support.bound import BOUND
 
 
 def test_it_looks_often_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails where torch has other names for what is changed."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=30))
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=BOUND)
     parameters = RendezvousParameters("c10d", "127.0.0.1:0", "run", 1, 2, "127.0.0.1")
     backend = C10dRendezvousBackend(store, "run")
     handler: Any = dynamic.create_handler(store, backend, parameters)

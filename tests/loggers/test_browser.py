@@ -21,7 +21,7 @@ from tests.support.ports import free_port
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("chromium", "google-chrome", "chromium-browser", "google-chrome-stable")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("digits")
     options = ["--epochs", "2", "--cpu", "--log_with", "tensorboard", "--project_dir", str(folder)]
     command = [sys.executable, str(ROOT / "examples" / "digits.py"), *options]
-    subprocess.run(command, check=True, capture_output=True, timeout=200)
+    subprocess.run(command, check=True, capture_output=True)
     return folder / "tensorboard"
 
 
@@ -70,7 +70,7 @@ def server(run_folder: Path) -> Iterator[str]:
 def _json(url: str) -> Any:
     """What an address answers, or an empty dict while nobody answers."""
     try:
-        with urllib.request.urlopen(url, timeout=30) as answer:
+        with urllib.request.urlopen(url) as answer:
             return json.load(answer)
     except OSError:
         return {}
@@ -97,7 +97,7 @@ def test_the_page_shows_the_curves(server: str, browser: str, tmp_path: Path) ->
         f"{server}/?tagFilter=loss#timeseries",
     ]  # fmt: skip
     for _ in range(3):  # a machine under load may draw too late for the browser's clock
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
         cards = _cards(done.stdout)
         if {"train/loss", "val/loss"} <= cards.keys() and _is_drawn(cards["train/loss"]):
             break

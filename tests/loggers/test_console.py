@@ -154,7 +154,7 @@ tracker.finish()
 def test_a_bar_stays_whole() -> None:
     """No line of the table stands beside the bar: it is wiped first and drawn again below."""
     done = subprocess.run(
-        [sys.executable, "-c", BAR], capture_output=True, timeout=60, check=True, env=os.environ
+        [sys.executable, "-c", BAR], capture_output=True, check=True, env=os.environ
     )
     shown = []
     for line in done.stderr.decode().split("\n"):

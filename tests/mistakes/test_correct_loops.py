@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from accel_callbacks import (
 from accel_callbacks.callbacks import Checkpoint, GradientNorm
 from tests.distributed.conftest import Pool, make_pool
 from tests.mistakes.loops import LOOPS, WINDOWED
+from tests.support.bound import BOUND
 
 # What a loop runs under; a run has a folder, checkpoints and callbacks.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -127,7 +127,7 @@ def trained(name: str, layout: str) -> tuple[list[str], int]:
     set_seed(0, device_specific=True)  # some draw their data
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        accel = Accelerator(cpu=True, timeout=timedelta(seconds=60), **options)
+        accel = Accelerator(cpu=True, timeout=BOUND, **options)
         LOOPS[name](accel)
         accel.end_training()
     texts = [str(warning.message) for warning in caught]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from accel_callbacks import Accelerator
 from tests.distributed.conftest import Pool, make_pool
+from tests.support.bound import BOUND
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 
 def accelerator(**options: Any) -> Accelerator:
-    return Accelerator(cpu=True, timeout=timedelta(seconds=20), **options)
+    return Accelerator(cpu=True, timeout=BOUND, **options)
 
 
 def messages_of(loop: str, *options: Any) -> list[str]:

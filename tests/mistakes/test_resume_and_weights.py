@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from accel_callbacks import Accelerator, FullyShardedDataParallelPlugin, ResumeE
 from accel_callbacks.callbacks import EMA, Checkpoint, EarlyStopping
 from accel_callbacks.cli.main import main
 from tests.distributed.conftest import Pool, make_pool
+from tests.support.bound import BOUND
 
 SGD = torch.optim.SGD
 AdamW = torch.optim.AdamW
@@ -215,7 +215,7 @@ def test_weights_of_another_shape_are_refused_with_the_path_and_a_way(tmp_path: 
 
 
 def loads_another_optimizer(folder: str, name: str) -> list:
-    options: dict[str, Any] = {"timeout": timedelta(seconds=60)}
+    options: dict[str, Any] = {"timeout": BOUND}
     if name == "fsdp":
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin()
     path = prepared(AdamW, **options).save_state(folder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader
 from accel_callbacks import Accelerator, set_seed
 from accel_callbacks.loop.input_checksums import InputChecksums
 from tests.distributed.conftest import Pool, make_pool
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
 
@@ -29,7 +29,7 @@ def messages_of(loop: str, *options: Any) -> list[str]:
     set_seed(0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        accel = Accelerator(cpu=True, timeout=timedelta(seconds=60))
+        accel = Accelerator(cpu=True, timeout=BOUND)
         globals()[loop](accel, *options)
         accel.end_training()
     return [f"{warning.filename == __file__} {warning.message}" for warning in caught]
@@ -87,7 +87,7 @@ def test_inputs_of_each_process_stay_without_a_word(pool, kind):
 
 def ends_of_steps(steps: list[float | None], data_rank_of: list[int]) -> list[bool]:
     """What each step ends with whose model is called with this value, or not at all."""
-    accel = Accelerator(cpu=True, timeout=timedelta(seconds=60))
+    accel = Accelerator(cpu=True, timeout=BOUND)
     inputs = InputChecksums("Linear", data_rank_of[accel.process_index])
     ends = []
     for value in steps:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from accel_callbacks import Accelerator, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
 from tests.distributed.conftest import Pool, make_pool
+from tests.support.bound import BOUND
 
 X = torch.ones(2, 1)
 Loop = Callable[[Accelerator], None]
@@ -352,7 +352,7 @@ def prepared_on_ranks(accel: Accelerator) -> None:
 
 
 def on_rank(name: str, options: dict[str, Any]) -> list[str]:
-    accel = Accelerator(cpu=True, timeout=timedelta(seconds=30), **options)
+    accel = Accelerator(cpu=True, timeout=BOUND, **options)
     try:
         return messages(globals()[name], accel)
     finally:

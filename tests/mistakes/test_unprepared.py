@@ -9,7 +9,6 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the workers impo
 from accel_callbacks import Accelerator, ResumeError
 from accel_callbacks.callbacks import Checkpoint, Throughput
 from tests.distributed.conftest import make_pool
+from tests.support.bound import BOUND
 
 
 class Net(torch.nn.Module):
@@ -435,7 +435,7 @@ def test_a_step_goes_on_while_another_thread_collects_an_accelerator():
 
 # --- two processes ----------------------------------------------------------------------------
 
-SHORT = {"timeout": timedelta(seconds=30)}
+SHORT = {"timeout": BOUND}
 
 
 def forgotten(folder: str) -> list[str]:

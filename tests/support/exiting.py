@@ -34,7 +34,7 @@ def end_here(rank: int) -> None:
 def train() -> None:
     accel = Accelerator(
         cpu=True,
-        timeout=timedelta(seconds=40),
+        timeout=timedelta(minutes=10),
         project_dir=folder,
         log_with="jsonl" if "tracker" in opened else None,
     )

@@ -69,7 +69,7 @@ def train(
     accel = Accelerator(
         cpu=True,
         callbacks=callbacks,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(minutes=10),
         fsdp_plugin=FullyShardedDataParallelPlugin() if sharded else None,
     )
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.3), torch.nn.Linear(4, 1))

@@ -27,7 +27,7 @@ def train(
     callbacks = [Preemption(**options)]
     if folder is not None:
         callbacks.append(Checkpoint(folder, every_n_steps=1000))
-    accel = Accelerator(cpu=True, callbacks=callbacks, timeout=timedelta(seconds=60))
+    accel = Accelerator(cpu=True, callbacks=callbacks, timeout=timedelta(minutes=10))
     model = torch.nn.Sequential(torch.nn.Dropout(0.3), torch.nn.Linear(4, 1))
     data = torch.utils.data.DataLoader(torch.randn(48, 4), 4, shuffle=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

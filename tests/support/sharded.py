@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from datetime import timedelta
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_callbacks import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from tests.support.bound import BOUND
 
 WIDTH = 30
 
@@ -51,7 +51,7 @@ def accelerator(layout: str = "fsdp", plugin: Any = None, **options: Any) -> Acc
         options["parallelism_config"] = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
     if layout != "ddp":
         options["fsdp_plugin"] = plugin or FullyShardedDataParallelPlugin()
-    return Accelerator(cpu=True, timeout=timedelta(seconds=30), **options)
+    return Accelerator(cpu=True, timeout=BOUND, **options)
 
 
 def data(samples: int) -> TensorDataset:

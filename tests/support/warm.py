@@ -131,7 +131,7 @@ class _Server:
     def _end(owner: int, process: subprocess.Popen[bytes], alive: int) -> None:
         if os.getpid() == owner:
             os.close(alive)
-            process.wait(30)
+            process.wait()
 
 
 _server = _Server()

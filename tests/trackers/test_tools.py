@@ -288,7 +288,7 @@ def killed(run_info: Runs) -> Callable[[str, int], None]:
         guard.start()
         assert any(line.startswith("ready") for line in process.stdout)
         process.send_signal(signal.SIGKILL)
-        process.wait(30)
+        process.wait()
         guard.cancel()
 
     return run

@@ -58,6 +58,7 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen, rank: int 
         time.sleep(0.01)
 
 
+@pytest.mark.first
 def test_a_signal_saves_requeues_and_the_next_start_ends_as_if_nothing_had_been(tmp_path):
     (tmp_path / "bin").mkdir()
     scontrol = tmp_path / "bin" / "scontrol"
@@ -67,7 +68,7 @@ def test_a_signal_saves_requeues_and_the_next_start_ends_as_if_nothing_had_been(
     process = start(tmp_path, 0.05, **slurm)
     wait_for_step(tmp_path, 5, process)
     process.send_signal(signal.SIGUSR1)
-    assert process.wait(60) == 75, (tmp_path / "log").read_text()
+    assert process.wait() == 75, (tmp_path / "log").read_text()
     stopped_at = int((tmp_path / "steps-0").read_text().split()[-1])
     assert 5 <= stopped_at < 12
     name = f"step-{stopped_at:08d}"
@@ -245,7 +246,7 @@ def test_off_the_main_thread_nothing_is_caught_and_a_warning_says_so():
 
     thread = threading.Thread(target=work)
     thread.start()
-    thread.join(60)
+    thread.join()
     assert told == [True]
 
 
@@ -343,7 +344,7 @@ print(os.waitpid(child, 0)[1], catcher.caught, flush=True)
 )
 def test_a_process_ends_by_its_signal_after_all(body, patience, says, code):
     program = PROGRAM.format(patience=patience, body=body)
-    done = warm.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = warm.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.stdout.strip(), done.returncode) == (says, code), done.stderr
     assert ("this process is still at" in done.stderr) == (body in (GRACE, STUCK))
 
@@ -382,7 +383,6 @@ def test_where_the_time_is_too_short_for_the_store_the_state_is_in_memory(tmp_pa
         env={**os.environ, "ACCEL_LAUNCH_MEMORY": str(memory)},
         capture_output=True,
         text=True,
-        timeout=60,
     )
     assert done.returncode == -15, done.stderr
     message = " ".join(done.stderr.split())

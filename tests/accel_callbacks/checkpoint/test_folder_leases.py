@@ -84,7 +84,7 @@ class Job:
 
     def end(self) -> tuple[int, str]:
         """Close its input, and return its exit code and the line of its LeaseError, if any."""
-        _, errors = self.process.communicate(timeout=60)
+        _, errors = self.process.communicate()
         found = [line for line in errors.splitlines() if "LeaseError: " in line]
         assert bool(found) == bool(self.process.returncode), errors
         return self.process.returncode, found[0] if found else ""
@@ -108,7 +108,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield begin
     for job in jobs:
         job.process.kill()
-        job.process.communicate(timeout=20)
+        job.process.communicate()
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -124,6 +124,7 @@ def journals(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in files}
 
 
+@pytest.mark.first
 def test_a_second_start_is_refused_by_name_and_changes_nothing(start: Start) -> None:
     first = start("first")
     assert first.answer() == "begun at 0"
@@ -162,12 +163,13 @@ def test_of_two_that_start_at_once_one_is_refused(start: Start) -> None:
     assert winner.train(1) == "at 1"
 
 
+@pytest.mark.first
 def test_the_folder_of_a_killed_run_is_free_at_once(start: Start) -> None:
     first = start("first")
     assert first.answer() == "begun at 0"
     assert first.train(2) == "at 2"
     first.send(signal.SIGKILL)
-    first.process.wait(20)
+    first.process.wait()
     assert start("second").answer() == "begun at 2"
 
 
@@ -271,7 +273,7 @@ def test_an_accelerator_that_is_collected_holds_nothing(tmp_path: Path) -> None:
     gc.collect()
     for thread in threading.enumerate():
         if thread.name == "leases' end":
-            thread.join(20)
+            thread.join()
     assert holder(tmp_path) is None
 
 
@@ -309,7 +311,7 @@ def test_a_path_inside_of_the_project_belongs_to_it(tmp_path: Path) -> None:
         accel.save_state(tmp_path / "best")
     assert not (tmp_path / "best").exists()
     assert accel.save_state(beside) == beside
-    process.communicate(timeout=20)
+    process.communicate()
     accel.save_state(tmp_path / "best")
 
 
@@ -330,7 +332,7 @@ def test_who_has_lost_a_folder_saves_nothing_more(tmp_path: Path) -> None:
             with pytest.raises(LeaseError, match="was taken over by process"):
                 write()
     assert content(tmp_path) == before
-    process.communicate(timeout=20)
+    process.communicate()
 
 
 def test_rows_of_a_lost_folder_are_not_written(tmp_path: Path) -> None:
@@ -350,7 +352,7 @@ def test_rows_of_a_lost_folder_are_not_written(tmp_path: Path) -> None:
                     accel.log({"loss": 2.0})
                     time.sleep(0.02)
             finally:
-                process.communicate(timeout=20)
+                process.communicate()
 
     with pytest.raises(LeaseError, match="was taken over by process"):
         train()
@@ -381,7 +383,7 @@ def test_ckpt_leaves_a_folder_alone_that_is_held(
         assert main(["ckpt", *map(str, action), "--force"]) == 0
         assert content(tmp_path) != there
         there = content(tmp_path)
-    process.communicate(timeout=20)
+    process.communicate()
 
 
 def test_an_unknown_way_to_act_is_refused_with_the_nearest() -> None:

@@ -626,7 +626,7 @@ def hub_threads():
     gc.collect()
     for thread in set(threading.enumerate()) - before:
         if not isinstance(thread, TMonitor):  # the progress bar's, which never ends
-            thread.join(10)
+            thread.join()
 
 
 def hub_stream(count=10, shards=3):

@@ -74,7 +74,7 @@ class Hangs(Communicator):
 
     def abort(self) -> None:
         self.thread = threading.current_thread()
-        self.goes_on.wait(60)
+        self.goes_on.wait()
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def hangs():
     yield backend
     backend.goes_on.set()
     if backend.thread is not None:
-        backend.thread.join(60)
+        backend.thread.join()
 
 
 def test_an_abort_that_hangs_is_left_behind_and_said(hangs, monkeypatch, capfd):

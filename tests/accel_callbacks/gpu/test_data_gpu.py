@@ -166,7 +166,6 @@ def run_script(body, *launcher):
         capture_output=True,
         text=True,
         check=True,
-        timeout=110,
     )
     return done.stdout
 

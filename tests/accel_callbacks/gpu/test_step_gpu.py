@@ -255,7 +255,7 @@ def test_the_driver_answers_and_its_figures_are_logged(tmp_path):
             optimizer.zero_grad()
             torch.cuda.synchronize()
             if stats._driver is not None and stats._driver._thread is not None:
-                stats._driver._thread.join(30)
+                stats._driver._thread.join()
     rows = [row["values"] for row in read_jsonl(tmp_path / "metrics.jsonl")]
     assert [row for row in rows if "device/utilization_percent" in row]
 

@@ -72,7 +72,6 @@ def start(folder: Path) -> None:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=100,
     )
     assert done.returncode == 0, done.stderr
 
@@ -99,6 +98,7 @@ def replay(job: Path, step: int, *words: str) -> int:
     return main(["replay", str(job / "project"), "--step", str(step), "--command", command, *words])
 
 
+@pytest.mark.first
 def test_a_step_is_replayed_from_the_nearest_checkpoint_and_nothing_is_written(
     job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

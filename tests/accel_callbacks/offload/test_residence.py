@@ -277,7 +277,7 @@ def test_threads_that_run_forward_at_once(plain, folder):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join()
     assert not failures
     assert len(absent(model)) == len(list(plain.parameters()))
     assert not any(entry.pins for entry in offload.window._entries.values())
@@ -528,7 +528,7 @@ def test_the_window_ends_with_the_model(plain, folder):
     assert thread.is_alive()
     del model, offload
     gc.collect()
-    thread.join(10)
+    thread.join()
     assert not thread.is_alive()
 
 

@@ -6,7 +6,6 @@ NCCL refuses two ranks on one device. Without a GPU the ranks compute on the CPU
 from __future__ import annotations
 
 import sys
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from accel_callbacks import Accelerator, InitProcessGroupKwargs, RemoteError
 from accel_callbacks.callbacks import GradientNorm, NonFinite, Timer
+from tests.support.bound import BOUND
 
 
 def make() -> tuple[Accelerator, Any, Any, Any]:
@@ -22,7 +22,7 @@ def make() -> tuple[Accelerator, Any, Any, Any]:
         cpu=not torch.cuda.is_available(),
         mixed_precision="bf16",
         callbacks=[Timer("1 h"), GradientNorm(), NonFinite()],  # of which two vote
-        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=60))],
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo", timeout=BOUND)],
     )
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
     adam = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -16,7 +16,6 @@ from tests.distributed.gpu.test_nccl import run_ranks
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.distributed,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
 

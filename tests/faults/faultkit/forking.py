@@ -124,7 +124,7 @@ class ForkServer:
         for pid in list(self._alive):
             os.kill(pid, signal.SIGKILL)
         self._control.close()
-        self._process.wait(10)
+        self._process.wait()
         self._listener.close()
 
     def spawn(self, function: Callable[..., Any], *args: Any) -> Victim:

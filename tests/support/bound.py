@@ -1,0 +1,8 @@
+"""The one bound of what tests wait for: long enough for a machine that other work shares."""
+
+from datetime import timedelta
+
+__all__ = ["BOUND"]
+
+#: Of process groups; below that of a test, so that what hangs is told by the ranks themselves.
+BOUND = timedelta(minutes=10)
