@@ -474,7 +474,7 @@ def test_processes_meet_where_they_are_told_and_over_the_backend_asked_for(tmp_p
     )
     method = {"tcp": f"tcp://127.0.0.1:{port}", "file": f"file://{tmp_path}/meet"}[place]
     printed = two_processes(code.replace("METHOD", repr(method)))
-    assert printed == ["0:00:40\ncpu:gloo 3 bf16\nFalse\n"] * 2
+    assert printed == ["0:10:00\ncpu:gloo 3 bf16\nFalse\n"] * 2
 
 
 @pytest.mark.slow
