@@ -57,10 +57,8 @@ def server(run_folder: Path) -> Iterator[str]:
     ) as process:
         try:
             url = f"http://127.0.0.1:{port}"
-            deadline = time.monotonic() + 90
             while "." not in _json(f"{url}/data/plugin/scalars/tags"):
                 assert process.poll() is None, "TensorBoard died"
-                assert time.monotonic() < deadline, "TensorBoard has not loaded the run"
                 time.sleep(0.3)
             yield url
         finally:
