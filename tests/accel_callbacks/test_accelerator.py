@@ -148,7 +148,7 @@ SLOW_WAYS = [pytest.param(way, marks=pytest.mark.slow) for way in ("free_memory"
 def test_a_sweep_of_ten_runs_in_one_process_leaves_nothing(way, tmp_path):
     one_training(Accelerator(cpu=True))  # torch itself sets a variable with its first optimizer
     gc.collect()
-    environment, threads, alive = dict(os.environ), threading.active_count(), []
+    environment, threads = dict(os.environ), threading.active_count()
     shared = Accelerator(cpu=True) if way == "free_memory" else None
     for trial in range(10):
         options = {"log_with": "jsonl", "project_dir": tmp_path / str(trial)}
@@ -163,15 +163,11 @@ def test_a_sweep_of_ten_runs_in_one_process_leaves_nothing(way, tmp_path):
             accel.end_training()
         del accel, parts
         # Not at once: a call does nothing while another thread collects.
-        end = time.monotonic() + 30
-        while any(ref() is not None for ref in refs) and time.monotonic() < end:
+        while any(ref() is not None for ref in refs):
             gc.collect()
-        alive += [ref() for ref in refs if ref() is not None]
-    assert alive == []
     assert workers() == 0
-    while threading.active_count() > threads and time.monotonic() < end:
+    while threading.active_count() > threads:
         time.sleep(0.01)  # trackers of an Accelerator that was collected end in a thread
-    assert threading.active_count() <= threads
     for trial in range(10) if way != "free_memory" else ():
         assert (tmp_path / str(trial) / "metrics.jsonl").read_text().count("loss") == 1
     assert {k: v for k, v in os.environ.items() if k not in environment} == {}

@@ -33,9 +33,7 @@ from tests.support import warm
 pytestmark = pytest.mark.s3
 pytest.importorskip("s3fs")
 
-QUICK = RetryPolicy(
-    attempts=4, base_delay=0.01, max_delay=0.02, connect_timeout=2, read_timeout=0.5
-)
+QUICK = RetryPolicy(attempts=4, base_delay=0.01, max_delay=0.02, read_timeout=600.0)
 
 
 @pytest.fixture(scope="module", params=["moto", "seaweedfs"])

@@ -486,12 +486,12 @@ def test_fetch_uses_threads_for_much_and_none_for_little(
 ) -> None:
     store = LocalStore(str(tmp_path))
     callers: set[int] = set()
-    met = threading.Barrier(local_read.THREADS, timeout=60)
+    met = threading.Barrier(local_read.THREADS)
 
     def deliver(index: int, data: memoryview[int]) -> None:
         callers.add(threading.get_ident())
         if index < local_read.THREADS:
-            met.wait()  # each of the first spans on a thread of its own, or this breaks
+            met.wait()  # each of the first spans on a thread of its own, or this never ends
 
     store.fetch([Span("f3", n * 2**20, (n + 1) * 2**20) for n in range(9)], deliver)
     assert len(callers) == local_read.THREADS
@@ -562,13 +562,13 @@ def test_interrupt_waits_for_what_still_uses_the_memory(
     tmp_path: Path, files: dict[str, bytes]
 ) -> None:
     ended = []
-    readers = threading.Barrier(local_read.THREADS, timeout=60)
+    readers = threading.Barrier(local_read.THREADS)
 
     def deliver(index: int, data: memoryview[int]) -> None:
-        if readers.wait() == 0:
-            time.sleep(0.2)
-            os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.5)
+        if index < local_read.THREADS:  # which all read at once
+            if readers.wait() == 0:
+                os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
         ended.append(len(bytes(data)))
 
     with pytest.raises(KeyboardInterrupt):

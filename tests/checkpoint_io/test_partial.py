@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from checkpoint_io import StateMismatchError, TensorView, load, save
+from checkpoint_io.loader import selection
 from checkpoint_io.loader.selection import Matched, match_names, nearest
 
 
@@ -134,7 +136,18 @@ def test_two_names_that_become_one() -> None:
         match_names([], ["a.x", "b.x"], rename={"a.": "", "b.": ""})
 
 
-def test_long_lists_are_cut_and_quick() -> None:
+def test_long_lists_are_cut_and_few_names_of_them_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared: list[int] = []
+    really = difflib.get_close_matches
+
+    def counted(name: str, names: list[str], **how: Any) -> list[str]:
+        compared.append(len(names))
+        return really(name, names, **how)
+
+    monkeypatch.setattr(difflib, "get_close_matches", counted)
+    monkeypatch.setattr(selection, "_COMPARED", 50)
     wanted = [f"layer.{n}.attn.weight" for n in range(20_000)]
     found = match_names(wanted, [f"layers.{n}.attn.weight" for n in range(20_000)])
     assert len(found.missing) == len(found.unexpected) == 20_000
@@ -143,6 +156,7 @@ def test_long_lists_are_cut_and_quick() -> None:
     assert "unexpected layers.0.attn.weight (nearest: layer.0.attn.weight)" in text
     assert "and 19992 more" in text
     assert len(text) < 2000
+    assert compared == [50] * 16  # for each name that is shown
 
 
 def test_nothing_is_near() -> None:

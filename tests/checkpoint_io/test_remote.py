@@ -296,7 +296,7 @@ def test_sftp_connection_that_broke_is_made_anew(sftp: Remote) -> None:
 @pytest.mark.slow
 def test_sftp_server_that_stalls_is_given_up() -> None:
     pytest.importorskip("paramiko")
-    policy = RetryPolicy(attempts=1, read_timeout=0.3)
+    policy = RetryPolicy(attempts=1, read_timeout=3.0)
     with sftp_server() as (url, options, process):
         store = open_store(f"{url}/x", options, retry=policy)
         store.probe()

@@ -38,9 +38,9 @@ pytest.importorskip("s3fs")
 MIB = 1 << 20
 PART = 16 * MIB
 SHORT = 64 << 10
-QUICK = RetryPolicy(
-    attempts=4, base_delay=0.01, max_delay=0.02, connect_timeout=2, read_timeout=0.5
-)
+QUICK = RetryPolicy(attempts=4, base_delay=0.01, max_delay=0.02, read_timeout=600.0)
+#: For what is stalled; it also gives up what is only slow, but not that often.
+HASTY = replace(QUICK, attempts=20, read_timeout=0.5)
 
 
 @pytest.fixture(scope="module", params=["moto", pytest.param("seaweedfs", marks=pytest.mark.slow)])
@@ -61,8 +61,8 @@ def place(server: S3Server, **options: Any) -> Store:
     return open_store(server.url(f"o/{uuid.uuid4().hex}"), {**server.options, **options})
 
 
-def scripted(script: ScriptedS3) -> Store:
-    return open_store("s3://bucket/o", script.options, retry=QUICK)
+def scripted(script: ScriptedS3, retry: RetryPolicy = QUICK) -> Store:
+    return open_store("s3://bucket/o", script.options, retry=retry)
 
 
 def put(store: Store, name: str, data: bytes, size: int | None = None, step: int = 7 * MIB) -> None:
@@ -174,7 +174,9 @@ def test_requests_at_once_are_bounded(script: ScriptedS3, monkeypatch: pytest.Mo
 
     def respond(request: Request) -> Answer:
         if request.what == "part":
-            gate.wait(0.1)
+            while script.most_at_once < 2:
+                time.sleep(0.01)
+            gate.wait(0.05)
         return usual(request)
 
     script.respond = respond
@@ -183,7 +185,7 @@ def test_requests_at_once_are_bounded(script: ScriptedS3, monkeypatch: pytest.Mo
     )
     put(scripted(script), "x", bytes(40 * SHORT), step=SHORT)
     assert script.count("part") == 40
-    assert 2 <= script.most_at_once <= 8
+    assert script.most_at_once <= 8
 
 
 @pytest.mark.parametrize(
@@ -303,7 +305,8 @@ HARM = [
 @pytest.mark.parametrize("harm", HARM[:-1], ids=lambda harm: f"{harm.status}{harm.body[13:23]!r}")
 def test_upload_goes_on_after(script: ScriptedS3, what: str, harm: Answer) -> None:
     script.respond = first(2, what, harm)
-    put(scripted(script), "x", bytes(10 if what == "PUT" else SHORT + 5))
+    store = scripted(script, HASTY if harm.hang else QUICK)
+    put(store, "x", bytes(10 if what == "PUT" else SHORT + 5))
     assert script.count(what) >= 3
 
 
@@ -444,9 +447,9 @@ def test_download_goes_on_after(script: ScriptedS3, harm: Answer) -> None:
         return piece(request, DATA)
 
     script.respond = respond
-    assert get(scripted(script), "x", len(DATA)) == DATA
+    assert get(scripted(script, HASTY if harm.hang else QUICK), "x", len(DATA)) == DATA
     if harm.cut and harm.hang:  # what arrived is not asked for again
-        assert ranges == [f"bytes={at}-299999" for at in (0, 70_000, 140_000)]
+        assert ranges[:3] == [f"bytes={at}-299999" for at in (0, 70_000, 140_000)]
 
 
 def test_download_is_given_up(script: ScriptedS3) -> None:

@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -113,10 +114,17 @@ def test_a_disk_that_answers_slowly_is_no_hang(plain, tmp_path, monkeypatch):
     monkeypatch.setattr(window_module, "_TICK", 0.01)
     monkeypatch.setattr(source, "_PIECE", 512)
     monkeypatch.setattr(source, "_MAPPED", file_pages.PAGE)
-    before_reads(monkeypatch, lambda: time.sleep(0.01))
-    model, offload = attached(plain, saved(tmp_path), patience=0.1)
+    now = [0.0]
+    monkeypatch.setattr(window_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def take_a_while():
+        now[0] += 10.0
+        time.sleep(0.01)
+
+    before_reads(monkeypatch, take_a_while)
+    model, offload = attached(plain, saved(tmp_path), patience=100.0)
     assert same(model, plain)
-    assert offload.traffic.waited > 0.1
+    assert offload.traffic.waited > 100.0
 
 
 def test_a_disk_with_a_bad_sector_and_a_second_try(plain, tmp_path, monkeypatch):
@@ -137,17 +145,25 @@ def test_a_disk_with_a_bad_sector_and_a_second_try(plain, tmp_path, monkeypatch)
 
 def test_a_reader_that_hangs_is_an_error_and_the_model_goes_on(plain, tmp_path, monkeypatch):
     monkeypatch.setattr(window_module, "_TICK", 0.01)
-    gate, hung = threading.Event(), []
+    gate, hung, now = threading.Event(), [], [0.0, 0.0]
+
+    def look():
+        now[0] += now[1]
+        return now[0]
+
+    monkeypatch.setattr(window_module, "time", SimpleNamespace(monotonic=look))
 
     def hangs_once():
         if threading.current_thread() in hung or not hung:
             hung.append(threading.current_thread())
+            now[1] = 60.0  # from one look of whoever waits to the next
             gate.wait()
 
-    model, offload = attached(plain, saved(tmp_path), patience=0.05)
+    model, offload = attached(plain, saved(tmp_path), patience=50.0)
     before_reads(monkeypatch, hangs_once)
     with pytest.raises(WeightReadError, match=r"start: no byte has come from .*safetensors for"):
         model(BATCH)
+    now[1] = 0.0
     assert is_in_order(model, offload)
     assert same(model, plain)
     gate.set()
@@ -192,14 +208,14 @@ def test_forked_workers_run_it_while_it_is_read_ahead_here(plain, tmp_path):
     model, _ = attached(plain, saved(tmp_path))
     assert same(model, plain)
     loader = torch.utils.data.DataLoader(
-        Embedded(model), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=60
+        Embedded(model), batch_size=None, num_workers=2, multiprocessing_context="fork"
     )
     for index, found in enumerate(loader):
         torch.testing.assert_close(found, plain(BATCH[index % 3 : index % 3 + 1]))
         assert same(model, plain)
 
 
-def child(program, *arguments, timeout=120):
+def child(program, *arguments):
     start = """
         import sys, torch
         from tests.accel_callbacks.offload.adapted import pretrained, saved, words
@@ -214,7 +230,6 @@ def child(program, *arguments, timeout=120):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=timeout,
     )
 
 

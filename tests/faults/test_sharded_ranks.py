@@ -17,7 +17,6 @@ from checkpoint_io import load
 
 pytestmark = [pytest.mark.distributed]
 
-PATIENCE = 40.0  # a bound for hanging, longer than the groups' own timeout
 MESHES = {"fsdp": (4,), "hsdp": (2, 2)}
 
 
@@ -27,7 +26,7 @@ def start(victims: ForkServer, tmp_path: Path, job: Any, *args: Any) -> list[Vic
 
 def saved(victims: ForkServer, tmp_path: Path, place: Path, step: int, mesh: Any) -> None:
     group = start(victims, tmp_path, sharded.save, str(place), step, mesh)
-    assert [victim.result(PATIENCE)[0] for victim in group] == ["returned"] * 4
+    assert [victim.result()[0] for victim in group] == ["returned"] * 4
 
 
 def holds(place: Path, step: int) -> None:
@@ -63,7 +62,7 @@ def test_a_rank_is_killed_in_a_save(
     group = start(
         victims, tmp_path, sharded.save_and_die, str(place), 2, MESHES[mesh], bad, what, nth
     )
-    results = [victim.result(PATIENCE) for victim in group]
+    results = [victim.result() for victim in group]
     assert results[bad][0] == "killed"
     for rank, (kind, text) in enumerate(results):
         assert rank == bad or ("Error" in kind and "rank" in text), f"rank {rank}: {kind}: {text}"
@@ -94,7 +93,7 @@ def test_the_disk_of_a_rank_is_full(
         victims, tmp_path, sharded.save_and_fail, str(place), 2, MESHES[mesh], bad, what, nth
     )
     for victim in group:
-        kind, text = victim.result(PATIENCE)
+        kind, text = victim.result()
         assert isinstance(getattr(checkpoint_io, kind)(), checkpoint_io.CheckpointError)
         assert f"rank {bad}" in text, f"the error does not name the rank: {text}"
     holds(place, 1)
@@ -121,6 +120,6 @@ def test_all_ranks_pass_over_a_damaged_shard(
     file.write_bytes(bytes(data))
     group = start(victims, tmp_path, sharded.load_latest, str(root), MESHES[mesh])
     for victim in group:
-        kind, result = victim.result(PATIENCE)
+        kind, result = victim.result()
         assert kind == "returned", f"{kind}: {result}"
         assert result[0] == (1, 0)

@@ -38,9 +38,7 @@ def log(hub: TrackerHub, steps: range) -> None:
 
 
 def wait_for(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
     while not happened():
-        assert time.monotonic() < deadline
         time.sleep(0.02)
 
 

@@ -61,6 +61,8 @@ LOADED: dict[str, Callable[[], list[Rule]]] = {
 def test_load_survives(place: Place, name: str) -> None:
     place.save(1, LARGE, through=False)
     place.proxy.rules = LOADED[name]()
+    if name.startswith("stall"):
+        place.give_up_soon()
     assert place.load(through=True) == 1
     assert place.proxy.harmed()
 

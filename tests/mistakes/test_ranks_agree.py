@@ -19,6 +19,7 @@ from accel_callbacks import (
     TorchDynamoPlugin,
 )
 from tests.distributed.conftest import Pool, make_pool
+from tests.support.bound import BOUND
 from tests.support.rounding import assert_reordered
 from tests.support.sharded import whole
 
@@ -49,7 +50,7 @@ def accelerator(
     layout: str,
     handler: dict[str, Any] | None = None,
     plugin: dict[str, Any] | None = None,
-    seconds: float = 20,
+    timeout: timedelta = BOUND,
     **options: Any,
 ) -> Accelerator:
     if layout == "hsdp":
@@ -57,7 +58,6 @@ def accelerator(
     if layout != "ddp":
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin(**(plugin or {}))
     handlers = [DistributedDataParallelKwargs(**handler)] if handler else []
-    timeout = timedelta(seconds=seconds)
     return Accelerator(cpu=True, timeout=timeout, kwargs_handlers=handlers, **options)
 
 
@@ -227,10 +227,10 @@ def trained_heads(
     used: list[list[str]],
     handler: Any = None,
     window: int = 1,
-    seconds: float = 20,
+    timeout: timedelta = BOUND,
 ) -> Any:
     """Train with the heads that each rank uses in each step; return weights and who has states."""
-    accel = accelerator(layout, handler, seconds=seconds, gradient_accumulation_steps=window)
+    accel = accelerator(layout, handler, timeout=timeout, gradient_accumulation_steps=window)
     model: Any = Heads()
     # Weight decay moves a weight whose gradient is zero, and not one that has none.
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5)
@@ -280,7 +280,7 @@ def test_ranks_that_use_other_parameters_are_told_which(pool, steps, name, has, 
 
 def test_one_rank_that_changes_what_it_uses_says_so_before_the_timeout(fresh_pool):
     steps = [["a"], ["a"], ["a", "ab"]]
-    (one, text), (other, cause) = fresh_pool.outcomes(trained_heads, "fsdp", steps, None, 1, 8)
+    (one, text), (other, cause) = fresh_pool.outcomes(trained_heads, "fsdp", steps)
     assert (one, other) == ("RemoteError", "RuntimeError")
     told = "'b.weight' has a gradient on rank 1, where it had none before"
     assert told in text

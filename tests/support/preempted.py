@@ -42,14 +42,19 @@ def train(
     return [x.item() for p in accel.unwrap_model(model).parameters() for x in p.flatten()]
 
 
-def main(folder: str, pace: float) -> None:
-    """Write down each step, slowly, so that somebody can send a signal; the weights at the end."""
+def main(folder: str, pace: float, hold: int = 0) -> None:
+    """Write down each step, slowly, so that somebody can send a signal; the weights at the end.
+
+    The step ``hold`` goes on once there is a file "go".
+    """
     rank = os.environ.get("RANK", "0")
 
     def each_step(step: int) -> None:
         with open(f"{folder}/steps-{rank}", "a") as file:
             file.write(f"{step}\n")
         time.sleep(pace)
+        while step == hold and not os.path.exists(f"{folder}/go"):
+            time.sleep(0.01)
 
     weights = train(f"{folder}/checkpoints", each_step, requeue="slurm")
     with open(f"{folder}/weights-{rank}", "w") as file:
@@ -57,4 +62,4 @@ def main(folder: str, pace: float) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]))
+    main(sys.argv[1], float(sys.argv[2]), *map(int, sys.argv[3:]))

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -263,7 +262,7 @@ def killed(run_info: Runs) -> Callable[[str, int], None]:
     def run(name: str, steps: int) -> None:
         script = textwrap.dedent(
             """
-            import sys, time
+            import signal, sys
             from loggers import RunInfo, create
             name, folder, project = sys.argv[1:4]
             tracker = create(name)
@@ -272,7 +271,7 @@ def killed(run_info: Runs) -> Callable[[str, int], None]:
                 tracker.log({"loss": float(step)}, step)
             tracker.flush()
             print("ready", flush=True)
-            time.sleep(60)
+            signal.pause()
             """
         )
         info = run_info()
@@ -284,12 +283,9 @@ def killed(run_info: Runs) -> Callable[[str, int], None]:
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         )
         assert process.stdout is not None
-        guard = threading.Timer(60, process.kill)
-        guard.start()
         assert any(line.startswith("ready") for line in process.stdout)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        guard.cancel()
 
     return run
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from accel_callbacks import Accelerator
+from accel_callbacks.callbacks import interval
 from accel_callbacks.callbacks.interval import Cadence, Interval
 
 
@@ -134,10 +135,12 @@ def test_a_part_of_a_run_without_an_end_is_an_error():
         Cadence("0.1 run").is_due(run)
 
 
-def test_time_counts_from_what_was_done_last():
+def test_time_counts_from_what_was_done_last(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(interval, "time", SimpleNamespace(monotonic=lambda: now[0]))
     run, cadence = Accelerator(cpu=True).current_run, Cadence("20 ms")
     assert not cadence.take(run)  # the first look starts it
-    time.sleep(0.03)
+    now[0] += 0.03
     assert cadence.is_due(run)
     cadence.start(run)
     assert not cadence.is_due(run)

@@ -39,11 +39,11 @@ def nobody_else_listens():
     signal.signal(signal.SIGTERM, before)
 
 
-def start(folder: Path, pace: float, **environment: str) -> subprocess.Popen:
+def start(folder: Path, hold: int, **environment: str) -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     with open(folder / "log", "ab") as log:
         return warm.Popen(
-            [sys.executable, str(SCRIPT), str(folder), str(pace)],
+            [sys.executable, str(SCRIPT), str(folder), "0", str(hold)],
             stdout=log,
             stderr=log,
             env=environment,
@@ -51,10 +51,9 @@ def start(folder: Path, pace: float, **environment: str) -> subprocess.Popen:
 
 
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen, rank: int = 0) -> None:
-    steps, deadline = folder / f"steps-{rank}", time.monotonic() + 60
+    steps = folder / f"steps-{rank}"
     while not steps.exists() or len(steps.read_text().splitlines()) < step:
         assert process.poll() is None, (folder / "log").read_text()
-        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
@@ -65,12 +64,13 @@ def test_a_signal_saves_requeues_and_the_next_start_ends_as_if_nothing_had_been(
     scontrol.write_text(FAKE_SCONTROL.format(log=tmp_path / "queue", folder=tmp_path))
     scontrol.chmod(0o755)
     slurm = {"SLURM_JOB_ID": "4711", "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
-    process = start(tmp_path, 0.05, **slurm)
+    process = start(tmp_path, 5, **slurm)
     wait_for_step(tmp_path, 5, process)
     process.send_signal(signal.SIGUSR1)
+    (tmp_path / "go").touch()
     assert process.wait() == 75, (tmp_path / "log").read_text()
     stopped_at = int((tmp_path / "steps-0").read_text().split()[-1])
-    assert 5 <= stopped_at < 12
+    assert stopped_at in (5, 6)
     name = f"step-{stopped_at:08d}"
     assert (tmp_path / "queue").read_text().split() == ["requeue", "4711", name]
     assert not (tmp_path / "weights-0").exists()
@@ -326,7 +326,7 @@ print(os.waitpid(child, 0)[1], catcher.caught, flush=True)
     [
         (SECOND, None, "SIGTERM", -15),
         (GRACE, 0.1, "waits", -15),
-        (RESTORED, 0.1, "restored", 0),
+        (RESTORED, 60, "restored", 0),
         (FIRST_DEADLINE, 60, "True", 0),
         (NO_DEADLINE, None, "None 1", 0),
         (STUCK, 0.1, "stuck", 143),

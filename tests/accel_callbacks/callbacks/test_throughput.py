@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from accel_callbacks import Accelerator
-from accel_callbacks.callbacks import Throughput
+from accel_callbacks.callbacks import Throughput, throughput
 from accel_callbacks.callbacks.flops import FlopCounter, matmul_precision, peak_flops_of
+from accel_callbacks.loop import passes
 
 SIZE = 4  # samples of a batch
 PER_SAMPLE = 2 * 8 * 3 * 2  # FLOPs: forward, and the gradient of the weight
@@ -324,10 +326,20 @@ def test_evaluations_and_saves_are_no_time_of_training(tmp_path):
     assert speed.rates["throughput/total_seconds"] <= wall - slept
 
 
-def test_waiting_for_the_loader_is_reported_apart():
+def test_waiting_for_the_loader_is_reported_apart(monkeypatch):
+    now = [0.0]
+
+    def pass_time(seconds: float) -> None:
+        now[0] += seconds
+
+    clock = SimpleNamespace(perf_counter=lambda: now[0], sleep=pass_time)
+    monkeypatch.setattr(throughput, "time", clock)
+    monkeypatch.setattr(passes, "perf_counter", clock.perf_counter)
+    monkeypatch.setitem(Rows.__getitem__.__globals__, "time", clock)
     rates = train(Throughput(), batches=8, seconds=0.005)
-    # 20 ms of reading, and next to nothing of computing.
-    assert rates["data_wait_fraction"] > 0.5
+    assert rates["data_wait_fraction"] == pytest.approx(
+        1.0
+    )  # computing takes no time by this clock
 
 
 # --- state ---------------------------------------------------------------------------------------

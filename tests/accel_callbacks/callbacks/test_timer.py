@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 
 import pytest
@@ -10,6 +9,29 @@ import torch
 
 from accel_callbacks import Accelerator
 from accel_callbacks.callbacks import Checkpoint, Timer
+from accel_callbacks.callbacks import timer as timer_module
+
+
+class Clock:
+    """The clock of timers, which the work of a run moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    time = monotonic
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch) -> Clock:
+    monkeypatch.setattr("accel_callbacks.callbacks.timer.time", clock := Clock())
+    return clock
+
+
+def work(seconds: float) -> None:
+    timer_module.time.now += seconds
 
 
 def fit(timer: Timer, *others, epochs: int = 2, pause: float = 0.01, resume: bool = True) -> list:
@@ -27,9 +49,9 @@ def fit(timer: Timer, *others, epochs: int = 2, pause: float = 0.01, resume: boo
                 optimizer.step()
                 optimizer.zero_grad()
                 seen.append((epoch, int(batch)))
-                time.sleep(pause)
+                work(pause)
             with accel.evaluate(model):
-                time.sleep(pause)
+                work(pause)
     return [seen, run.stop_reason]
 
 
@@ -48,15 +70,15 @@ def test_by_epochs_it_stops_at_the_end_of_one():
 
 def test_without_a_duration_it_only_measures():
     timer = Timer()
-    before = time.time()
     seen, reason = fit(timer)
     assert (len(seen), reason, timer.time_remaining()) == (8, None, None)
     trained, validated = timer.time_elapsed(), timer.time_elapsed("validation")
-    assert trained >= 0.08
-    assert 0.02 <= validated == timer.time_elapsed("validate") < trained
+    assert trained == pytest.approx(0.1)
+    assert 0.02 == pytest.approx(validated) == timer.time_elapsed("validate")
     assert timer.time_elapsed("test") == 0.0
     assert timer.start_time("test") is None
-    assert before <= timer.start_time() <= timer.start_time("validation") <= time.time()
+    assert timer.start_time() == 1000.0
+    assert timer.start_time("validation") == pytest.approx(1000.09)  # the newest
     assert timer.time_elapsed() == trained  # it stands
 
 
@@ -93,11 +115,13 @@ def test_after_an_error_its_clocks_stand():
         with accel.run("fails") as run:
             for _ in run.epochs(1):
                 with accel.evaluate():
+                    work(0.01)
                     raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
         fails()
-    assert timer.time_elapsed("validation") == timer.time_elapsed("validation") > 0.0
+    work(1.0)
+    assert timer.time_elapsed("validation") == pytest.approx(0.01)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from accel_callbacks.journal import Goodput, Journal, recorder
 from tests.support import warm
 
 JOB = """
-import sys, time, torch
+import signal, sys, time, torch
 from accel_callbacks import Accelerator
 from accel_callbacks.callbacks import Checkpoint
 
@@ -43,7 +43,7 @@ with accel.run("slow") as run:
             if run.global_step == 5 and len(sys.argv) > 2:
                 time.sleep(1.2)
                 print("kill", flush=True)
-                time.sleep(60)
+                signal.pause()
         with accel.evaluate(model):
             time.sleep(0.3)
 """
@@ -67,6 +67,8 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     first = start(folder, "wait")
     assert first.stdout is not None
     assert first.stdout.readline() == "kill\n"
+    while len(Journal.read(folder).rows()) < 4:
+        time.sleep(0.01)
     first.send_signal(signal.SIGKILL)
     first.communicate()
     second = start(folder)

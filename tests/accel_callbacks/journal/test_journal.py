@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -237,8 +238,8 @@ with accel.run("killed"):
         optimizer.step()
         optimizer.zero_grad()
         if step == 200:
-            time.sleep(1.2)  # all of these are in the file by now
             print("now", flush=True)
+            sys.stdin.readline()  # until all of these are in the file
 """
 
 
@@ -246,16 +247,23 @@ def test_a_kill_loses_the_rows_of_the_last_second_at_most(tmp_path: Path) -> Non
     process = warm.Popen(
         [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
+    assert process.stdin is not None
     assert process.stdout is not None
     assert process.stdout.readline() == "now\n"
+    while len(Journal.read(tmp_path).rows()) < 200:
+        time.sleep(0.01)
+    process.stdin.write("\n")
+    process.stdin.flush()
     process.send_signal(signal.SIGKILL)
     process.wait()
+    process.stdin.close()
     process.stdout.close()
     rows = Journal.read(tmp_path).rows()
-    assert len(rows) >= 201
+    assert len(rows) >= 200
     assert rows["step"].tolist() == list(range(1, len(rows) + 1))
 
 

@@ -48,7 +48,6 @@ def check(start, folder, blocks, width, limit, how_much):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
     )
     assert ended.stdout.split() == ["streamed", output], ended.stderr
     assert ended.returncode == 1

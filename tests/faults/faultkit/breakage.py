@@ -135,9 +135,9 @@ class Late:
         self._held: list[Exchange] = []
 
     def hold(self, exchange: Exchange) -> None:
-        """Say nothing, and keep the request."""
+        """Keep the request, and end the connection: to its client it is lost."""
         self._held.append(exchange)
-        stall(exchange)
+        exchange.reset()
 
     def deliver(self) -> int:
         """Let the first request through; return the status of its answer, which nobody hears."""

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import warnings
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -36,7 +37,7 @@ def save_with_a_bad_rank(
     nth: int,
 ) -> None:
     """Save together; on one rank the state cannot be stored, or the n-th call fails."""
-    group = join_group(rank, size, rendezvous, timeout=15)
+    group = join_group(rank, size, rendezvous)
     trouble = Trouble(url)
     local: Any = local_of(step, rank)
     if rank == bad and what == "state":
@@ -67,7 +68,7 @@ def save_with_a_dead_rank(
     after: bool = False,
 ) -> None:
     """Save together; one rank is killed before or after its n-th call of a name."""
-    group = join_group(rank, size, rendezvous, timeout=15)
+    group = join_group(rank, size, rendezvous)
     die = from_the(what, nth, lambda call: os.kill(os.getpid(), signal.SIGKILL), repeat=True)
     hooks: dict[str, Any] = {}
     if rank == bad:
@@ -80,7 +81,7 @@ def save_with_a_stopped_rank(
     link: Connection, rank: int, size: int, rendezvous: str, url: str, step: int
 ) -> None:
     """Save together; rank 1 is stopped before its first write."""
-    group = join_group(rank, size, rendezvous, timeout=4)
+    group = join_group(rank, size, rendezvous, timeout=timedelta(seconds=4))
     stop = from_the("write", 0, lambda call: os.kill(os.getpid(), signal.SIGSTOP), repeat=False)
     with Interposer(url, before=stop if rank == 1 else None):
         save_step(url, step, rank=rank, group=group, numel=20_000)
@@ -90,7 +91,7 @@ def load_latest_together(
     link: Connection, rank: int, size: int, rendezvous: str, url: str, dead: int | None = None
 ) -> Any:
     """Load the newest checkpoint together; return what it is, and the damaged files named."""
-    group = join_group(rank, size, rendezvous, timeout=15)
+    group = join_group(rank, size, rendezvous)
     if rank == dead:
         os.kill(os.getpid(), signal.SIGKILL)
     with warnings.catch_warnings(record=True) as caught:

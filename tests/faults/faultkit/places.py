@@ -23,6 +23,7 @@ class Place:
     proxy: Proxy
     prefix: str
     attempts: int = 4
+    patience: float = 600.0  # for an answer, in seconds
 
     @property
     def url(self) -> str:
@@ -30,10 +31,10 @@ class Place:
 
     @property
     def through(self) -> dict[str, Any]:
-        """Options of a client behind the proxy: impatient, so that the tests are short."""
+        """Options of a client behind the proxy."""
         config = {
-            "connect_timeout": 2,
-            "read_timeout": 2,
+            "connect_timeout": 60,
+            "read_timeout": self.patience,
             "retries": {"total_max_attempts": self.attempts},
         }
         return {
@@ -41,6 +42,10 @@ class Place:
             "endpoint_url": self.proxy.endpoint,
             "config_kwargs": config,
         }
+
+    def give_up_soon(self) -> None:
+        """Let the client give up what is stalled; it may also give up what is only slow."""
+        self.patience, self.attempts = 2.0, 10
 
     def save(self, step: int, numel: int, through: bool = True) -> None:
         save(

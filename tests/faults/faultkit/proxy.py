@@ -6,7 +6,6 @@ import re
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -45,7 +44,7 @@ class Exchange:
     def ask(self, request: Message | None = None) -> Message:
         """Pass the request on and return the whole answer."""
         request = request or self.request
-        with socket.create_connection(self.proxy.target, timeout=60) as server:
+        with socket.create_connection(self.proxy.target) as server:
             server.sendall(request.head() + request.body)
             stream = server.makefile("rb")
             answer = read_head(stream)
@@ -233,13 +232,3 @@ def proxy_to(endpoint: str) -> Iterator[Proxy]:
         yield proxy
     finally:
         proxy.close()
-
-
-def wait_until(what: Callable[[], bool], seconds: float = 10.0) -> bool:
-    """Wait for something to become true."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if what():
-            return True
-        time.sleep(0.02)
-    return what()

@@ -42,7 +42,7 @@ def save(
     link: Connection, rank: int, size: int, rendezvous: str, url: str, step: int, mesh: Any
 ) -> None:
     """Save one step together."""
-    group = join_group(rank, size, rendezvous, timeout=20)
+    group = join_group(rank, size, rendezvous)
     save_sharded(url, step, rank, group, mesh)
 
 
@@ -71,7 +71,7 @@ def save_and_die(
     nth: int,
 ) -> None:
     """Save together; one rank is killed before its n-th call of a name."""
-    group = join_group(rank, size, rendezvous, timeout=15)
+    group = join_group(rank, size, rendezvous)
     die = from_the(what, nth, lambda call: os.kill(os.getpid(), signal.SIGKILL), repeat=True)
     with Interposer(url, before=die if rank == bad else None):
         save_sharded(url, step, rank, group, mesh)
@@ -90,7 +90,7 @@ def save_and_fail(
     nth: int,
 ) -> None:
     """Save together; the disk of one rank is full at its n-th call of a name."""
-    group = join_group(rank, size, rendezvous, timeout=15)
+    group = join_group(rank, size, rendezvous)
     trouble = Trouble(url)
     if rank == bad:
         trouble.fail(what, "ENOSPC", nth)
@@ -102,7 +102,7 @@ def load_latest(
     link: Connection, rank: int, size: int, rendezvous: str, url: str, mesh: Any
 ) -> tuple[tuple[int, int], int]:
     """Load the newest into shards together; return which it is, and how many were damaged."""
-    group = join_group(rank, size, rendezvous, timeout=20)
+    group = join_group(rank, size, rendezvous)
     state = sharded_state(0, mesh)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -17,11 +17,12 @@ from faultkit.interpose import Call, Interposer
 from faultkit.recording import Recorder
 from faultkit.states import NUMEL, local_of, state_of
 from faultkit.trouble import Trouble, from_the
+from tests.support.bound import BOUND
 
 RUN = "faults"
 
 
-def join_group(rank: int, size: int, rendezvous: str, timeout: float = 30) -> Any:
+def join_group(rank: int, size: int, rendezvous: str, timeout: timedelta = BOUND) -> Any:
     """Join a gloo group that meets at a file; None for a single process."""
     if size == 1:
         return None
@@ -32,7 +33,7 @@ def join_group(rank: int, size: int, rendezvous: str, timeout: float = 30) -> An
         init_method=f"file://{rendezvous}",
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=timeout),
+        timeout=timeout,
     )
     return checkpoint_io.TorchGroup()
 
