@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import layout_figures as layout
@@ -75,9 +76,8 @@ def room_of(module: layout.Module) -> str | None:
     return ROOT_FILES.get(name, name)
 
 
-def arrows(root: Path = ROOT) -> Counter[tuple[str, str]]:
+def arrows(modules: Mapping[str, layout.Module]) -> Counter[tuple[str, str]]:
     """Return how often files of a room import those of another."""
-    modules = layout.read_modules(root)
     counts: Counter[tuple[str, str]] = Counter()
     for name, targets in layout.import_graph(modules, (layout.IMPORT_TIME,)).items():
         for target in targets:
@@ -129,13 +129,14 @@ def draw(sizes: Counter[str], up: Counter[tuple[str, str]]) -> str:
 
 
 def main() -> None:
-    up = arrows_up(arrows())
+    modules = layout.read_modules(ROOT)
+    up = arrows_up(arrows(modules))
     for (start, end), count in sorted(up.items()):
         print(f"{start} -> {end}: {count}, {REASONS.get((start, end), 'without a reason')}")
     print(f"{up.total()} imports run back up, in {len(up)} pairs of rooms")
     if "--write" in sys.argv[1:]:
         sizes: Counter[str] = Counter()
-        for module in layout.read_modules(ROOT).values():
+        for module in modules.values():
             if (room := room_of(module)) is not None:
                 sizes[room] += layout.code_and_comment_lines(module)[0]
         PICTURE.write_text(draw(sizes, up), "utf-8")

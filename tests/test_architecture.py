@@ -6,17 +6,14 @@ import ast
 import functools
 import importlib
 import inspect
-import json
-import pkgutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-import pytest
-
 from tests.support.other_system import MISSING, MISSING_MODULES
+from tests.support.sources import modules
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -94,6 +91,8 @@ HEAVY = [
     "fsspec",
 ]
 PICKLERS = ["pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"]
+#: Of `torch.load`, with ``weights_only=True``.
+RESTRICTED = "torch.load of tensors"
 UNSAFE_CALLS = {"torch.load", "torch.save", "eval", "exec", "builtins.eval", "builtins.exec"}
 #: Functions of torch whose result is on the default device, unless another one is given.
 FACTORIES = {
@@ -127,23 +126,14 @@ SPLIT_AT_SLASHES = {
 ENVIRON_WRITERS = {"update", "setdefault", "pop", "popitem", "clear", "__setitem__", "__delitem__"}
 
 
-def sources() -> dict[str, Path]:
-    """All modules of the three packages: dotted name to file."""
-    found = {}
-    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
-
-
-SOURCES = sources()
-FILES = {str(path.relative_to(ROOT)): path for path in SOURCES.values()}
+#: A line and what was found on it.
+Uses = list[tuple[int, str]]
 
 
 # --- walkers -------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=2)  # the rules ask one after another of the same file
+@functools.cache  # each rule asks
 def walk(tree: ast.AST) -> tuple[ast.AST, ...]:
     """All nodes of a module."""
     return tuple(ast.walk(tree))
@@ -165,9 +155,10 @@ def imported(node: ast.AST, module: str = "", is_package: bool = False) -> Itera
         yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def all_imports(tree: ast.AST, module: str = "", is_package: bool = False) -> set[str]:
+def all_imports(tree: ast.AST, module: str = "", is_package: bool = False) -> Uses:
     """Every import of a module, those inside functions included."""
-    return {name for node in walk(tree) for name in imported(node, module, is_package)}
+    statements = (node for node in walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
+    return [(one.lineno, name) for one in statements for name in imported(one, module, is_package)]
 
 
 def names_room(tree: ast.AST, module: str, room: str) -> bool:
@@ -179,7 +170,7 @@ def names_room(tree: ast.AST, module: str, room: str) -> bool:
         for node in walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
-    return any(f"{name}.".startswith(f"{room}.") for name in names) or any(
+    return any(f"{name}.".startswith(f"{room}.") for _, name in names) or any(
         text.startswith((f"{room}.", f"{short}.", f".{short}.")) for text in texts
     )
 
@@ -269,7 +260,7 @@ def gerunds(names: Iterable[str]) -> set[str]:
     }
 
 
-@functools.lru_cache(maxsize=2)
+@functools.cache
 def _real_names(tree: ast.AST) -> dict[str, str]:
     """What local names stand for: imports, and plain ``alias = os.environ`` assignments."""
     names: dict[str, str] = {}
@@ -298,11 +289,27 @@ def _full_name(node: ast.AST, names: Mapping[str, str]) -> str:
     return ""
 
 
-def environ_writes(tree: ast.AST) -> list[int]:
-    """Lines that change os.environ."""
+def named(tree: ast.AST) -> Iterator[tuple[ast.Name | ast.Attribute, str]]:
+    """Names and attributes of a module, and what each stands for."""
+    names = _real_names(tree)
+    for node in walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute):
+            yield node, _full_name(node, names)
+
+
+def calls(tree: ast.AST) -> Iterator[tuple[ast.Call, str]]:
+    """Calls of a module, and of what."""
+    names = _real_names(tree)
+    for node in walk(tree):
+        if isinstance(node, ast.Call):
+            yield node, _full_name(node.func, names)
+
+
+def environ_writes(tree: ast.AST) -> Uses:
+    """What changes os.environ."""
     names = _real_names(tree)
     writers = {f"os.environ.{name}" for name in ENVIRON_WRITERS} | {"os.putenv", "os.unsetenv"}
-    lines = set()
+    found = []
     for node in walk(tree):
         if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
             wrong = _full_name(node.value, names) == "os.environ"
@@ -313,98 +320,80 @@ def environ_writes(tree: ast.AST) -> list[int]:
         else:
             wrong = isinstance(node, ast.Call) and _full_name(node.func, names) in writers
         if wrong and isinstance(node, ast.expr | ast.stmt):
-            lines.add(node.lineno)
-    return sorted(lines)
+            found.append((node.lineno, ast.unparse(node)))
+    return found
 
 
-def unsafe_uses(tree: ast.AST) -> list[str]:
-    """Pickle in any form, and code made from text."""
-    names = _real_names(tree)
-    found = [name for name in all_imports(tree) if name.partition(".")[0] in PICKLERS]
+def unsafe_uses(tree: ast.AST) -> Uses:
+    """Pickle in any form, and code made from text, but for loads of tensors alone."""
+    found = [use for use in all_imports(tree) if use[1].partition(".")[0] in PICKLERS]
+    restricted = {
+        id(call.func) for call, name in calls(tree) if name == "torch.load" and _is_restricted(call)
+    }
+    found += [
+        (node.lineno, name if id(node) not in restricted else RESTRICTED)
+        for node, name in named(tree)
+        if name in UNSAFE_CALLS
+    ]
     for node in walk(tree):
-        if isinstance(node, ast.Name | ast.Attribute) and _full_name(node, names) in UNSAFE_CALLS:
-            found.append(f"line {node.lineno}: {_full_name(node, names)}")
         if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
             off = isinstance(node.value, ast.Constant) and node.value.value is False
-            found += [] if off else [f"line {node.value.lineno}: allow_pickle"]
+            found += [] if off else [(node.value.lineno, "allow_pickle")]
     return found
 
 
-def restricted_loads(tree: ast.AST) -> list[str]:
-    """Calls of ``torch.load`` that say ``weights_only=True``, as `unsafe_uses` would name them."""
-    names = _real_names(tree)
-    calls = [node for node in walk(tree) if isinstance(node, ast.Call)]
-    return [
-        f"line {call.func.lineno}: torch.load"
-        for call in calls
-        if _full_name(call.func, names) == "torch.load"
-        and any(
-            key.arg == "weights_only"
-            and isinstance(key.value, ast.Constant)
-            and key.value.value is True
-            for key in call.keywords
-        )
-    ]
+def _is_restricted(load: ast.Call) -> bool:
+    return any(
+        key.arg == "weights_only"
+        and isinstance(key.value, ast.Constant)
+        and key.value.value is True
+        for key in load.keywords
+    )
 
 
-def plain_warnings(tree: ast.AST) -> list[int]:
-    """Lines that call ``warnings.warn``, which names a line by a number of frames."""
-    names = _real_names(tree)
-    return [
-        node.lineno
-        for node in walk(tree)
-        if isinstance(node, ast.Call) and _full_name(node.func, names) == "warnings.warn"
-    ]
+def plain_warnings(tree: ast.AST) -> Uses:
+    """Calls of ``warnings.warn``, which names a line by a number of frames."""
+    return [(call.lineno, name) for call, name in calls(tree) if name == "warnings.warn"]
 
 
-def uses_of_the_default_device(tree: ast.AST) -> list[tuple[int, str]]:
-    """Lines and names of torch's factories that are used without ``device=``."""
-    names = _real_names(tree)
-    calls = [node for node in walk(tree) if isinstance(node, ast.Call)]
+def uses_of_the_default_device(tree: ast.AST) -> Uses:
+    """Torch's factories that are used without ``device=``."""
     given = {
         id(call.func)
-        for call in calls
+        for call, name in calls(tree)
         if any(key.arg == "device" for key in call.keywords)
-        or (call.args and _full_name(call.func, names) == "torch.Generator")
+        or (call.args and name == "torch.Generator")
     }
-    called = {id(call.func) for call in calls}
+    called = {id(call.func) for call, _ in calls(tree)}
     found = []
-    for node in walk(tree):
-        if isinstance(node, ast.Name | ast.Attribute) and id(node) not in given:
-            package, _, factory = _full_name(node, names).rpartition(".")
-            # A type may be named without being made.
-            is_made = factory != "Generator" or id(node) in called
-            if package == "torch" and factory in FACTORIES and is_made:
-                found.append((node.lineno, f"torch.{factory}"))
+    for node, name in named(tree):
+        package, _, factory = name.rpartition(".")
+        # A type may be named without being made.
+        is_made = factory != "Generator" or id(node) in called
+        if package == "torch" and factory in FACTORIES and is_made and id(node) not in given:
+            found.append((node.lineno, name))
     return found
 
 
-def system_calls(tree: ast.AST) -> list[str]:
-    """Uses of the system's own rename and sync, by line."""
-    names = _real_names(tree)
+def system_calls(tree: ast.AST) -> Uses:
+    """Uses of the system's own rename and sync."""
+    return [(node.lineno, name) for node, name in named(tree) if name in RENAMES_AND_SYNCS]
+
+
+def splits_at_slashes(tree: ast.AST) -> Uses:
+    """What takes a text apart at ``"/"``."""
     return [
-        f"line {node.lineno}: {name}"
-        for node in walk(tree)
-        if isinstance(node, ast.Name | ast.Attribute)
-        and (name := _full_name(node, names)) in RENAMES_AND_SYNCS
+        (call.lineno, ast.unparse(call))
+        for call, _ in calls(tree)
+        if isinstance(call.func, ast.Attribute)
+        and call.func.attr in ("split", "rsplit", "partition", "rpartition")
+        and call.args
+        and isinstance(call.args[0], ast.Constant)
+        and call.args[0].value == "/"
     ]
 
 
-def splits_at_slashes(tree: ast.AST) -> list[int]:
-    """Lines that take a text apart at ``"/"``."""
-    return [
-        node.lineno
-        for node in walk(tree)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in ("split", "rsplit", "partition", "rpartition")
-        and node.args
-        and isinstance(node.args[0], ast.Constant)
-        and node.args[0].value == "/"
-    ]
-
-
-def unguarded_names(tree: ast.Module) -> set[str]:
+def unguarded_names(tree: ast.Module) -> Uses:
     """Names that Windows or macOS lacks, used where nothing beside them looks at the system.
 
     A look is ``sys.platform``, ``hasattr``, ``suppress`` or ``try`` in the same function, or around
@@ -418,7 +407,7 @@ def unguarded_names(tree: ast.Module) -> set[str]:
         for name in found
     }
     modules = {name for found in MISSING_MODULES.values() for name in found}
-    found = set()
+    found = []
 
     def used_by(node: ast.AST) -> set[str]:
         if isinstance(node, ast.Name | ast.Attribute):
@@ -429,12 +418,12 @@ def unguarded_names(tree: ast.Module) -> set[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.If | ast.Try | ast.With):
             guarded = guarded or _looks_at_the_system(node)
         if not guarded:
-            found.update(used_by(node))
+            found.extend((node.lineno, name) for name in used_by(node))  # type: ignore[attr-defined]
         for inner in ast.iter_child_nodes(node):
             visit(inner, guarded)
 
     if not any(map(used_by, walk(tree))):
-        return set()
+        return []
     visit(tree, any(isinstance(one, ast.Assert) and _looks_at_the_system(one) for one in tree.body))
     return found
 
@@ -462,102 +451,93 @@ def undocumented(owner: object) -> list[str]:
     return missing
 
 
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
-
-
 # --- the rules -----------------------------------------------------------------------------
 
 
-def dependencies_point_one_way(module: str, name: str, tree: ast.Module) -> None:
-    names = all_imports(tree, module, name.endswith("__init__.py"))
-    top = {other.partition(".")[0] for other in names}
-    assert not top & FORBIDDEN_ARROWS[module.partition(".")[0]]
+def found_by(walker: Callable[[ast.Module], Uses]) -> dict[str, Uses]:
+    """What a walker finds in the three packages, by file."""
+    found = {str(one.path.relative_to(ROOT)): walker(one.tree) for one in modules().values()}
+    return {name: uses for name, uses in found.items() if uses}
 
 
-def only_the_launcher_writes_the_environment(name: str, tree: ast.Module) -> None:
-    lines = environ_writes(tree)
-    assert bool(lines) == (name in MAY_WRITE_ENVIRON), f"{name}, lines {lines}"
+def told(found: Mapping[str, Uses], but: Iterable[str] = ()) -> list[str]:
+    """One line each use, but for those in files that may."""
+    return [f"{name}:{n}: {what}" for name in found.keys() - set(but) for n, what in found[name]]
 
 
-def no_pickle_and_no_code_from_text(name: str, tree: ast.Module) -> None:
-    allowed = restricted_loads(tree) if name in MAY_UNPICKLE_TENSORS else []
-    allowed += ["pickle"] if name in MAY_SEND_PICKLES else []
-    assert [use for use in unsafe_uses(tree) if use not in allowed] == []
+def test_dependencies_point_one_way() -> None:
+    wrong = [
+        f"{one.path.relative_to(ROOT)}:{line}: {name}"
+        for one in modules().values()
+        for line, name in all_imports(one.tree, one.name, one.is_package)
+        if name.partition(".")[0] in FORBIDDEN_ARROWS[one.package]
+    ]
+    assert wrong == []
 
 
-def a_warning_finds_the_line_of_the_user(name: str, tree: ast.Module) -> None:
-    lines = plain_warnings(tree)
-    if name in {f"{package}/warning.py" for package in PACKAGES}:
-        assert len(lines) == 1
-    else:
-        assert lines == [], f"{name}: use warn of {name.partition('/')[0]}.warning"
+def test_only_the_launcher_writes_the_environment() -> None:
+    found = found_by(environ_writes)
+    assert told(found, MAY_WRITE_ENVIRON) == []
+    assert found.keys() >= MAY_WRITE_ENVIRON
 
 
-def what_we_make_does_not_follow_the_default_device(name: str, tree: ast.Module) -> None:
-    uses = uses_of_the_default_device(tree)
-    wrong = [one for one in uses if (name, one[1]) not in MAY_FOLLOW_THE_DEFAULT_DEVICE]
-    assert wrong == [], f"{name}: give device=, such as 'cpu' for what ranks exchange"
+def test_no_pickle_and_no_code_from_text() -> None:
+    found = found_by(unsafe_uses)
+    may = {
+        **dict.fromkeys(MAY_UNPICKLE_TENSORS, RESTRICTED),
+        **dict.fromkeys(MAY_SEND_PICKLES, "pickle"),
+    }
+    wrong = {name: [use for use in uses if use[1] != may.get(name)] for name, uses in found.items()}
+    assert told(wrong) == []
+    assert found.keys() >= MAY_UNPICKLE_TENSORS | MAY_SEND_PICKLES
 
 
-def renames_and_syncs_are_those_of_local_files(name: str, tree: ast.Module) -> None:
+def test_a_warning_finds_the_line_of_the_user() -> None:
+    found = found_by(plain_warnings)
+    own = {f"{package}/warning.py" for package in PACKAGES}
+    assert told(found, own) == [], "use warn of the package's warning.py"
+    assert [len(found.get(name, [])) for name in own] == [1, 1, 1]
+
+
+def test_what_we_make_does_not_follow_the_default_device() -> None:
+    found = found_by(uses_of_the_default_device)
+    used = {(name, use[1]) for name, uses in found.items() for use in uses}
+    follow = MAY_FOLLOW_THE_DEFAULT_DEVICE
+    wrong = {n: [use for use in uses if (n, use[1]) not in follow] for n, uses in found.items()}
+    assert told(wrong) == [], "give device=, such as 'cpu' for what ranks exchange"
+    assert used >= follow
+
+
+def test_renames_and_syncs_are_those_of_local_files() -> None:
     # Windows needs patience for a rename, and macOS a call of its own for a sync.
-    uses = system_calls(tree)
-    if name.endswith("/local_files.py"):
-        assert uses
-    else:
-        assert uses == [], f"{name}: use {name.partition('/')[0]}.local_files"
+    found = found_by(system_calls)
+    own = {f"{package}/local_files.py" for package in PACKAGES}
+    assert told(found, own) == [], "use the package's local_files"
+    assert found.keys() >= own
 
 
-def paths_are_split_by_the_helpers_of_local_files(name: str, tree: ast.Module) -> None:
+def test_paths_are_split_by_the_helpers_of_local_files() -> None:
     # A path may have backslashes on Windows, and then prune would not know what it protects.
-    lines = splits_at_slashes(tree)
-    assert bool(lines) == (name in SPLIT_AT_SLASHES), (
-        f"{name}, lines {lines}: split_path and base_name are for paths"
+    found = found_by(splits_at_slashes)
+    assert told(found, SPLIT_AT_SLASHES) == [], "split_path and base_name are for paths"
+    assert found.keys() >= SPLIT_AT_SLASHES
+
+
+def test_what_other_systems_lack_is_used_where_the_system_is_looked_at() -> None:
+    assert told(found_by(unguarded_names)) == [], (
+        "test sys.platform, which mypy understands, in the same function"
     )
-
-
-def what_other_systems_lack_is_used_where_the_system_is_looked_at(
-    name: str, tree: ast.Module
-) -> None:
-    assert unguarded_names(tree) == set(), (
-        f"{name}: test sys.platform, which mypy understands, in the same function"
-    )
-
-
-RULES = (
-    only_the_launcher_writes_the_environment,
-    no_pickle_and_no_code_from_text,
-    a_warning_finds_the_line_of_the_user,
-    what_we_make_does_not_follow_the_default_device,
-    renames_and_syncs_are_those_of_local_files,
-    paths_are_split_by_the_helpers_of_local_files,
-    what_other_systems_lack_is_used_where_the_system_is_looked_at,
-)
-
-
-@pytest.mark.parametrize("module", sorted(SOURCES))
-def test_a_file_keeps_the_rules(module: str) -> None:
-    path = SOURCES[module]
-    name, tree = str(path.relative_to(ROOT)), parse(path)  # once for all rules
-    dependencies_point_one_way(module, name, tree)
-    for rule in RULES:
-        rule(name, tree)
-
-
-def test_lists_of_exceptions_name_files() -> None:
-    named = MAY_UNPICKLE_TENSORS | MAY_WRITE_ENVIRON | SPLIT_AT_SLASHES
-    assert named <= set(FILES)
 
 
 def test_nobody_imports_the_examples() -> None:
     paths = [path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
-    paths = [path for path in paths if "examples" in path.read_text("utf-8")]
-    assert not [p for p in paths if "examples" in {n.split(".")[0] for n in all_imports(parse(p))}]
+    texts = {path: text for path in paths if "examples" in (text := path.read_text("utf-8"))}
+    found = {str(path): all_imports(ast.parse(text)) for path, text in texts.items()}
+    assert [use for use in told(found) if use.partition(": ")[2].split(".")[0] == "examples"] == []
 
 
 def test_no_circles_of_imports_nor_of_late_ones_and_those_for_types() -> None:
-    trees = {name: (parse(path), path.name == "__init__.py") for name, path in SOURCES.items()}
+    trees = {name: (one.tree, one.is_package) for name, one in modules().items()}
     assert " -> ".join(find_circle(import_graph(trees))) == ""
     circles = all_circles(import_graph(trees, everywhere=True))
     new = [sorted(circle) for circle in circles if circle not in ALLOWED_CIRCLES]
@@ -566,29 +546,23 @@ def test_no_circles_of_imports_nor_of_late_ones_and_those_for_types() -> None:
     assert (new, gone) == ([], [])
 
 
-@pytest.mark.parametrize(
-    ("first", "statement", "unwanted"),
-    [
-        ("pass", "import accel_callbacks", [*HEAVY, "torch"]),
-        # What torch brings along by itself (tqdm) is not ours to avoid.
-        ("import torch", "from accel_callbacks import Accelerator", HEAVY),
-    ],
-)
-def test_import_is_light(first: str, statement: str, unwanted: list[str]) -> None:
-    new = "print(json.dumps(sorted(set(sys.modules) - before)))"
-    code = f"import json, sys\n{first}\nbefore = set(sys.modules)\n{statement}\n{new}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert sorted(set(json.loads(done.stdout)) & set(unwanted)) == []
+def test_import_is_light() -> None:
+    code = """
+        import sys
 
+        def new(before, names):
+            return sorted({*sys.modules} - before & {*names})
 
-def test_all_that_may_follow_the_default_device_does() -> None:
-    uses = {
-        (name, used)
-        for name in {name for name, _ in MAY_FOLLOW_THE_DEFAULT_DEVICE}
-        for _, used in uses_of_the_default_device(parse(FILES[name]))
-    }
-    assert uses == MAY_FOLLOW_THE_DEFAULT_DEVICE
+        import accel_callbacks
+        print(new(set(), NAMES))
+        import torch  # what it brings along by itself (tqdm) is not ours to avoid
+        before = {*sys.modules}
+        from accel_callbacks import Accelerator
+        print(new(before, NAMES))
+    """
+    text = textwrap.dedent(code).replace("NAMES", repr([*HEAVY, "torch"]))
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "[]\n[]\n"), done.stderr
 
 
 def test_the_packages_agree_which_line_is_the_users() -> None:
@@ -601,7 +575,7 @@ def test_the_packages_agree_on_local_files() -> None:
 
 
 def test_rooms_import_those_below_them_but_for_pairs_with_a_reason() -> None:
-    up = set(rooms.arrows_up(rooms.arrows()))
+    up = set(rooms.arrows_up(rooms.arrows(modules())))
     assert up == set(rooms.REASONS), (
         "import downwards, or give the pair a reason in scripts/rooms.py"
     )
@@ -615,53 +589,45 @@ def test_nobody_imports_the_room_of_foreign_names() -> None:
     room = "accel_callbacks.compat"
     importers = {
         module
-        for module, path in SOURCES.items()
-        if not f"{module}.".startswith(f"{room}.")
-        and "compat" in path.read_text("utf-8")  # others need not be parsed
-        and names_room(parse(path), module, room)
+        for module, one in modules().items()
+        if not f"{module}.".startswith(f"{room}.") and names_room(one.tree, module, room)
     }
     assert importers == set(MAY_IMPORT_COMPAT), (
         "say the foreign name in terms of this library, in compat/"
     )
     for table in ("accel_callbacks", "accel_callbacks.utils", "accel_callbacks.plugins"):
-        body = import_time_nodes(parse(SOURCES[table]).body)
+        body = import_time_nodes(modules()[table].tree.body)
         assert not any(name.startswith(room) for node in body for name in imported(node, table))
 
 
 def test_files_are_named_after_things() -> None:
-    assert gerunds(SOURCES) == set()
+    assert gerunds(modules()) == set()
 
 
 def test_no_module_hides_a_public_name_of_its_package() -> None:
     # To import such a module would put it in the place of the function or class.
     hidden = {}
-    for module, path in SOURCES.items():
-        if path.name == "__init__.py":
+    for module, one in modules().items():
+        if one.is_package:
             names = set(getattr(importlib.import_module(module), "__all__", []))
-            inside = {one.name.partition(".")[0] for one in path.parent.iterdir()}
-            if found := {name for name in names & inside if f"{module}.{name}" in SOURCES}:
+            if found := {name for name in names if f"{module}.{name}" in modules()}:
                 hidden[module] = found
     assert hidden == {}
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_packages_are_marked_as_typed(package: str) -> None:
-    assert (ROOT / package / "py.typed").is_file()
+def test_packages_are_marked_as_typed() -> None:
+    assert [one for one in PACKAGES if not (ROOT / one / "py.typed").is_file()] == []
 
 
 def test_every_folder_is_a_package() -> None:
     # The wheel leaves out a folder without __init__.py; an editable install hides that.
-    folders = {path.parent for path in FILES.values()}
+    folders = {one.path.parent for one in modules().values()}
     assert [folder for folder in folders if not (folder / "__init__.py").is_file()] == []
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_every_public_name_shows_an_example(package: str) -> None:
-    root = importlib.import_module(package)
-    inner = pkgutil.walk_packages(root.__path__, f"{package}.")
-    modules = [root, *(importlib.import_module(m.name) for m in inner if m.ispkg)]
-    missing = {module.__name__: names for module in modules if (names := undocumented(module))}
-    assert missing == {}
+def test_every_public_name_shows_an_example() -> None:
+    doors = (importlib.import_module(name) for name, one in modules().items() if one.is_package)
+    assert {door.__name__: names for door in doors if (names := undocumented(door))} == {}
 
 
 # --- the walkers can fail ------------------------------------------------------------------
@@ -671,69 +637,76 @@ def tree_of(text: str) -> ast.Module:
     return ast.parse(textwrap.dedent(text))
 
 
+def lines_found(walker: Callable[[ast.Module], Uses], lines: Iterable[str]) -> dict[str, bool]:
+    """Whether a walker finds something in each of these."""
+    return {line: bool(walker(tree_of(line))) for line in lines}
+
+
 def test_walker_sees_imports_in_functions_and_relative_ones() -> None:
     tree = tree_of("from ..b import c\ndef f():\n    import loggers.base\n    from . import d")
-    assert all_imports(tree, "p.a.m") == {"p.b.c", "loggers.base", "p.a.d"}
-    assert all_imports(tree_of("from .x import y"), "p", True) == {"p.x.y"}
+    assert sorted(all_imports(tree, "p.a.m")) == [
+        (1, "p.b.c"),
+        (3, "loggers.base"),
+        (4, "p.a.d"),
+    ]
+    assert all_imports(tree_of("from .x import y"), "p", True) == [(1, "p.x.y")]
 
 
-@pytest.mark.parametrize(
-    ("first", "circle"),
-    [
-        ("from p import b", ["p.a", "p.b", "p.c", "p.a"]),
-        ("try:\n    from .b import x\nexcept ImportError:\n    pass", ["p.a", "p.b", "p.c", "p.a"]),
-        ("def f():\n    import p.b", []),
-        ("if TYPE_CHECKING:\n    import p.b", []),
-        ("if TYPE_CHECKING:\n    pass\nelse:\n    import p.b", ["p.a", "p.b", "p.c", "p.a"]),
-    ],
-)
-def test_walker_sees_circles(first: str, circle: list[str]) -> None:
-    texts = {"p.a": first, "p.b": "import p.c", "p.c": "class K:\n    from p.a import x"}
-    graph = import_graph({name: (tree_of(text), False) for name, text in texts.items()})
-    assert find_circle(graph) == circle
+def test_walker_sees_circles() -> None:
+    circle = ["p.a", "p.b", "p.c", "p.a"]
+    cases = {
+        "from p import b": circle,
+        "try:\n    from .b import x\nexcept ImportError:\n    pass": circle,
+        "def f():\n    import p.b": [],
+        "if TYPE_CHECKING:\n    import p.b": [],
+        "if TYPE_CHECKING:\n    pass\nelse:\n    import p.b": circle,
+    }
+    found = {}
+    for first in cases:
+        texts = {"p.a": first, "p.b": "import p.c", "p.c": "class K:\n    from p.a import x"}
+        graph = import_graph({name: (tree_of(text), False) for name, text in texts.items()})
+        found[first] = find_circle(graph)
+    assert found == cases
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
+def test_walker_sees_circles_of_late_imports_and_of_imports_for_types() -> None:
+    statements = [
         "from p import b",
         "def f():\n    import p.b",
         "if TYPE_CHECKING:\n    from p.b import x",
         "class K:\n    def f(self):\n        from . import b",
-    ],
-)
-def test_walker_sees_circles_of_late_imports_and_of_imports_for_types(statement: str) -> None:
-    texts = {
-        "p.a": statement,
-        "p.b": "import p.c",
-        "p.c": "from p.a import x",
-        "p.d": "import p.a",  # leads to the circle and is not in it
-        "p.e": "def f():\n    import p.f",
-        "p.f": "if TYPE_CHECKING:\n    import p.e",
-    }
-    trees = {name: (tree_of(text), False) for name, text in texts.items()}
-    circles = all_circles(import_graph(trees, everywhere=True))
-    assert circles == [{"p.a", "p.b", "p.c"}, {"p.e", "p.f"}]
+    ]
+    found = {}
+    for statement in statements:
+        texts = {
+            "p.a": statement,
+            "p.b": "import p.c",
+            "p.c": "from p.a import x",
+            "p.d": "import p.a",  # leads to the circle and is not in it
+            "p.e": "def f():\n    import p.f",
+            "p.f": "if TYPE_CHECKING:\n    import p.e",
+        }
+        trees = {name: (tree_of(text), False) for name, text in texts.items()}
+        found[statement] = all_circles(import_graph(trees, everywhere=True))
+    assert found == {one: [{"p.a", "p.b", "p.c"}, {"p.e", "p.f"}] for one in statements}
 
 
 def test_walker_sees_no_circle_where_imports_go_one_way() -> None:
     assert all_circles({"p.a": {"p.b", "p.c"}, "p.b": {"p.c"}, "p.c": set()}) == []
 
 
-@pytest.mark.parametrize(
-    ("line", "names"),
-    [
-        ("from accel_callbacks.compat import install", True),
-        ("def f():\n    import accel_callbacks.compat.names", True),
-        ("from .compat import hooks", True),
-        ("import_module('accel_callbacks.compat.names')", True),
-        ("HOMES = {'listify': 'compat.operations'}", True),
-        ("from accel_callbacks.checkpoint.compatibility import compare_frozen", False),
-        ("'compatible'", False),
-    ],
-)
-def test_walker_sees_what_names_a_room(line: str, names: bool) -> None:
-    assert names_room(tree_of(line), "accel_callbacks", "accel_callbacks.compat") == names
+def test_walker_sees_what_names_a_room() -> None:
+    cases = {
+        "from accel_callbacks.compat import install": True,
+        "def f():\n    import accel_callbacks.compat.names": True,
+        "from .compat import hooks": True,
+        "import_module('accel_callbacks.compat.names')": True,
+        "HOMES = {'listify': 'compat.operations'}": True,
+        "from accel_callbacks.checkpoint.compatibility import compare_frozen": False,
+        "'compatible'": False,
+    }
+    room = "accel_callbacks.compat"
+    assert {line: names_room(tree_of(line), "accel_callbacks", room) for line in cases} == cases
 
 
 def test_walker_sees_gerunds() -> None:
@@ -741,51 +714,45 @@ def test_walker_sees_gerunds() -> None:
     assert gerunds([*names, "p.stopping", "p.settings"]) == {"putting_back", "saving", "stopping"}
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "import warnings; warnings.warn('text', stacklevel=2)",
-        "import warnings as w; w.warn('text')",
-        "from warnings import warn; warn('text')",
-    ],
-)
-def test_walker_sees_plain_warnings(line: str) -> None:
-    assert plain_warnings(ast.parse(line)) == [1]
-    assert plain_warnings(ast.parse("from loggers.warning import warn; warn('text')")) == []
+def test_walker_sees_plain_warnings() -> None:
+    cases = {
+        "import warnings; warnings.warn('text', stacklevel=2)": True,
+        "import warnings as w; w.warn('text')": True,
+        "from warnings import warn; warn('text')": True,
+        "from loggers.warning import warn; warn('text')": False,
+    }
+    assert lines_found(plain_warnings, cases) == cases
 
 
 def test_walker_sees_renames_and_syncs() -> None:
-    assert system_calls(tree_of("import os as o; o.replace(a, b)")) == ["line 1: os.replace"]
-    assert system_calls(tree_of("from os import fsync; fsync(0)")) == ["line 1: os.fsync"]
+    assert system_calls(tree_of("import os as o\no.replace(a, b)")) == [(2, "os.replace")]
+    assert system_calls(tree_of("from os import fsync; fsync(0)")) == [(1, "os.fsync")]
     assert system_calls(tree_of("text.replace(a, b); dataclasses.replace(c)")) == []
 
 
 def test_walker_sees_splits_at_slashes() -> None:
-    assert splits_at_slashes(ast.parse("a.rsplit('/', 1)\nb.partition('/')")) == [1, 2]
-    assert splits_at_slashes(ast.parse("a.split(); a.split('.'); a.replace('/', '')")) == []
+    found = splits_at_slashes(tree_of("a.rsplit('/', 1)\nb.partition('/')"))
+    assert found == [(1, "a.rsplit('/', 1)"), (2, "b.partition('/')")]
+    assert splits_at_slashes(tree_of("a.split(); a.split('.'); a.replace('/', '')")) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("import signal\nROOTS = {signal.SIGKILL, signal.SIGTERM}", {"signal.SIGKILL"}),
-        ("from signal import SIGBUS as bus\ndef f():\n    return bus", {"signal.SIGBUS"}),
-        ("def f():\n    import os as o\n    o.fork()", {"os.fork"}),
-        ("import fcntl", {"fcntl"}),
-        ("import os, sys\nif sys.platform != 'win32':\n    os.fork()", set()),
-        ("import os, sys\nassert sys.platform == 'linux'\nos.fork()", set()),
-        ("import os\ndef f():\n    if hasattr(os, 'fork'):\n        os.fork()", set()),
-        ("try:\n    import fcntl\nexcept ImportError:\n    pass", set()),
-        ("import os, sys\nif x:\n    os.fork()", {"os.fork"}),
-    ],
-)
-def test_walker_sees_what_other_systems_lack(text: str, found: set[str]) -> None:
-    assert unguarded_names(ast.parse(text)) == found
+def test_walker_sees_what_other_systems_lack() -> None:
+    cases = {
+        "import signal\nROOTS = {signal.SIGKILL, signal.SIGTERM}": [(2, "signal.SIGKILL")],
+        "from signal import SIGBUS as bus\ndef f():\n    return bus": [(3, "signal.SIGBUS")],
+        "def f():\n    import os as o\n    o.fork()": [(3, "os.fork")],
+        "import fcntl": [(1, "fcntl")],
+        "import os, sys\nif sys.platform != 'win32':\n    os.fork()": [],
+        "import os, sys\nassert sys.platform == 'linux'\nos.fork()": [],
+        "import os\ndef f():\n    if hasattr(os, 'fork'):\n        os.fork()": [],
+        "try:\n    import fcntl\nexcept ImportError:\n    pass": [],
+        "import os, sys\nif x:\n    os.fork()": [(3, "os.fork")],
+    }
+    assert {text: unguarded_names(tree_of(text)) for text in cases} == cases
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+def test_walker_sees_environ_writes_and_lets_reads_pass() -> None:
+    writes = [
         "os.environ['A'] = 'b'",
         "del os.environ['A']",
         "os.environ |= {}",
@@ -797,51 +764,31 @@ def test_walker_sees_what_other_systems_lack(text: str, found: set[str]) -> None
         "from os import environ as e; e['A'] = 'b'",
         "import os as o; o.environ['A'] = 'b'",
         "env = os.environ; env['A'] = 'b'",
-    ],
-)
-def test_walker_sees_environ_writes(line: str) -> None:
-    assert environ_writes(tree_of(line)) == [1]
+    ]
+    reads = ["os.environ['A']", "dict(os.environ)", "os.environ.get('A')", "env['A'] = 'b'"]
+    cases = {**dict.fromkeys(writes, True), **dict.fromkeys(reads, False)}
+    assert lines_found(environ_writes, cases) == cases
 
 
-@pytest.mark.parametrize(
-    "line", ["os.environ['A']", "dict(os.environ)", "os.environ.get('A')", "env['A'] = 'b'"]
-)
-def test_walker_lets_reads_pass(line: str) -> None:
-    assert environ_writes(tree_of(line)) == []
+def test_walker_sees_uses_of_the_default_device() -> None:
+    cases = {
+        "torch.tensor([1])": True,
+        "torch.Generator().manual_seed(1)": True,
+        "from torch import zeros; zeros(2)": True,
+        "import torch as t; t.full((2,), 1)": True,
+        "make = torch.ones": True,
+        "torch.tensor([1], device=here)": False,
+        "torch.Generator('cpu')": False,
+        "isinstance(one, torch.Generator)": False,
+        "torch.frombuffer(data, dtype=kind)": False,
+        "tensor.new_zeros(2)": False,
+        "def f(x: torch.Generator | None): pass": False,
+    }
+    assert lines_found(uses_of_the_default_device, cases) == cases
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "torch.tensor([1])",
-        "torch.Generator().manual_seed(1)",
-        "from torch import zeros; zeros(2)",
-        "import torch as t; t.full((2,), 1)",
-        "make = torch.ones",
-    ],
-)
-def test_walker_sees_uses_of_the_default_device(line: str) -> None:
-    assert len(uses_of_the_default_device(ast.parse(line))) == 1
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "torch.tensor([1], device=here)",
-        "torch.Generator('cpu')",
-        "isinstance(one, torch.Generator)",
-        "torch.frombuffer(data, dtype=kind)",
-        "tensor.new_zeros(2)",
-        "def f(x: torch.Generator | None): pass",
-    ],
-)
-def test_walker_lets_a_device_that_is_given_pass(line: str) -> None:
-    assert uses_of_the_default_device(ast.parse(line)) == []
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
+def test_walker_sees_unsafe_uses() -> None:
+    unsafe = [
         "import pickle",
         "from pickle import loads",
         "import marshal as m",
@@ -853,32 +800,24 @@ def test_walker_lets_a_device_that_is_given_pass(line: str) -> None:
         "reader = torch.load",
         "np.load(path, allow_pickle=True)",
         "def f():\n    import shelve",
-    ],
-)
-def test_walker_sees_unsafe_uses(line: str) -> None:
-    assert unsafe_uses(tree_of(line))
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
+    ]
+    safe = [
         "model.eval()",
         "json.load(f)",
         "dist.all_gather_object(out, x)",
         "np.load(p, allow_pickle=False)",
-    ],
-)
-def test_walker_lets_safe_uses_pass(line: str) -> None:
-    assert unsafe_uses(tree_of(line)) == []
+    ]
+    cases = {**dict.fromkeys(unsafe, True), **dict.fromkeys(safe, False)}
+    assert lines_found(unsafe_uses, cases) == cases
 
 
-def test_walker_lets_only_restricted_loads_pass() -> None:
+def test_walker_tells_restricted_loads_from_others() -> None:
     tree = tree_of(
         "torch.load(a, weights_only=True)\ntorch.load(a)\ntorch.load(a, weights_only=x)\n"
         "torch.load(a, weights_only=False)\nload = torch.load"
     )
-    assert restricted_loads(tree) == ["line 1: torch.load"]
-    assert len(unsafe_uses(tree)) == 5
+    others = [(line, "torch.load") for line in range(2, 6)]
+    assert sorted(unsafe_uses(tree)) == [(1, RESTRICTED), *others]
 
 
 def test_walker_sees_missing_examples() -> None:
