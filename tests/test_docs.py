@@ -1,6 +1,7 @@
 """The documentation is true: its Python blocks run, its links lead somewhere, no name is missing.
 
-The pages about trackers are checked in tests/loggers/test_docs.py.
+The pages about trackers are checked in tests/loggers/test_docs.py, those of tutorials run in
+tests/test_tutorials.py.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
-from doctest import ELLIPSIS, NORMALIZE_WHITESPACE, OutputChecker
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +26,14 @@ import accel_callbacks.utils
 import checkpoint_io
 from accel_callbacks.callbacks.base import HOOKS
 from accel_callbacks.distributed.topology import destroy_topology
+from tests.support.pages import BLOCK, PAGES, ROOT, assert_prints, read, runnable
 from tests.support.site_extension import site_extension
+from tests.support.sources import modules
 
-ROOT = Path(__file__).resolve().parent.parent
 OURS = ("accel_callbacks", "checkpoint_io", "loggers")
 # What pages about how the library works import beside public names.
 INTERNAL = {"CHECKS", "HOOKS", "Lab", "SamplePlan", "resolve_settings", "run_checks"}
 ELSEWHERE = {"docs/reference/trackers.md", "docs/how-to/write-a-tracker.md"}
-PAGES = sorted(
-    str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-)
-BLOCK = re.compile(r"^(<!-- not run: [^\n]+ -->\n)?```python\n(.*?)^```$", re.M | re.S)
-# What the block before prints, with "..." for what differs from run to run.
-OUTPUT = re.compile(r"\n\n```text\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 BRITISH = re.compile(
     r"\b\w*(?:behaviour|colour|favour|flavour|neighbour|honour|catalogue|labell[ei]|travell[ei])\w*"
@@ -61,25 +57,6 @@ OPTIONS = sorted(
 )
 
 
-# These run as notebooks, below.
-TUTORIALS = [page for page in PAGES if page.startswith("docs/tutorials/")]
-
-
-def read(page: str | Path) -> str:
-    return (ROOT / page).read_text(encoding="utf-8")
-
-
-def runnable(page: str) -> list[tuple[int, str, str | None]]:
-    """Each block that is to run, with the line on which it begins, and the output shown."""
-    text = read(page)
-    blocks = [match for match in BLOCK.finditer(text) if not match[1]]
-    outputs = [OUTPUT.match(text, match.end()) for match in blocks]
-    return [
-        (text.count("\n", 0, match.start(2)), match[2], output and output[1])
-        for match, output in zip(blocks, outputs, strict=True)
-    ]
-
-
 @pytest.fixture
 def empty_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An empty folder, the CPU, and a process that no other test has settled."""
@@ -91,7 +68,12 @@ def empty_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page not in {*ELSEWHERE, *TUTORIALS} and runnable(page)]
+    "page",
+    [
+        page
+        for page in PAGES
+        if page not in ELSEWHERE and not page.startswith("docs/tutorials/") and runnable(page)
+    ],
 )
 @pytest.mark.usefixtures("empty_place")
 def test_blocks_run_and_print_what_the_page_shows(
@@ -105,94 +87,49 @@ def test_blocks_run_and_print_what_the_page_shows(
         assert_prints(shown, capfd.readouterr().out)
 
 
-def assert_prints(shown: str | None, printed: str) -> None:
-    is_alike = OutputChecker().check_output
-    assert shown is None or is_alike(shown, printed, ELLIPSIS | NORMALIZE_WHITESPACE), printed
-
-
-_WARM_PROCESSES = """
-import subprocess
-
-from tests.support import warm
-
-subprocess.Popen._execute_child = warm.Popen._execute_child
-"""
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("page", [page for page in TUTORIALS if runnable(page)])
-def test_tutorials_run_as_notebooks_and_print_what_the_page_shows(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("ipykernel", reason="pip install ipykernel nbclient jupytext")
-    nbclient = pytest.importorskip("nbclient", reason="pip install ipykernel nbclient jupytext")
-    pytest.importorskip("jupytext", reason="pip install ipykernel nbclient jupytext")
-    monkeypatch.syspath_prepend(ROOT / "docs" / "_ext")
-    from nbformat.v4 import new_code_cell
-    from notebooks import as_notebook
-
-    monkeypatch.setenv("ACCEL_CPU", "1")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    notebook = as_notebook(ROOT / page)
-    # Processes that a cell starts are forked from one that has imported torch.
-    notebook.cells.insert(0, new_code_cell(_WARM_PROCESSES))
-    resources = {"metadata": {"path": str(tmp_path)}}
-    nbclient.NotebookClient(notebook, resources=resources).execute()
-    cells = [cell for cell in notebook.cells[1:] if cell.cell_type == "code"]
-    for cell, (_, block, shown) in zip(cells, runnable(page), strict=True):
-        assert cell.source == block.rstrip()
-        streams = [output for output in cell.outputs if output.output_type == "stream"]
-        assert_prints(shown, "".join(s.text for s in streams if s.name == "stdout"))
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_every_python_block_is_found(page: str) -> None:
+def test_every_python_block_is_found() -> None:
     """A block that the pattern misses would not run, and nobody would know."""
-    assert read(page).count("```python") == len(BLOCK.findall(read(page)))
+    assert [
+        page for page in PAGES if read(page).count("```python") != len(BLOCK.findall(read(page)))
+    ] == []
 
 
-def anchors(page: Path) -> set[str]:
+def without_code(page: str) -> str:
+    return re.sub(r"^```.*?^```$", "", read(page), flags=re.M | re.S)
+
+
+@cache
+def anchors(page: str) -> set[str]:
     """The anchors of a page's headings, made as the usual renderers make them."""
-    prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    titles = re.findall(r"^#+ (.+)$", prose, re.M)
+    titles = re.findall(r"^#+ (.+)$", without_code(page), re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_links(page: str) -> None:
-    prose = re.sub(r"^```.*?^```$", "", read(page), flags=re.M | re.S)
-    broken = []
-    for link in LINK.findall(prose):
-        if re.match(r"[a-z]+:", link):
-            continue
-        file, _, anchor = link.partition("#")
-        target = (ROOT / page).parent / file if file else ROOT / page
-        if not target.exists() or (anchor and anchor not in anchors(target)):
-            broken.append(link)
-    assert not broken
+def leads_somewhere(page: str, link: str) -> bool:
+    file, _, anchor = link.partition("#")
+    target = os.path.normpath(Path(page).parent / file) if file else page
+    return (ROOT / target).exists() and (not anchor or anchor in anchors(target))
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_pages_have_american_spelling(page: str) -> None:
-    prose = re.sub(r"^```.*?^```$|`[^`]*`|\]\([^)]*\)", "", read(page), flags=re.M | re.S)
-    assert BRITISH.findall(prose) == []
+def test_links() -> None:
+    links = [(page, link) for page in PAGES for link in LINK.findall(without_code(page))]
+    inner = [(page, link) for page, link in links if not re.match(r"[a-z]+:", link)]
+    assert [f"{page}: {link}" for page, link in inner if not leads_somewhere(page, link)] == []
 
 
-@pytest.mark.parametrize("package", OURS)
-def test_docstrings_have_american_spelling(package: str) -> None:
+def test_pages_and_docstrings_have_american_spelling() -> None:
+    texts = {page: re.sub(r"`[^`]*`|\]\([^)]*\)", "", without_code(page)) for page in PAGES}
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    british = []
-    for path in sorted((ROOT / package).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, documented):
-                docstring = ast.get_docstring(node, clean=False) or ""
-                prose = re.sub(r"^ *(>>>|\.\.\.) .*$|`[^`]*`", "", docstring, flags=re.M)
-                british += [f"{path.name}: {word}" for word in BRITISH.findall(prose)]
-    assert british == []
+    for module in modules().values():
+        nodes = (node for node in ast.walk(module.tree) if isinstance(node, documented))
+        docstrings = "\n".join(ast.get_docstring(node, clean=False) or "" for node in nodes)
+        texts[module.name] = re.sub(r"^ *(>>>|\.\.\.) .*$|`[^`]*`", "", docstrings, flags=re.M)
+    words = {place: {*re.findall(r"\w+", text)} for place, text in texts.items()}
+    british = {word for word in set().union(*words.values()) if BRITISH.fullmatch(word)}
+    assert {place: found & british for place, found in words.items() if found & british} == {}
 
 
 SCREEN = 45  # lines
-HOW_TOS = [page for page in PAGES if page.startswith("docs/how-to/") and "index" not in page]
 
 
 def prose_lines(text: str) -> int:
@@ -202,22 +139,26 @@ def prose_lines(text: str) -> int:
     return sum(-(-len(" ".join(block.split())) // 100) for block in blocks)
 
 
-@pytest.mark.parametrize("page", HOW_TOS)
-def test_a_how_to_fits_on_three_screens_and_shows_code_on_the_first(page: str) -> None:
-    """What is longer has two tasks, or facts that belong in the reference."""
+def fits(page: str) -> bool:
     text = read(page)
-    assert prose_lines(text) <= 3 * SCREEN
     before_code = re.split(r"^```", text, maxsplit=1, flags=re.M)[0]
-    assert before_code == text or prose_lines(before_code) <= SCREEN
+    first = before_code == text or prose_lines(before_code) <= SCREEN
+    return first and prose_lines(text) <= 3 * SCREEN
 
 
-@pytest.mark.parametrize("section", ["tutorials", "how-to", "reference", "concepts"])
-def test_every_page_is_in_its_index(section: str) -> None:
+def test_a_how_to_fits_on_three_screens_and_shows_code_on_the_first() -> None:
+    """What is longer has two tasks, or facts that belong in the reference."""
+    how_tos = [page for page in PAGES if page.startswith("docs/how-to/") and "index" not in page]
+    assert [page for page in how_tos if not fits(page)] == []
+
+
+def test_every_page_is_in_its_index() -> None:
     """Once: the bulleted links of an index page are its table of contents on the site."""
-    folder = ROOT / "docs" / section
-    index = read(f"docs/{section}/index.md")
-    entries = re.findall(r"^- \[[^\]]+\]\(([\w-]+\.md)\)", index, re.M)
-    assert sorted(["index.md", *entries]) == sorted(page.name for page in folder.glob("*.md"))
+    for section in ("tutorials", "how-to", "reference", "concepts"):
+        index = read(f"docs/{section}/index.md")
+        entries = re.findall(r"^- \[[^\]]+\]\(([\w-]+\.md)\)", index, re.M)
+        pages = sorted(page.name for page in (ROOT / "docs" / section).glob("*.md"))
+        assert sorted(["index.md", *entries]) == pages, section
 
 
 def test_the_landing_page_leads_to_each_section() -> None:
@@ -226,55 +167,52 @@ def test_the_landing_page_leads_to_each_section() -> None:
     assert pages - {*LINK.findall(read("docs/index.md"))} == {"index.md"}
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
+def test_what_a_newcomer_tries_is_two_clicks_away() -> None:
+    wanted = {
         *("tutorials/first-run.md", "how-to/resume.md"),  # train, resume
         *("concepts/guarantees.md", "how-to/launch-on-two-processes.md"),  # kill, two processes
         *("how-to/shard-a-model.md", "how-to/save-to-object-stores.md"),  # FSDP, S3
         *("how-to/write-a-callback.md", "how-to/write-a-tracker.md"),
         *("how-to/train-an-adapter.md", "how-to/run-a-trainer-on-it.md"),  # LoRA, Trainer
-    ],
-)
-def test_what_a_newcomer_tries_is_two_clicks_away(page: str) -> None:
+    }
     near = {Path("docs/index.md")}
     for _ in range(2):
-        links = {(at, link) for at in near if at.suffix == ".md" for link in LINK.findall(read(at))}
+        pages = [at for at in near if at.suffix == ".md"]
+        links = {(at, link) for at in pages for link in LINK.findall(read(str(at)))}
         files = {(at.parent, link.partition("#")[0]) for at, link in links if ":" not in link}
         near |= {Path(os.path.normpath(folder / file)) for folder, file in files if file}
-    assert Path("docs", page) in near
+    assert {page for page in wanted if Path("docs", page) not in near} == set()
 
 
-@pytest.mark.parametrize(
-    "name",
-    sorted(
-        {
-            *accel_callbacks.__all__,
-            *accel_callbacks.callbacks.__all__,
-            *accel_callbacks.offload.__all__,
-            *accel_callbacks.utils.__all__,
-        }
-    ),
-)
-def test_public_names_are_in_the_reference(name: str) -> None:
-    assert any(re.search(rf"`{name}\b", read(page)) for page in REFERENCE)
+def test_public_names_are_in_the_reference() -> None:
+    names = {
+        *accel_callbacks.__all__,
+        *accel_callbacks.callbacks.__all__,
+        *accel_callbacks.offload.__all__,
+        *accel_callbacks.utils.__all__,
+    }
+    assert names - {name for page in REFERENCE for name in named_on(page)} == set()
+    assert {*checkpoint_io.__all__} - named_on("docs/reference/checkpoint-io.md") == set()
+
+
+def named_on(page: str) -> set[str]:
+    """The words with which code on a page begins."""
+    return {*re.findall(r"`(\w+)", read(page))}
 
 
 API = site_extension("api_pages")
 
 
-@pytest.mark.parametrize("package", API.PACKAGES)
-def test_every_object_of_the_api_has_an_example(package: str) -> None:
-    objects = API.public_objects()[package]
-    documented = [
-        name
-        for name, value in objects.items()
-        if inspect.isclass(value) or inspect.isroutine(value)
-    ]
-    assert documented
-    assert [
-        name for name in documented if "Example:\n" not in (inspect.getdoc(objects[name]) or "")
-    ] == []
+def test_every_object_of_the_api_has_an_example() -> None:
+    for package, objects in API.public_objects().items():
+        documented = {
+            name: inspect.getdoc(value) or ""
+            for name, value in objects.items()
+            if inspect.isclass(value) or inspect.isroutine(value)
+        }
+        assert documented, package
+        lacking = [name for name, text in documented.items() if "Example:\n" not in text]
+        assert lacking == [], package
 
 
 def test_the_gallery_has_its_pictures() -> None:
@@ -301,22 +239,19 @@ def test_what_the_pages_import_has_a_page_in_the_api() -> None:
     assert lacking == INTERNAL, "a new package belongs in PACKAGES of docs/_ext/api_pages.py"
 
 
-@pytest.mark.parametrize(
-    ("page", "name"),
-    [
-        ("accelerator", "Accelerator"),
-        ("accelerator", "TrainingRun"),
-        ("accelerator", "GradientState"),
-        ("data", "DataLoaderShard"),
-        ("processes", "AcceleratorState"),
-    ],
-)
-def test_members_are_in_the_reference(page: str, name: str) -> None:
-    text, owner = read(f"docs/reference/{page}.md"), getattr(accel_callbacks, name)
-    ours = [one for one in owner.__mro__ if one.__module__.startswith("accel_callbacks")]
-    public = {member for one in ours for member in vars(one) if not member.startswith("_")}
-    missing = [member for member in sorted(public) if not re.search(rf"`{member}\b", text)]
-    assert missing == []
+def test_members_are_in_the_reference() -> None:
+    pages = {
+        "Accelerator": "accelerator",
+        "TrainingRun": "accelerator",
+        "GradientState": "accelerator",
+        "DataLoaderShard": "data",
+        "AcceleratorState": "processes",
+    }
+    for name, page in pages.items():
+        owner = getattr(accel_callbacks, name)
+        ours = [one for one in owner.__mro__ if one.__module__.startswith("accel_callbacks")]
+        public = {member for one in ours for member in vars(one) if not member.startswith("_")}
+        assert public - named_on(f"docs/reference/{page}.md") == set(), name
 
 
 def arguments_of(name: str) -> set[str]:
@@ -330,6 +265,7 @@ def arguments_of(name: str) -> set[str]:
     }
 
 
+@cache
 def signatures(page: str) -> list[tuple[str, list[str]]]:
     """What stands as `name(argument, other=default)` on a page, but for what leaves things out."""
     found = re.findall(r"`(\w+)\(([^`]*?)\)`", read(page), re.S)
@@ -340,14 +276,14 @@ def signatures(page: str) -> list[tuple[str, list[str]]]:
     ]
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_the_reference_names_every_option(name: str) -> None:
+def test_the_reference_names_every_option() -> None:
     """In one signature, and those of which there are many in a table too."""
-    listed = [parts for page in REFERENCE for one, parts in signatures(page) if one == name]
-    names = [{part.partition("=")[0] for part in parts} - {"*"} for parts in listed]
-    assert arguments_of(name) in names
-    if name.endswith(("Kwargs", "Plugin", "Accelerator", "DataLoaderConfiguration")):
-        assert arguments_of(name) - in_tables_of(name) == set()
+    for name in OPTIONS:
+        listed = [parts for page in REFERENCE for one, parts in signatures(page) if one == name]
+        names = [{part.partition("=")[0] for part in parts} - {"*"} for parts in listed]
+        assert arguments_of(name) in names, name
+        if name.endswith(("Kwargs", "Plugin", "Accelerator", "DataLoaderConfiguration")):
+            assert arguments_of(name) - in_tables_of(name) == set(), name
 
 
 def in_tables_of(name: str) -> set[str]:
@@ -416,11 +352,6 @@ def default_of(function: Any, argument: str) -> str:
 def test_the_table_of_hooks_is_complete() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", read("docs/reference/hooks.md"), re.M)
     assert sorted(rows) == sorted(HOOKS)
-
-
-@pytest.mark.parametrize("name", checkpoint_io.__all__)
-def test_checkpoint_io_is_in_its_reference(name: str) -> None:
-    assert re.search(rf"`{name}\b", read("docs/reference/checkpoint-io.md"))
 
 
 def test_the_methods_of_a_folder_are_in_its_reference() -> None:
