@@ -3,49 +3,87 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 ACCEL = ["-m", "accel_callbacks.cli"]
+EXAMPLE = Path(__file__).parent.parent / "examples" / "digits.py"
 
 Run = Callable[..., str]
 
 
 IMPORTS = """
-    import importlib, os, pkgutil, sys
+    import importlib, json, os, pathlib, pkgutil, runpy, sys
     import accel_callbacks, checkpoint_io, loggers
-
-    assert not hasattr(os, "sched_getaffinity") and sys.platform != "linux"
-    outside = ("accel_callbacks.integrations", "accel_callbacks.launch.worker")
-    for package in (accel_callbacks, checkpoint_io, loggers):
-        for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-            if not found.name.startswith(outside) and not found.name.endswith("__main__"):
-                importlib.import_module(found.name)
     from accel_callbacks.cli.main import main
-    for words in (["--help"], ["launch", "--help"], ["test", "--help"], ["env"],
-                  ["config", "--default"], ["launch", "--dry_run", "script.py"]):
-        try:
-            assert not main(words), words
-        except SystemExit as end:
-            assert not end.code, words
+
+    def check():
+        assert not hasattr(os, "sched_getaffinity") and sys.platform != "linux"
+        outside = ("accel_callbacks.integrations", "accel_callbacks.launch.worker")
+        for package in (accel_callbacks, checkpoint_io, loggers):
+            for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+                if not found.name.startswith(outside) and not found.name.endswith("__main__"):
+                    importlib.import_module(found.name)
+        for words in (["--help"], ["launch", "--help"], ["test", "--help"], ["env"],
+                      ["config", "--default"], ["launch", "--dry_run", "script.py"]):
+            try:
+                assert not main(words), words
+            except SystemExit as end:
+                assert not end.code, words
+
+    if __name__ == "__main__":
+        check()
+"""
+SELF_TEST = """
+        assert main(["test", "--cpu", "--num_processes", "2"]) == 0
+"""
+DIGITS = f"""
+        for epochs in "12":
+            sys.argv[1:] = ["--project_dir", "runs", "--cpu", "--epochs", epochs]
+            runpy.run_path({str(EXAMPLE)!r}, run_name="__main__")
+        rows = pathlib.Path("runs/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        steps = [json.loads(row)["step"] for row in rows if "train/loss" in row]
+        assert steps == sorted({{*steps}}), "the second run goes on where the first ended"
+        assert list(pathlib.Path("runs/checkpoints").glob("step-*/manifest.json"))
 """
 
 
-def test_every_module_can_be_imported_and_the_commands_start(on_other_system: Run) -> None:
-    found = on_other_system("script.py", script=IMPORTS)
+# The other system of each is slow: between them both are tried.
+@pytest.mark.parametrize(
+    ("on_other_system", "then"),
+    [
+        ("win32", DIGITS),
+        ("darwin", SELF_TEST),
+        pytest.param("win32", SELF_TEST, marks=pytest.mark.slow),
+        pytest.param("darwin", DIGITS, marks=pytest.mark.slow),
+    ],
+    ids=["win32 digits", "darwin self-test", "win32 self-test", "darwin digits"],
+    indirect=["on_other_system"],
+)
+@pytest.mark.distributed
+def test_modules_can_be_imported_commands_start_and_models_are_trained(
+    on_other_system: Run, then: str
+) -> None:
+    found = on_other_system("script.py", script=IMPORTS + then)
     assert "usage: accel" in found
     assert "RANK=0" in found
+    if then == SELF_TEST:
+        assert "2 processes" in found
 
 
 TWO = """
-    import sys
-    import torch
-    from accel_callbacks import Accelerator
+    import os, sys
 
-    accel = Accelerator(cpu=True)
-    assert accel.reduce(torch.ones(1)).item() == accel.num_processes
-    accel.print("processes:", accel.num_processes, *sys.argv[1:], flush=True)
-    if "--fail" in sys.argv and accel.process_index == accel.num_processes - 1:
+    if os.environ["WORLD_SIZE"] == "2" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
+        import torch
+        from accel_callbacks import Accelerator
+
+        accel = Accelerator(cpu=True)
+        accel.print("processes:", accel.num_processes, flush=True)
+        assert accel.reduce(torch.ones(1)).item() == 2  # no rank ends before the first has printed
+    print("rank", os.environ["RANK"], *sys.argv[1:], flush=True)
+    if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
         sys.exit(7)
 """
 
@@ -56,12 +94,11 @@ TWO = """
 @pytest.mark.distributed
 def test_launches_run_and_return_the_exit_code(on_other_system: Run) -> None:
     launch = [*ACCEL, "launch", "--cpu"]
-    assert "processes: 1 a b --fail" in on_other_system(
-        *launch, "script.py", "a b", "--fail", code=7, script=TWO
-    )
+    found = on_other_system(*launch, "script.py", "a b", code=7, script=TWO)
+    assert "rank 0 a b" in found
     two = [*launch, "--num_processes", "2", "--max_restarts", "1"]
-    found = on_other_system(*two, "script.py", "--fail", code=7, script=TWO)
-    assert found.count("processes: 2") == 2
+    found = on_other_system(*two, "script.py", code=7, script=TWO)
+    assert (found.count("processes: 2"), found.count("rank 1\n")) == (1, 2)
     assert "rank 1 exited with code 7" in found
 
 
