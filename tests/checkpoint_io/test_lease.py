@@ -8,12 +8,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,6 +43,11 @@ class Clock(datetime.datetime):
 
 module.datetime = Clock
 time.time = lambda at=time.time: at() + 86400 * how["days"]
+
+if how["stands"]:
+    from types import SimpleNamespace
+    module.time = SimpleNamespace(**vars(time))
+    module.time.monotonic = lambda at=time.monotonic(): at
 
 if how["lag"]:
     class Eventual:
@@ -101,7 +106,8 @@ class Holder:
     """A process with a lease."""
 
     def __init__(self, url: str, name: str, **how: Any) -> None:
-        given = {"machine": "", "days": 0, "lag": 0, "options": None, "interval": INTERVAL}
+        given = {"machine": "", "days": 0, "lag": 0, "options": None, "stands": False}
+        given["interval"] = INTERVAL
         words = json.dumps({**given, "name": name, **how})
         self.process = warm.Popen(
             [sys.executable, "-c", HOLDER, url, words],
@@ -160,7 +166,9 @@ def holders(url: str, options: Any) -> Iterator[Start]:
 
 @pytest.mark.first
 def test_a_living_holder_is_named_and_its_end_frees_the_folder(start: Start) -> None:
-    first, second, away = start("digits"), start("other"), start("away", machine="another")
+    first, second = start("digits"), start("other")
+    # By its clock no renewal is late.
+    away = start("away", machine="another", stands=True)
     assert first.tell("acquire") == "done"
     for rival in (second, away):  # of another machine, only its renewals are seen
         refusal = rival.tell("acquire")
@@ -295,14 +303,18 @@ def test_a_record_that_was_cut_off_holds_nothing(tmp_path: Path) -> None:
         Lease(tmp_path).acquire().release()
 
 
-def test_who_may_be_found(tmp_path: Path, start_on_disk: Start) -> None:
+def test_who_may_be_found(
+    tmp_path: Path, start_on_disk: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reader = Lease(tmp_path / "run", interval=INTERVAL)
     assert reader.find_holder() is None
     assert not (tmp_path / "run").exists()  # whoever only looks writes nothing
     for machine in ("", "another"):
         holder = start_on_disk("digits", machine=machine)
         holder.tell("acquire")
-        found = reader.find_holder()
+        with monkeypatch.context() as patch:
+            patch.setattr(lease_module, "time", Clock())  # by which no renewal is late
+            found = reader.find_holder()
         assert found is not None
         assert found.pid == holder.pid
         holder.process.kill()
@@ -322,6 +334,9 @@ class Clock:
 
     def monotonic(self) -> float:
         return self.now
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
 
 
 @pytest.mark.parametrize(
@@ -415,15 +430,27 @@ def test_a_check_that_is_frequent_looks_again_after_a_moment_and_writes_nothing(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="another lock")
-def test_a_record_that_another_process_changes_is_waited_for(tmp_path: Path) -> None:
+def test_a_record_that_another_process_changes_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import fcntl
+
+    looks, unlocked_after = [0], 1000
+
+    def look_again(seconds: float) -> None:
+        looks[0] += 1
+        if looks[0] > unlocked_after:
+            fcntl.flock(file.fileno(), fcntl.LOCK_UN)
+
+    clock = SimpleNamespace(**{**vars(time), "sleep": look_again})
+    monkeypatch.setattr(lease_module, "time", clock)
 
     Lease(tmp_path).acquire().release()
     with (tmp_path / LEASE).open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(CheckpointConflictError, match="is changed by another process all the"):
             Lease(tmp_path).acquire()
-        threading.Timer(0.1, fcntl.flock, (file.fileno(), fcntl.LOCK_UN)).start()
+        unlocked_after = looks[0] + 5
         Lease(tmp_path).acquire().release()
 
 

@@ -280,7 +280,10 @@ def test_ranks_that_use_other_parameters_are_told_which(pool, steps, name, has, 
 
 def test_one_rank_that_changes_what_it_uses_says_so_before_the_timeout(fresh_pool):
     steps = [["a"], ["a"], ["a", "ab"]]
-    (one, text), (other, cause) = fresh_pool.outcomes(trained_heads, "fsdp", steps)
+    timeout = timedelta(seconds=20)
+    (one, text), (other, cause) = fresh_pool.outcomes(
+        trained_heads, "fsdp", steps, None, 1, timeout
+    )
     assert (one, other) == ("RemoteError", "RuntimeError")
     told = "'b.weight' has a gradient on rank 1, where it had none before"
     assert told in text
