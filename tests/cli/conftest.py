@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,16 +27,14 @@ def clean_environment(home: Path) -> dict[str, str]:
     return {"ACCEL_HOME": str(home), **env}
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Start ``accel`` with the given words in tmp_path; killed at the end if still there."""
+def starting(folder: Path, popen: Callable[..., subprocess.Popen[str]]) -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
     def begin(*words: str, **extra: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
+        process = popen(
             [sys.executable, "-m", "accel_callbacks.cli", *words],
-            cwd=tmp_path,
-            env={**clean_environment(tmp_path), **extra},
+            cwd=folder,
+            env={**clean_environment(folder), **extra},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -49,6 +48,18 @@ def start(tmp_path: Path) -> Iterator[Start]:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start ``accel`` with the given words in tmp_path; killed at the end if still there."""
+    yield from starting(tmp_path, subprocess.Popen)
+
+
+@pytest.fixture
+def warm_start(tmp_path: Path) -> Iterator[Start]:
+    """Start ``accel`` in a fork that has torch; killed at the end if still there."""
+    yield from starting(tmp_path, partial(warm.Popen, warm_children=True))
 
 
 @pytest.fixture

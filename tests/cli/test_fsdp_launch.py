@@ -148,6 +148,7 @@ def test_a_file_of_accelerate_shards_and_trains_as_ddp_does(warm_accel: Run, scr
     run(warm_accel, "--cpu", "--num_processes", "2")
     plain = facts_of(script)
     assert [one["kind"] for one in (*sharded, *plain)] == ["FSDP"] * 2 + ["MULTI_CPU"] * 2
+    assert sharded[0]["mesh"] == {"dp_shard": 2}
     assert sharded[0]["reshard"] is False
     for one, other in zip(sharded, plain, strict=True):
         assert one["losses"] == pytest.approx(other["losses"], rel=1e-5)
@@ -155,28 +156,10 @@ def test_a_file_of_accelerate_shards_and_trains_as_ddp_does(warm_accel: Run, scr
             assert one[name] < 0.6 * other[name]
 
 
-@pytest.mark.parametrize(
-    ("words", "kind", "mesh"),
-    [
-        (["--use_fsdp"], "FSDP", {"dp_shard": 2}),
-        (
-            [
-                *("--use_fsdp", "--fsdp_version", "2", "--use_parallelism_config"),
-                *("--parallelism_config_dp_shard_size", "2"),
-            ],
-            "FSDP",
-            {"dp_shard": 2},
-        ),
-        (["--parallelism_config_dp_shard_size", "2"], "FSDP", {"dp_shard": 2}),
-    ],
-    ids=["fsdp", "both", "mesh"],
-)
-def test_flags_shard(
-    words: list[str], kind: str, mesh: dict[str, int], warm_accel: Run, script: Path
-) -> None:
-    run(warm_accel, "--cpu", "--num_processes", "2", *words)
+def test_a_mesh_alone_shards(warm_accel: Run, script: Path) -> None:
+    run(warm_accel, "--cpu", "--num_processes", "2", "--parallelism_config_dp_shard_size", "2")
     for facts in facts_of(script):
-        assert (facts["kind"], facts["mesh"]) == (kind, mesh)
+        assert (facts["kind"], facts["mesh"]) == ("FSDP", {"dp_shard": 2})
 
 
 def test_the_estimate_is_what_the_first_process_holds(
@@ -185,8 +168,11 @@ def test_the_estimate_is_what_the_first_process_holds(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run(warm_accel, "--cpu", "--use_fsdp", "--num_processes", "2")
-    held = facts_of(script)[0]
+    mesh = ["--use_parallelism_config", "--parallelism_config_dp_shard_size", "2"]
+    run(warm_accel, "--cpu", "--use_fsdp", "--fsdp_version", "2", "--num_processes", "2", *mesh)
+    held, other = facts_of(script)
+    assert held["kind"] == other["kind"] == "FSDP"
+    assert held["mesh"] == other["mesh"] == {"dp_shard": 2}
     monkeypatch.chdir(script)
     words = ["model:make", "--parallelism", "dp_shard=2", "--dtypes", "fp32", "--json"]
     assert main(["estimate-memory", *words]) == 0

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import clean_environment
+from tests.support import warm
 
 Start = Callable[..., "subprocess.Popen[str]"]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -30,6 +31,7 @@ names = ["ACCEL_CPU", "ACCEL_MIXED_PRECISION", "OMP_NUM_THREADS"]
 shown = [os.environ.get(name) for name in names]
 with open(f"out{dist.get_rank()}", "w") as out:
     print(value.item(), dist.get_world_size(), *shown, sys.argv[1:], file=out)
+    print(os.path.realpath(sys.argv[0]), file=out)
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -38,8 +40,9 @@ FAILING = """
 import os, sys, time
 rank = int(os.environ["RANK"])
 if rank == 1:
-    raise SystemExit(int(sys.argv[1])) if len(sys.argv) > 1 else ValueError("boom on one")
-time.sleep(30)
+    print("boom on one", file=sys.stderr)
+    sys.exit(23)
+time.sleep(1e6)
 """
 
 RESTARTING = """
@@ -78,45 +81,28 @@ def test_two_processes_connect(
     )
     assert done.returncode == 0, done.stderr
     for rank in range(2):
-        text = (tmp_path / f"out{rank}").read_text()
-        assert text == "3.0 2 1 bf16 1 ['--num_processes', '7', '--', '$$ ${local_rank}']\n"
+        text, _ = (tmp_path / f"out{rank}").read_text().splitlines()
+        assert text == "3.0 2 1 bf16 1 ['--num_processes', '7', '--', '$$ ${local_rank}']"
 
 
-def test_module_on_a_fixed_port(
+def test_a_module_on_a_fixed_port_has_its_file_as_first_argument(
     warm_accel: Run, write: Callable[[str, str], str], tmp_path: Path, free_port: int
 ) -> None:
-    write("reduce.py", ALL_REDUCE)
-    port = ["--main_process_port", str(free_port)]
-    done = warm_accel("launch", "--num_processes", "2", *port, "-m", "reduce", OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "out1").read_text().startswith("3.0 2 None None 1")
-
-
-WHO_AM_I = """
-import os, sys
-with open("argv" + os.environ["RANK"], "w") as file:
-    file.write(" ".join(sys.argv))
-"""
-
-
-def test_a_module_has_its_file_as_first_argument_as_from_python(
-    warm_accel: Run, write: Callable[[str, str], str], tmp_path: Path
-) -> None:
-    file = write("who.py", WHO_AM_I)
-    done = warm_accel(
-        "launch", "--cpu", "--num_processes", "2", "-m", "who", "7", OMP_NUM_THREADS="1"
-    )
+    """As from ``python -m``."""
+    file = Path(tmp_path, write("reduce.py", ALL_REDUCE)).resolve()
+    words = ["--num_processes", "2", "--main_process_port", str(free_port), "-m", "reduce", "7"]
+    done = warm_accel("launch", *words, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     for rank in range(2):
-        first, second = (tmp_path / f"argv{rank}").read_text().split(" ")
-        assert (Path(first).resolve(), second) == (Path(tmp_path, file).resolve(), "7")
+        text = (tmp_path / f"out{rank}").read_text()
+        assert text == f"3.0 2 None None 1 ['7']\n{file}\n"
 
 
 def test_what_torchs_launcher_refuses_is_one_line(
-    accel: Run, write: Callable[[str, str], str]
+    warm_accel: Run, write: Callable[[str, str], str]
 ) -> None:
     options = ["--cpu", "--num_processes", "2", "--rdzv_backend", "nosuch"]
-    done = accel("launch", *options, write("who.py", WHO_AM_I))
+    done = warm_accel("launch", *options, write("fails.py", FAILING))
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("accel launch: error: torch's launcher refuses this: ")
@@ -171,7 +157,9 @@ def test_a_chosen_port_that_is_taken_since_is_no_error(
         taken.listen()
         command = [sys.executable, "-c", CHOSEN, str(free_port), script]
         env = {**clean_environment(tmp_path), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        done = warm.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, warm_children=True
+        )
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"out{rank}").read_text()[:5] for rank in range(2)] == ["3.0 2"] * 2
 
@@ -185,28 +173,21 @@ def test_program_that_is_not_python(accel: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.first
-def test_failing_rank_is_named_and_its_code_is_ours(
-    warm_accel: Run, write: Callable[[str, str], str]
-) -> None:
-    done = warm_accel("launch", "--num_processes", "2", write("fails.py", FAILING), "23")
-    assert done.returncode == 23
-    assert "fails.py failed: rank 1 exited with code 23" in done.stderr
-
-
-def test_traceback_of_the_failing_rank_is_kept(
+def test_a_failing_rank_is_named_its_code_is_ours_and_its_output_is_kept(
     warm_accel: Run, write: Callable[[str, str], str], tmp_path: Path
 ) -> None:
     logs = ["--log_dir", "logs", "--tee", "3"]
     done = warm_accel("launch", "--num_processes", "2", *logs, write("fails.py", FAILING))
-    assert done.returncode == 1
+    assert done.returncode == 23
+    assert "fails.py failed: rank 1 exited with code 23" in done.stderr
     assert "boom on one" in done.stderr
     (named,) = [line for line in done.stderr.splitlines() if "its output: " in line]
     assert "boom on one" in (tmp_path / named.split("its output: ")[1]).read_text()
 
 
-def test_a_killed_rank_gives_128_plus_the_signal(accel: Run) -> None:
+def test_a_killed_rank_gives_128_plus_the_signal(warm_accel: Run) -> None:
     words = ["--cpu", "--num_processes", "2", "--no_python", "sh", "-c"]
-    done = accel("launch", *words, "test $RANK = 0 && sleep 20; kill -9 $$")
+    done = warm_accel("launch", *words, "test $RANK = 0 && exec sleep 100000; kill -9 $$")
     assert done.returncode == 137
     assert "rank 1 was killed by SIGKILL" in done.stderr
 
@@ -240,9 +221,9 @@ def test_restart_after_a_kill(
 @pytest.mark.first
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
 def test_a_signal_leaves_no_child(
-    start: Start, write: Callable[[str, str], str], tmp_path: Path, number: signal.Signals
+    warm_start: Start, write: Callable[[str, str], str], tmp_path: Path, number: signal.Signals
 ) -> None:
-    launcher = start("launch", "--num_processes", "2", write("sleeps.py", SLEEPING))
+    launcher = warm_start("launch", "--num_processes", "2", write("sleeps.py", SLEEPING))
     pids = [_read_pid(tmp_path / f"pid{rank}", launcher) for rank in range(2)]
     launcher.send_signal(number)
     _, err = launcher.communicate()
