@@ -28,10 +28,12 @@ from checkpoint_io.storage.buffers import BUFFER_BYTES, BufferPool, aligned
 from checkpoint_io.storage.local import LocalStore
 from checkpoint_io.storage.local_write import DirectOutput, switch_direct
 from tests.support import warm
+from tests.support.pairs import pairwise
 
 PIECE = 64 * 1024  # small pieces, so that every boundary is met without much data
 SIZES = [0, 1, 4095, 4096, 4097]
 SIZES += [n * PIECE + extra for n in (1, 2, 3, 7) for extra in (-1, 0, 1, 4096)]
+STORES = ["direct", "no-direct", "tmpfs", "no-buffers", "no-threads"]
 
 
 def content(size: int, seed: int = 0) -> bytes:
@@ -58,7 +60,7 @@ def no_thread_is_left() -> Iterator[None]:
     assert [t for t in threading.enumerate() if t.name == "checkpoint_io"] == []
 
 
-@pytest.fixture(params=["direct", "no-direct", "tmpfs", "no-buffers", "no-threads"])
+@pytest.fixture(params=STORES)
 def store(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[LocalStore]:
@@ -85,7 +87,13 @@ def cannot_start(self: threading.Thread) -> None:
 # --- writing -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", SIZES)
+# Each size where pages and pieces matter; the other ways to write differ from it in neither.
+@pytest.mark.parametrize(
+    ("store", "size"),
+    [("direct", size) for size in SIZES]
+    + [(kind, size) for kind in STORES[1:] for size in (0, 4097, 3 * PIECE, 7 * PIECE + 4096)],
+    indirect=["store"],
+)
 def test_bytes_are_exact_on_every_path(store: LocalStore, size: int) -> None:
     data = content(size)
     put(store, "whole", data)
@@ -162,8 +170,11 @@ def test_existing_file_and_link_are_not_touched(tmp_path: Path) -> None:
     assert (tmp_path / "link").is_symlink()
 
 
-@pytest.mark.parametrize("written", [0, 10, 10 * PIECE])
-@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    ("store", "written", "error"),
+    pairwise(STORES, [0, 10, 10 * PIECE], [ValueError("no"), KeyboardInterrupt()]),
+    indirect=["store"],
+)
 def test_block_that_raises_removes_the_file(
     store: LocalStore, error: BaseException, written: int
 ) -> None:

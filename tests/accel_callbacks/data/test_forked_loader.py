@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
+
+from tests.support import warm
 
 FORKED = """
 import gc, os, sys
@@ -33,5 +34,5 @@ print([batch.item() for batch in loader])
 @pytest.mark.parametrize("how", ["freed", "collected"])
 def test_a_fork_that_collects_a_loader_is_silent_and_ends_no_worker(how):
     command = [sys.executable, "-c", FORKED, how]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    run = warm.run(command, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout.split(), run.stderr) == (0, ["[0,", "1,", "2,", "3]"], "")

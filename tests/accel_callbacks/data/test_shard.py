@@ -13,6 +13,7 @@ from accel_callbacks.data.iterable import IterableShards
 from accel_callbacks.data.order import epoch_order
 from accel_callbacks.data.sampler import mix_seed
 from accel_callbacks.data.shard import BatchPlan, SamplePlan
+from tests.support.pairs import pairwise
 
 WORLDS = (1, 2, 3, 4)
 
@@ -30,9 +31,9 @@ def check_step(shares):
     return shares[0].real, shares[0].padded
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(
+    ("world", "drop_last", "batch_size"), pairwise(WORLDS, [False, True], [1, 2, 3, 4, 5])
+)
 def test_all_ranks_together_read_the_rest_of_the_order_once(world, drop_last, batch_size):
     size = world * batch_size
     plans = [SamplePlan(batch_size, drop_last, rank, world) for rank in range(world)]
