@@ -122,10 +122,11 @@ def _starters(path: Path) -> set[str]:
         return _known_starters[path]
     tree = ast.parse(path.read_text("utf-8"))
     known = _known_starters[path] = set(_STARTERS)  # that far for modules that import each other
+    fixtures: set[str] = set()
     for folder in path.relative_to(ROOT).parents:
         conftest = ROOT / folder / "conftest.py"
         if conftest.exists() and conftest != path and folder != Path():
-            known |= _starters(conftest)
+            fixtures |= _starters(conftest)
     uses: dict[str, set[str]] = {}
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests."):
@@ -134,6 +135,8 @@ def _starters(path: Path) -> set[str]:
             known |= {alias.asname or alias.name for alias in node.names if alias.name in inner}
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             uses[node.name] = {*_names_in(node)}
+            if fixtures & {arg.arg for arg in ast.walk(node) if isinstance(arg, ast.arg)}:
+                known.add(node.name)
     while grown := {name for name, used in uses.items() if name not in known and used & known}:
         known |= grown
     return known

@@ -64,8 +64,8 @@ window
     tests/accel_callbacks/loop/test_own_batches.py
     tests/accel_callbacks/loop/test_step.py
     tests/accel_callbacks/plugins/test_plugins.py
-    tests/distributed/test_accumulation.py
-    tests/distributed/test_data_ranks.py
+    tests/accel_callbacks/loop/test_accumulation_ranks.py
+    tests/accel_callbacks/data/test_data_ranks.py
 scaler
     accel_callbacks/precision/fp16.py
     accel_callbacks/precision/base.py
@@ -87,13 +87,13 @@ clipping
     tests/accel_callbacks/loop/test_step.py
     tests/accel_callbacks/loop/test_accumulation.py
     tests/accel_callbacks/callbacks/test_gradient_norm.py
-    tests/distributed/test_step.py
+    tests/accel_callbacks/loop/test_step_ranks.py
     tests/accel_callbacks/precision/test_precision.py
     tests/accel_callbacks/callbacks/test_non_finite.py
     tests/accel_callbacks/plugins/test_plugins.py
-    tests/distributed/test_accumulation.py
+    tests/accel_callbacks/loop/test_accumulation_ranks.py
     tests/accel_callbacks/loop/test_hooks.py
-    tests/distributed/test_ddp_options.py
+    tests/accel_callbacks/strategies/test_ddp_options.py
     tests/accel_callbacks/checkpoint/test_restore.py
 order
     accel_callbacks/data/order.py
@@ -103,7 +103,7 @@ order
     tests/accel_callbacks/data/test_sampler.py
     tests/accel_callbacks/data/test_shard.py
     tests/accel_callbacks/data/test_loader.py
-    tests/distributed/test_order.py
+    tests/accel_callbacks/data/test_order_ranks.py
 resume
     accel_callbacks/checkpoint/restore.py
     accel_callbacks/checkpoint/compatibility.py
@@ -115,12 +115,12 @@ resume
     tests/accel_callbacks/checkpoint/test_selection.py
     tests/accel_callbacks/data/test_skip.py
     tests/accel_callbacks/loop/test_run_identity.py
-    tests/distributed/test_restore.py
+    tests/accel_callbacks/checkpoint/test_restore_ranks.py
     tests/accel_callbacks/checkpoint/test_trainable_only.py
     tests/accel_callbacks/loop/test_run.py
     tests/accel_callbacks/test_siblings.py
     tests/accel_callbacks/test_nothing_hidden.py
-    tests/distributed/test_process.py
+    tests/accel_callbacks/distributed/test_process.py
 gather
     accel_callbacks/collectives/tensors.py
     accel_callbacks/collectives/metrics.py
@@ -128,8 +128,8 @@ gather
     accel_callbacks/collectives/objects.py
     tests/accel_callbacks/collectives/test_collectives.py
     tests/compat/test_operations.py
-    tests/distributed/test_collectives.py
-    tests/distributed/test_metrics.py
+    tests/accel_callbacks/collectives/test_collectives_ranks.py
+    tests/accel_callbacks/collectives/test_metrics.py
 votes
     accel_callbacks/distributed/votes.py
     accel_callbacks/loop/step_boundary.py
@@ -137,15 +137,15 @@ votes
     accel_callbacks/distributed/failures.py
     tests/accel_callbacks/distributed/test_votes.py
     tests/accel_callbacks/callbacks/test_preemption.py
-    tests/distributed/test_votes.py
-    tests/distributed/test_hooks_fail.py
-    tests/distributed/test_preemption.py
-    tests/distributed/test_process.py
+    tests/accel_callbacks/distributed/test_votes_ranks.py
+    tests/accel_callbacks/loop/test_hooks_fail.py
+    tests/accel_callbacks/callbacks/test_preemption_ranks.py
+    tests/accel_callbacks/distributed/test_process.py
 streams
     accel_callbacks/data/stream.py
     tests/accel_callbacks/data/test_stream.py
     tests/accel_callbacks/data/test_stream_draws.py
-    tests/distributed/test_stream.py
+    tests/accel_callbacks/data/test_stream_ranks.py
 shares
     accel_callbacks/loop/input_checksums.py
     accel_callbacks/loop/local_metrics.py
@@ -155,7 +155,7 @@ leases
     checkpoint_io/storage/lease.py
     tests/checkpoint_io/test_lease.py
     tests/accel_callbacks/checkpoint/test_folder_leases.py
-    tests/distributed/test_folder_leases.py
+    tests/accel_callbacks/checkpoint/test_folder_leases_ranks.py
 agreement
     accel_callbacks/strategies/rank_agreement.py
     accel_callbacks/strategies/unit_agreement.py
@@ -164,9 +164,9 @@ agreement
     tests/accel_callbacks/strategies/test_replica_agreement.py
     tests/accel_callbacks/strategies/test_unit_agreement.py
     tests/mistakes/test_ranks_agree.py
-    tests/distributed/test_one_rank_forward.py
-    tests/distributed/test_pipeline_ranks.py
-    tests/distributed/test_tensor_parallel.py
+    tests/accel_callbacks/strategies/test_one_rank_forward.py
+    tests/accel_callbacks/strategies/test_pipeline_ranks.py
+    tests/accel_callbacks/strategies/test_tensor_parallel.py
 copies
     checkpoint_io/async_save/staging.py
     checkpoint_io/async_save/background.py
@@ -177,8 +177,8 @@ pipeline
     accel_callbacks/strategies/pipeline_stages.py
     accel_callbacks/strategies/pipeline_rehearsal.py
     tests/accel_callbacks/strategies/test_pipeline_stages.py
-    tests/distributed/test_pipeline.py
-    tests/distributed/test_pipeline_models.py
+    tests/accel_callbacks/strategies/test_pipeline.py
+    tests/accel_callbacks/strategies/test_pipeline_models.py
 retention
     checkpoint_io/folder/retention.py
     checkpoint_io/folder/removal.py
@@ -219,7 +219,7 @@ fallback
     tests/accel_callbacks/checkpoint/test_project.py
     tests/checkpoint_io/test_second_read.py
     tests/accel_callbacks/loop/test_run.py
-    tests/distributed/test_folder_ranks.py
+    tests/accel_callbacks/checkpoint/test_folder_ranks.py
 trackers
     accel_callbacks/tracking/trackers.py
     accel_callbacks/tracking/window_row.py
@@ -241,7 +241,7 @@ averaging
     accel_callbacks/callbacks/weight_averaging.py
     accel_callbacks/callbacks/averaged_weights.py
     tests/accel_callbacks/callbacks/test_weight_averaging.py
-    tests/distributed/test_weight_callbacks.py
+    tests/accel_callbacks/callbacks/test_weight_callbacks.py
     tests/accel_callbacks/loop/test_evaluate_checkpoint.py
 stopping
     accel_callbacks/callbacks/early_stopping.py
@@ -253,7 +253,7 @@ stopping
     tests/accel_callbacks/callbacks/test_timer.py
     tests/accel_callbacks/loop/test_end_epoch.py
     tests/accel_callbacks/callbacks/test_builtin.py
-    tests/distributed/test_weight_callbacks.py
+    tests/accel_callbacks/callbacks/test_weight_callbacks.py
 launch
     accel_callbacks/launch/plan.py
     accel_callbacks/launch/agent.py

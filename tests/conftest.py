@@ -15,6 +15,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from tests.support.pool import Pool, make_pool
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -83,3 +85,35 @@ def on_other_system(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[
         return done.stdout
 
     return start
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """One process, for what would otherwise start many, each with the imports anew."""
+    yield from make_pool(1, tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """Two processes."""
+    yield from make_pool(2, tmp_path_factory.mktemp("pool"))
+
+
+@pytest.fixture(scope="module")
+def pool_of_4(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """Four processes."""
+    yield from make_pool(4, tmp_path_factory.mktemp("pool"))
+
+
+@pytest.fixture(scope="module")
+def pool_of_8(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """Eight processes, for slow tests of three axes."""
+    yield from make_pool(8, tmp_path_factory.mktemp("pool"))
+
+
+@pytest.fixture
+def fresh_pool(tmp_path: Path) -> Iterator[Pool]:
+    """Two processes for a test that breaks their group."""
+    fresh = Pool(2, tmp_path)
+    yield fresh
+    fresh.kill()

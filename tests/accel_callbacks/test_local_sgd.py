@@ -1,4 +1,4 @@
-"""LocalSGD on one process, and what it refuses; tests/distributed/test_tools.py has the rest."""
+"""LocalSGD on one process, and what it refuses; test_tools.py has the rest."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.checkpoint_io.scripted_s3 import ScriptedS3, scripted_s3
-from tests.distributed.conftest import pool, pool_of_4  # noqa: F401
 
 
 @pytest.fixture

@@ -103,7 +103,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow  # tests/distributed/test_model_weights.py reads both formats by default
+@pytest.mark.slow  # checkpoint/test_model_weights.py reads both formats by default
 @pytest.mark.distributed
 def test_shards_of_two_processes(tmp_path: Path) -> None:
     (tmp_path / "sharded.py").write_text(SHARDED)

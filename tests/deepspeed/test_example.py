@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("deepspeed", reason="deepspeed is not installed: scripts/test_deepspeed")
 
-from tests.distributed.test_by_feature import number, played
+from tests.examples.test_by_feature import number, played
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::FutureWarning")]
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ pytest.importorskip("deepspeed", reason="deepspeed is not installed: scripts/tes
 from accel_callbacks import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs
 from accel_callbacks.distributed.topology import destroy_topology
 from tests.deepspeed.jobs import PATIENCE, engine, finish
-from tests.distributed.conftest import Pool
 from tests.mistakes.test_ranks_agree import STEPS, UNUSED, Counted, Heads, batch_of
 from tests.support.rounding import assert_reordered
 
@@ -67,14 +64,6 @@ MODELS = {
     "Weights": lambda: Routed(Weights),
     "Layers": lambda: Routed(Layers),
 }
-
-
-@pytest.fixture
-def fresh_pool(tmp_path: Path) -> Iterator[Pool]:
-    """Two processes, whose group a test breaks."""
-    fresh = Pool(2, tmp_path)
-    yield fresh
-    fresh.kill()
 
 
 def accelerator(layout: str, handler: Any = None, window: int = 1, **zero: Any) -> Accelerator:

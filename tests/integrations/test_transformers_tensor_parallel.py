@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the workers import this file alone
 
 from accel_callbacks import Accelerator, ParallelismConfig
-from tests.distributed.conftest import Pool, make_pool
 from tests.support.bound import BOUND
 from tests.support.rounding import assert_reordered
 
@@ -23,18 +21,6 @@ tensor_parallel = pytest.importorskip("transformers.distributed", reason="an old
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 WORDS = 32
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """Two processes."""
-    yield from make_pool(2, tmp_path_factory.mktemp("pool"))
-
-
-@pytest.fixture(scope="module")
-def pool_of_4(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """Four processes."""
-    yield from make_pool(4, tmp_path_factory.mktemp("pool"))
 
 
 def save(folder: Path, tied: bool) -> None:

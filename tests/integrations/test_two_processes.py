@@ -26,10 +26,6 @@ pytestmark = pytest.mark.distributed
 SHORT = {"timeout": BOUND}
 
 
-def ready() -> None:
-    """The imports are done."""
-
-
 def stop_early(counted: bool) -> tuple[int, Any]:
     rank = int(os.environ["RANK"])
     better = [5.0, 4.0, 3.0, 2.0, 1.0, 0.5]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from accel_callbacks import (
     set_seed,
 )
 from accel_callbacks.callbacks import Checkpoint, GradientNorm
-from tests.distributed.conftest import Pool, make_pool
 from tests.mistakes.loops import LOOPS, WINDOWED
 from tests.support.bound import BOUND
 
@@ -104,11 +102,6 @@ OF_TORCH = (
     "DTensor random operators may not have complete support",
     "FSDP2-wrapped module",
 )
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    yield from make_pool(2, tmp_path_factory.mktemp("pool"))
 
 
 def trained(name: str, layout: str) -> tuple[list[str], int]:

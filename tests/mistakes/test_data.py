@@ -12,14 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
 from accel_callbacks import Accelerator
-from tests.distributed.conftest import Pool, make_pool
 from tests.support.bound import BOUND
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """Two processes."""
-    yield from make_pool(2, tmp_path_factory.mktemp("pool"))
 
 
 def accelerator(**options: Any) -> Accelerator:

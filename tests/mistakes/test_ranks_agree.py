@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,32 +16,11 @@ from accel_callbacks import (
     ParallelismConfig,
     TorchDynamoPlugin,
 )
-from tests.distributed.conftest import Pool, make_pool
 from tests.support.bound import BOUND
 from tests.support.rounding import assert_reordered
 from tests.support.sharded import whole
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::FutureWarning")]
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """Two processes."""
-    yield from make_pool(2, tmp_path_factory.mktemp("pool"))
-
-
-@pytest.fixture(scope="module")
-def pool_of_4(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """Four processes."""
-    yield from make_pool(4, tmp_path_factory.mktemp("pool"))
-
-
-@pytest.fixture
-def fresh_pool(tmp_path: Path) -> Iterator[Pool]:
-    """Two processes, whose group a test breaks on one of them."""
-    fresh = Pool(2, tmp_path)
-    yield fresh
-    fresh.kill()
 
 
 def accelerator(

@@ -15,17 +15,12 @@ import checkpoint_io
 from accel_callbacks import Accelerator, FullyShardedDataParallelPlugin, ResumeError
 from accel_callbacks.callbacks import EMA, Checkpoint, EarlyStopping
 from accel_callbacks.cli.main import main
-from tests.distributed.conftest import Pool, make_pool
 from tests.support.bound import BOUND
+from tests.support.pool import Pool
 
 SGD = torch.optim.SGD
 AdamW = torch.optim.AdamW
 StepLR = torch.optim.lr_scheduler.StepLR
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    yield from make_pool(2, tmp_path_factory.mktemp("pool"))
 
 
 @pytest.fixture

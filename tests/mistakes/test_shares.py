@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,16 +11,9 @@ from torch.utils.data import DataLoader
 
 from accel_callbacks import Accelerator, set_seed
 from accel_callbacks.loop.input_checksums import InputChecksums
-from tests.distributed.conftest import Pool, make_pool
 from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """Two processes."""
-    yield from make_pool(2, tmp_path_factory.mktemp("pool"))
 
 
 def messages_of(loop: str, *options: Any) -> list[str]:

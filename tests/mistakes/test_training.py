@@ -16,17 +16,10 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader
 
 from accel_callbacks import Accelerator, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
-from tests.distributed.conftest import Pool, make_pool
 from tests.support.bound import BOUND
 
 X = torch.ones(2, 1)
 Loop = Callable[[Accelerator], None]
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """Two processes."""
-    yield from make_pool(2, tmp_path_factory.mktemp("pool"))
 
 
 @contextmanager

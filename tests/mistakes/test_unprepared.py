@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the workers impo
 
 from accel_callbacks import Accelerator, ResumeError
 from accel_callbacks.callbacks import Checkpoint, Throughput
-from tests.distributed.conftest import make_pool
 from tests.support.bound import BOUND
 
 
@@ -451,11 +450,6 @@ def saved(folder: str) -> int:
     model, optimizer, loader = accel.prepare(model, sgd(model), batches())
     with silent():
         return train(accel, model, [optimizer], loader)
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    yield from make_pool(2, tmp_path_factory.mktemp("pool"))
 
 
 @pytest.mark.distributed

@@ -440,8 +440,7 @@ def test_a_rank_that_does_not_gather_is_named_within_the_timeout(pools, then):
     try:
         kind, text = pool.outcomes(gathers_on_one_rank, "fsdp2", False, then)[0]
     finally:
-        pool.kill()
-        pool._start()
+        pool.restart()
     assert kind != "ok"
     assert "get_state_dict" in text.splitlines()[0]
     assert re.search(r"rank(s \[1\]| 1)", text.splitlines()[0])

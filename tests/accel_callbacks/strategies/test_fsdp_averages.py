@@ -11,7 +11,7 @@ import torch
 
 from accel_callbacks.callbacks import EMA, WeightAveraging
 from accel_callbacks.gradients import local_part
-from tests.distributed.test_large_start import bytes_read
+from tests.accel_callbacks.modeling.test_large_start import bytes_read
 from tests.support.rounding import reordered
 from tests.support.sharded import Network, accelerator, batch_of, loader, step, whole
 

@@ -18,9 +18,9 @@ from accel_callbacks.cli.main import main
 from accel_callbacks.journal import Journal
 from accel_callbacks.journal.rank_means import rank_means
 from accel_callbacks.journal.samples import samples_of
-from tests.distributed.conftest import Pool
 from tests.support import warm
 from tests.support.bound import BOUND
+from tests.support.pool import Pool
 
 pytestmark = pytest.mark.distributed
 

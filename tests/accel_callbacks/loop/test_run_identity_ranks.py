@@ -10,8 +10,8 @@ import torch
 
 from accel_callbacks import Accelerator, ResumeError
 from accel_callbacks.callbacks import Checkpoint
-from tests.distributed.conftest import Pool
 from tests.support.bound import BOUND
+from tests.support.pool import Pool
 
 pytestmark = pytest.mark.distributed
 

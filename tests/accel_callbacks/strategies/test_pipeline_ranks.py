@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from accel_callbacks import Accelerator, DistributedDataParallelKwargs, ParallelismConfig
-from tests.distributed.conftest import Pool
 from tests.support.bound import BOUND
+from tests.support.pool import Pool
 from tests.support.rounding import assert_reordered
 
 pytestmark = pytest.mark.distributed

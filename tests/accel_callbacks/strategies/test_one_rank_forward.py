@@ -135,8 +135,7 @@ def test_the_error_names_the_rank_that_does_not_come_and_its_place(pool, then, r
     try:
         outcomes = pool.outcomes(under_an_if, then, run, 2.0 if then == "wait" else 6.0)
     finally:
-        pool.kill()
-        pool._start()
+        pool.restart()
     kind, text = outcomes[0]
     assert kind == "RuntimeError"
     assert re.match(
@@ -163,8 +162,7 @@ def test_ranks_in_different_forwards_say_so_at_once(pool, run):
     try:
         outcomes = pool.outcomes(under_an_if, "step", run, 30.0)
     finally:
-        pool.kill()
-        pool._start()
+        pool.restart()
     for kind, text in outcomes:
         assert kind == "RuntimeError"
         assert text.startswith(

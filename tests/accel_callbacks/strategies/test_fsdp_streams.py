@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.distributed.test_stream import Sharded
+from tests.accel_callbacks.data.test_stream_ranks import Sharded
 from tests.support.rounding import reordered
 from tests.support.sharded import Network, accelerator
 

@@ -17,11 +17,11 @@ from accel_callbacks.callbacks import Checkpoint
 from checkpoint_io import Lease
 from checkpoint_io.storage.lease import LEASE
 from loggers import read_jsonl
-from tests.distributed.conftest import Pool
 from tests.support import warm
 from tests.support.bound import BOUND
+from tests.support.pool import Pool
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 pytestmark = pytest.mark.distributed
 

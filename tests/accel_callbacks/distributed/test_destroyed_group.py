@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from accel_callbacks import Accelerator, PartialState
 from accel_callbacks.distributed.topology import destroy_topology
-from tests.distributed.test_failing_scripts import run_script
+from tests.accel_callbacks.distributed.test_failing_scripts import run_script
 from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed

@@ -11,8 +11,8 @@ import torch
 
 from accel_callbacks import Accelerator
 from accel_callbacks.callbacks import SpikeGuard
-from tests.distributed.conftest import Pool
 from tests.support.bound import BOUND
+from tests.support.pool import Pool
 
 pytestmark = pytest.mark.distributed
 

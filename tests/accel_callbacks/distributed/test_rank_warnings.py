@@ -8,7 +8,7 @@ import pytest
 
 from accel_callbacks import Accelerator
 from accel_callbacks.warning import warn
-from tests.distributed.test_failing_scripts import run_script
+from tests.accel_callbacks.distributed.test_failing_scripts import run_script
 
 pytestmark = pytest.mark.distributed
 

@@ -1,4 +1,4 @@
-"""A pool of real processes over gloo, started once for each test module."""
+"""A pool of real processes over gloo, which run functions of test modules."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Listener
+from multiprocessing.connection import Listener, wait
 from pathlib import Path
-from typing import Any, NoReturn
-
-import pytest
+from typing import Any
 
 from tests.support import warm
 from tests.support.ports import free_port
 
-WORKER = Path(__file__).with_name("worker.py")
+WORKER = Path(__file__).with_name("pool_worker.py")
 CRASHES = (-signal.SIGSEGV, -signal.SIGABRT)
 
 
@@ -59,22 +57,30 @@ class Pool:
         """For each rank ("ok", result) or (name of the exception, its text)."""
         for connection in self.connections:
             connection.send((function.__code__.co_filename, function.__name__, args))
-        results = []
-        for rank, connection in enumerate(self.connections):
-            if not connection.poll(60):
-                self._fail(f"rank {rank} hangs in {function.__name__}")
-            try:
-                results.append(connection.recv())
-            except (EOFError, OSError):
-                code = self.processes[rank].wait(30)
-                text = f"rank {rank} ended with {code} in {function.__name__}"
-                self._fail(text, Crash if code in CRASHES else AssertionError)
-        return results
+        results: dict[int, tuple[str, Any]] = {}
+        try:
+            while len(results) < self.size:
+                waiting = [c for rank, c in enumerate(self.connections) if rank not in results]
+                for connection in wait(waiting):
+                    rank = self.connections.index(connection)
+                    results[rank] = self._answer(rank, function.__name__)
+        except BaseException:  # the limit of a test too
+            self.restart()  # or each test after this one would fail too
+            raise
+        return [results[rank] for rank in range(self.size)]
 
-    def _fail(self, text: str, kind: type[AssertionError] = AssertionError) -> NoReturn:
+    def _answer(self, rank: int, name: str) -> tuple[str, Any]:
+        try:
+            return self.connections[rank].recv()
+        except (EOFError, OSError):
+            code = self.processes[rank].wait()
+            kind = Crash if code in CRASHES else AssertionError
+            raise kind(f"rank {rank} ended with {code} in {name}") from None
+
+    def restart(self) -> None:
+        """Go on with new processes."""
         self.kill()
-        self._start()  # or each test after this one would fail too
-        raise kind(text)
+        self._start()
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """The results in rank order; fails with the traceback of a rank that failed."""
@@ -92,7 +98,7 @@ class Pool:
     def close(self) -> None:
         for connection in self.connections:
             connection.send(None)
-        codes = [process.wait(30) for process in self.processes]
+        codes = [process.wait() for process in self.processes]
         assert codes == [0] * self.size, f"workers ended with {codes}"
 
     def kill(self) -> None:
@@ -108,27 +114,3 @@ def make_pool(size: int, folder: Path) -> Iterator[Pool]:
         pool.close()
     finally:
         pool.kill()
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """One process, for what would otherwise start many, each with the imports anew."""
-    yield from make_pool(1, tmp_path_factory.mktemp("alone"))
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """Two processes."""
-    yield from make_pool(2, tmp_path_factory.mktemp("pool"))
-
-
-@pytest.fixture(scope="module")
-def pool_of_4(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """Four processes."""
-    yield from make_pool(4, tmp_path_factory.mktemp("pool"))
-
-
-@pytest.fixture(scope="module")
-def pool_of_8(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """Eight processes, for slow tests of three axes."""
-    yield from make_pool(8, tmp_path_factory.mktemp("pool"))

@@ -17,8 +17,8 @@ from accel_callbacks import (
     find_executable_batch_size,
 )
 from accel_callbacks.callbacks import EarlyStopping
-from tests.distributed.conftest import Pool
 from tests.support.bound import BOUND
+from tests.support.pool import Pool
 from tests.support.sharded import quiet
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::FutureWarning")]

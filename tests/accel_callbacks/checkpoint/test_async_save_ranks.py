@@ -19,7 +19,7 @@ from accel_callbacks.callbacks import Checkpoint
 from accel_callbacks.checkpoint.async_save import SaveCallbacks
 from tests.support import warm
 
-SUPPORT = Path(__file__).resolve().parents[1] / "support"
+SUPPORT = Path(__file__).resolve().parents[2] / "support"
 sys.path.insert(0, str(SUPPORT))
 
 from gated_files import Gate  # noqa: E402

@@ -17,8 +17,8 @@ import torch
 import checkpoint_io
 from accel_callbacks import Accelerator, DistributedDataParallelKwargs, ResumeError
 from accel_callbacks.strategies.single_device import SingleDevice
-from tests.distributed.conftest import Pool
 from tests.support.bound import BOUND
+from tests.support.pool import Pool
 from tests.support.rounding import reordered
 from tests.support.strategies import strategy
 

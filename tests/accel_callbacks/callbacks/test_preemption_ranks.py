@@ -21,7 +21,7 @@ from tests.support import warm
 from tests.support.bound import BOUND
 from tests.support.ports import free_port
 
-SCRIPT = Path(__file__).resolve().parents[1] / "support" / "preempted.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "support" / "preempted.py"
 SPEC = importlib.util.spec_from_file_location("preempted", SCRIPT)
 preempted = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(preempted)

@@ -15,7 +15,7 @@ import pytest
 from loggers import read_jsonl
 from tests.support import warm
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 STEPS_PER_EPOCH = {1: 45, 2: 23}
 EPOCHS = 3
 

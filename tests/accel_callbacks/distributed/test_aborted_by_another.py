@@ -16,7 +16,7 @@ from accel_callbacks.collectives.store import BoundedStore
 from accel_callbacks.distributed import abort
 from accel_callbacks.distributed.heartbeat import Heartbeat
 from accel_callbacks.errors import LostRankError
-from tests.distributed.test_failing_scripts import run_script
+from tests.accel_callbacks.distributed.test_failing_scripts import run_script
 from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_callbacks import FullyShardedDataParallelPlugin
-from tests.distributed.test_context_parallel import accelerator, sentences, summed
+from tests.accel_callbacks.strategies.test_context_parallel import accelerator, sentences, summed
 from tests.support.language import LanguageModel
 from tests.support.ring_attention import ring_on_cpu
 from tests.support.rounding import reordered

@@ -24,7 +24,7 @@ from checkpoint_io import (
 )
 from checkpoint_io.loader.source import Source
 from checkpoint_io.storage.local import LocalStore
-from tests.distributed.test_restore import spread_job
+from tests.accel_callbacks.checkpoint.test_restore_ranks import spread_job
 from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed

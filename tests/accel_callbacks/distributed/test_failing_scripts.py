@@ -14,7 +14,7 @@ import pytest
 from tests.support import warm
 from tests.support.ports import free_port
 
-SUPPORT = Path(__file__).resolve().parents[1] / "support"
+SUPPORT = Path(__file__).resolve().parents[2] / "support"
 
 pytestmark = pytest.mark.distributed
 

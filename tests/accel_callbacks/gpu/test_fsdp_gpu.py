@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.gpu.test_nccl import run_ranks
+from tests.accel_callbacks.gpu.test_nccl import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,7 +20,7 @@ from tests.support.ports import free_port
 
 pytestmark = pytest.mark.distributed
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "tests" / "support" / "struck.py"
 TO_STRIKE = 120.0  # seconds, of which a busy machine needs many
 FORGIVEN = 60.0  # seconds more than promised, on a machine that may be busy

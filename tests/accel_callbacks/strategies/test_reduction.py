@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from accel_callbacks import Accelerator, DistributedDataParallelKwargs
-from tests.distributed.conftest import Pool
 from tests.support.bound import BOUND
+from tests.support.pool import Pool
 
 pytestmark = pytest.mark.distributed
 

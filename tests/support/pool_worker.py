@@ -12,12 +12,12 @@ import traceback
 from multiprocessing.connection import Client
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-sys.path.append(ROOT)  # for the test modules, which import what tests share
+sys.path[0] = ROOT  # for the test modules, which import what tests share
 
 
 def load(path: str, name: str):
     """A function by file and name: test modules are not importable by name in a new process."""
-    module_name = f"pool_{os.path.basename(path)[:-3]}"
+    module_name = "pool_" + os.path.relpath(path, ROOT)[:-3].replace(os.sep, "_").replace(".", "_")
     module = sys.modules.get(module_name)
     if module is None:
         spec = importlib.util.spec_from_file_location(module_name, path)
