@@ -19,20 +19,16 @@ REFUSAL = (
 )
 
 
-@pytest.mark.parametrize(
-    ("engine", "outcome", "cell"),
-    [
+def test_a_cell_holds_its_difference_or_a_refusal_that_is_known() -> None:
+    cases = [
         ("pp x tp", [1.0, 2.0], ("0e+00", True)),
         ("pp", [1.0, 2.5], ("5e-01", False)),
         ("pp", REFUSAL, ("refused", True)),
         ("pp", "a size does not fit", ("refused", False)),
         ("tp", REFUSAL, ("refused", False)),
-    ],
-)
-def test_a_cell_holds_its_difference_or_a_refusal_that_is_known(
-    engine: str, outcome: object, cell: tuple[str, bool]
-) -> None:
-    assert parity.cell(engine, "fp16", outcome, [1.0, 2.0], 1e-5) == cell
+    ]
+    for engine, outcome, cell in cases:
+        assert parity.cell(engine, "fp16", outcome, [1.0, 2.0], 1e-5) == cell
 
 
 def test_a_row_that_does_not_hold_is_marked_and_told() -> None:

@@ -25,19 +25,15 @@ def benchmark() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize(
-    ("ratios", "devices", "words"),
-    [
+def test_a_verdict_of_rounds_that_agree(benchmark: ModuleType) -> None:
+    cases = [
         ([1.9, 1.92, 1.88], 2, "1.90 times one device [1.88..1.92]: near twice the speed"),
         ([1.5, 1.52, 1.51], 2, ": NOT near twice the speed (1.80 or more)"),
         ([1.9, 1.5, 1.95], 2, ": no verdict"),
         ([3.7], 4, ": near 4 times the speed"),
-    ],
-)
-def test_a_verdict_of_rounds_that_agree(
-    benchmark: ModuleType, ratios: list[float], devices: int, words: str
-) -> None:
-    assert words in benchmark.verdict(ratios, devices)
+    ]
+    for ratios, devices, words in cases:
+        assert words in benchmark.verdict(ratios, devices)
 
 
 def test_the_first_steps_do_not_count(benchmark: ModuleType, tmp_path: Path) -> None:
