@@ -38,6 +38,10 @@ _known_starters: dict[Path, set[str]] = {}
 os.environ.setdefault(_MARK, os.urandom(8).hex())
 _at_sigterm: signal._HANDLER = signal.SIG_DFL
 
+# Threads of torch wait for each other without spinning: beside other work on the same cores, a spin
+# of milliseconds in each operation makes a test of two seconds one of two minutes.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # What `nohup`, cron or a script's `&` starts inherits Ctrl-C as ignored, and so does all that it
 # starts in turn. Tests send it: to this process, to workers of xdist, and to their children.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
