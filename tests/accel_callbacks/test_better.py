@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import fsspec
@@ -17,7 +16,6 @@ from accel_callbacks import (
     Callback,
     ProjectConfiguration,
     gather_object,
-    main_process_first,
     set_seed,
     skip_first_batches,
 )
@@ -394,22 +392,6 @@ def gathered_dicts() -> list:
 
 def test_gather_object_keeps_dicts(pool):
     assert pool.run(gathered_dicts) == [[{"rank": 0}, {"rank": 1}]] * 2
-
-
-def the_main_process_raises() -> None:
-    accel = accelerator()
-    with main_process_first():
-        if accel.is_main_process:
-            raise OSError("no data")
-
-
-def test_main_process_first_releases_the_others_when_the_main_one_raises(pool):
-    started = time.monotonic()
-    main, other = pool.outcomes(the_main_process_raises)
-    assert main[0] == "OSError"
-    assert other[0] == "RemoteError"
-    assert "no data" in other[1]
-    assert time.monotonic() - started < 15
 
 
 def two_side_by_side() -> list:

@@ -66,7 +66,7 @@ path = "pid" + os.environ["RANK"]
 with open(path + ".part", "w") as out:
     out.write(str(os.getpid()))
 os.replace(path + ".part", path)
-time.sleep(120)
+time.sleep(1000)
 """
 
 
@@ -247,10 +247,8 @@ def test_in_process_launch_leaves_the_environment(
 
 def _read_pid(path: Path, launcher: subprocess.Popen[str]) -> int:
     """Wait for a rank to write its process id."""
-    end = time.monotonic() + 60
     while not path.exists():
         assert launcher.poll() is None
-        assert time.monotonic() < end
         time.sleep(0.05)
     return int(path.read_text())
 

@@ -28,7 +28,7 @@ if "all" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # so that it fails before it is stopped
 if os.environ["RANK"] == "1" or "all" in sys.argv:
     deep()
-time.sleep(60)
+time.sleep(1000)
 """
 
 TRAINS = """
@@ -61,7 +61,7 @@ try:
         train()
 except ValueError:
     if how == "caught":
-        time.sleep(60)
+        time.sleep(1000)
     raise
 """
 
@@ -90,12 +90,12 @@ if __name__ == "__main__":
 
 FAMILY = """
 import os, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
 path = "pid" + os.environ["RANK"]
 with open(path + ".part", "w") as out:
     out.write(f"{os.getpid()} {child.pid}")
 os.replace(path + ".part", path)
-time.sleep(120)
+time.sleep(1000)
 """
 
 
@@ -270,9 +270,7 @@ def test_a_killed_launcher_leaves_no_orphan(
     (folder,) = place.glob("accel-launch-*")
     launcher.kill()
     launcher.communicate()  # no process of the launch holds its output either
-    end = time.monotonic() + 30
     while [pid for pid in pids if alive(pid)]:
-        assert time.monotonic() < end
         time.sleep(0.05)
     with launch_folder(place):  # of the next launch
         assert not folder.exists()
@@ -282,7 +280,7 @@ def test_a_killed_launcher_leaves_no_orphan(
 def test_what_ignores_sigterm_is_killed_and_others_are_left_alone() -> None:
     code = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "print(1, flush=True); time.sleep(60)"
+        "print(1, flush=True); time.sleep(1000)"
     )
     ours, other = (
         subprocess.Popen(
@@ -308,10 +306,8 @@ def test_what_ignores_sigterm_is_killed_and_others_are_left_alone() -> None:
 
 def read_pids(path: Path, launcher: subprocess.Popen[str]) -> list[int]:
     """Wait for a rank to write the ids of its family."""
-    end = time.monotonic() + 60
     while not path.exists():
         assert launcher.poll() is None
-        assert time.monotonic() < end
         time.sleep(0.05)
     return [int(word) for word in path.read_text().split()]
 

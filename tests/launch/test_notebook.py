@@ -154,7 +154,7 @@ def waits_for(ending: Callable[[], None]) -> Callable[[], None]:
         if accel.process_index == 1:
             ending()
         accel.wait_for_everyone()
-        time.sleep(60)
+        time.sleep(1000)
 
     return train
 
@@ -187,7 +187,7 @@ def test_a_killed_process_is_named_and_not_its_peer() -> None:
 def test_a_peer_reports_which_rank_died_first(tmp_path: Path) -> None:
     reports = ErrorReports(tmp_path)
     reports.started(0)
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]) as other:
         (tmp_path / "1.pid").write_text(str(other.pid))
         reports.failed(0, ConnectionError("before"))
         assert reports.error({}, "here").rank == 0
@@ -248,7 +248,7 @@ def test_an_interrupted_process_ends_the_launch() -> None:
     def interrupted() -> None:
         if os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(60)
+        time.sleep(1000)
 
     with pytest.raises(RemoteError, match=r"rank 1 failed.*code 130"):
         debug_launcher(interrupted)
@@ -272,7 +272,7 @@ def test_restarts_go_on(capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_killed_launcher_leaves_no_process(tmp_path: Path) -> None:
     def train() -> None:
         (tmp_path / os.environ["RANK"]).write_text(str(os.getpid()))
-        time.sleep(120)
+        time.sleep(1000)
 
     launcher = multiprocessing.get_context("fork").Process(target=debug_launcher, args=(train,))
     launcher.start()
@@ -298,7 +298,7 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
             def train():
                 accel = Accelerator()
                 pathlib.Path(f"pid{accel.process_index}").write_text(str(os.getpid()))
-                time.sleep(120)
+                time.sleep(1000)
 
             try:
                 debug_launcher(train)
@@ -333,9 +333,7 @@ def _kill_group(group: int) -> None:
 
 
 def _until(true: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
     while not true():
-        assert time.monotonic() < end
         time.sleep(0.05)
 
 

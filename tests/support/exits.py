@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import warm
+from tests.support.bound import BOUND
 from tests.support.ports import free_port
 
 __all__ = ["EXITS", "Exit", "faults_of"]
 
 _PROGRAM = str(Path(__file__).with_name("exiting.py"))
-_LIMIT = 60.0  # seconds; each takes about one
+_LIMIT = BOUND.total_seconds()  # each takes about one second
 # What no end may print: an abort, an error of a destructor, C++ frames and warnings of torch.
 _UNWANTED = re.compile(
     r"terminate called|Fatal Python error|Segmentation fault|Aborted|Exception ignored|"

@@ -64,7 +64,7 @@ class Strike:
         if self._fault == "vanish":
             os._exit(0)
         if self._fault in ("delay", "block"):
-            time.sleep(2.5 * self._timeout if self._fault == "delay" else 3600)
+            time.sleep(1.5 * self._timeout if self._fault == "delay" else 3600)
             return
         os.kill(os.getpid(), {"stop": signal.SIGSTOP, "kill": signal.SIGKILL}[self._fault])
 
@@ -174,6 +174,13 @@ class Counted:
         self._reach("load")
 
 
+def wait_for_all(folder: Path) -> None:
+    """Begin together: the timeout is short, and begins where the first rank joins."""
+    (folder / f"ready-{os.environ['RANK']}").touch()
+    while len(list(folder.glob("ready-*"))) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)
+
+
 def main(place: str, fault: str, victim: str, folder: str, timeout: str, run: str = "run") -> None:
     strike = Strike(place, fault, victim, folder, timeout)
     reach = strike.reach
@@ -183,6 +190,7 @@ def main(place: str, fault: str, victim: str, folder: str, timeout: str, run: st
     fsspec.register_implementation("striking", StrikingFiles)
     strike_in_join(reach)
     strike_in_collection(reach)
+    wait_for_all(Path(folder))
     reach("start")
     accel = Accelerator(
         cpu=True,

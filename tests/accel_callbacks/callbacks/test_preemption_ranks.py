@@ -163,6 +163,8 @@ def test_a_missed_metric_ends_both(pool):
 
 
 def failing(folder: str) -> None:
+    Accelerator(cpu=True, timeout=BOUND)  # the pool keeps the group of another test: a warning
+
     def each_step(run) -> None:
         if run.global_step == 3:
             raise ValueError("bad batch")
@@ -222,10 +224,9 @@ def start(folder: Path, pace: float) -> list[subprocess.Popen]:
 @pytest.mark.slow
 def test_two_scripts_end_with_the_code_and_go_on_when_they_are_started_again(pool, tmp_path):
     processes = start(tmp_path, 0.05)
-    deadline = time.monotonic() + 60
     steps = tmp_path / "steps-1"
     while not steps.exists() or len(steps.read_text().splitlines()) < 4:
-        assert time.monotonic() < deadline
+        assert processes[1].poll() is None, (tmp_path / "log").read_text()
         time.sleep(0.01)
     processes[1].send_signal(signal.SIGTERM)
     assert [process.wait() for process in processes] == [75, 75], (tmp_path / "log").read_text()

@@ -31,7 +31,7 @@ from accel_callbacks.distributed import failures
 from accel_callbacks.distributed.rng import RNGType
 from accel_callbacks.distributed.topology import destroy_topology, resolve_topology
 from tests.support import warm
-from tests.support.bound import BOUND
+from tests.support.bound import BOUND, OUTLASTING
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.distributed
@@ -42,7 +42,7 @@ FIRST = {"main": main_process_first, "local": local_main_process_first}
 def handle() -> PartialState:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return PartialState(cpu=True, timeout=BOUND)
+        return PartialState(cpu=True, timeout=OUTLASTING)  # who waits for it shows in no other way
 
 
 def decorated() -> list:
@@ -134,9 +134,7 @@ ELSEWHERE = (
     ],
 )
 def test_an_error_in_synchronize_reaches_those_who_wait_elsewhere(pool, how, failing):
-    began = time.monotonic()
     outcomes = pool.outcomes(fails_while_the_others_wait, how, failing)
-    assert time.monotonic() - began < 40  # and not the time that a collective waits
     assert outcomes[failing][0] == "OSError"
     other, text = outcomes[1 - failing]
     assert other == "RemoteError"
@@ -202,9 +200,7 @@ def fails_in_its_turn(first: str, failing: int, kind: str) -> None:
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("first", FIRST)
 def test_an_error_in_a_turn_reaches_every_rank(pool, first, failing, kind):
-    began = time.monotonic()
     outcomes = pool.outcomes(fails_in_its_turn, first, failing, kind)
-    assert time.monotonic() - began < 20  # and not the time that a collective waits
     assert outcomes[failing][0] == ("OSError" if kind == "OSError" else "LookupError")
     other, text = outcomes[1 - failing]
     assert other == "RemoteError"
@@ -455,7 +451,7 @@ def two_processes(code: str, **environment: str) -> list[str]:
         )
         for rank in range(2)
     ]
-    return [process.communicate(timeout=100)[0] for process in running]
+    return [process.communicate()[0] for process in running]
 
 
 @pytest.mark.parametrize("place", ["tcp", pytest.param("file", marks=pytest.mark.slow)])
@@ -480,16 +476,19 @@ def test_processes_meet_where_they_are_told_and_over_the_backend_asked_for(tmp_p
 @pytest.mark.slow
 def test_a_timeout_at_a_meeting_names_who_did_not_come(tmp_path):
     code = (
-        "import time\n"
+        "import pathlib, time\n"
         "from datetime import timedelta\n"
         "from accel_callbacks import PartialState, main_process_first\n"
         f"meet = 'file://{tmp_path}/meet'\n"
-        "state = PartialState(cpu=True, init_method=meet, timeout=timedelta(seconds=3))\n"
+        f"ended = pathlib.Path({str(tmp_path / 'ended')!r})\n"
+        "state = PartialState(cpu=True, init_method=meet, timeout=timedelta(seconds=8))\n"
         "try:\n"
         "    with main_process_first():\n"
-        "        time.sleep(8 if state.is_main_process else 0)\n"
+        "        while state.is_main_process and not ended.exists():\n"
+        "            time.sleep(0.05)\n"
         "except RuntimeError as error:\n"
         "    print(error)\n"
+        "    ended.touch()\n"
     )
     printed = two_processes(code)[1]
     assert "ranks [0] did not come to main_process_first within the timeout" in printed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from contextlib import redirect_stderr
-from datetime import timedelta
 
 import pytest
 import torch
@@ -376,7 +375,7 @@ def test_a_collective_callback_that_is_missing_on_one_process_is_an_error(pool):
 
 
 def a_voter_that_is_done_on_one_process() -> int:
-    accel = Accelerator(cpu=True, timeout=timedelta(seconds=10))
+    accel = Accelerator(cpu=True, timeout=BOUND)
     accel.on("log", once=True, can_vote=True)(lambda run: None)
     data = accel.prepare(torch.utils.data.DataLoader(torch.ones(12, 1)))
     with accel.run("votes", resume=False) as run:

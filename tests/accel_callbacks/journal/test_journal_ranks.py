@@ -53,16 +53,22 @@ def test_the_samples_of_a_step_are_told_by_rank(pool: Pool, tmp_path: Path) -> N
 
 
 def train_with_a_slow_rank(folder: str) -> None:
-    """Train four steps, in which rank 1 takes a tenth of a second longer to its loss."""
+    """Train four steps, in which rank 1 takes a tenth of a second longer than rank 0."""
     accel = Accelerator(cpu=True, project_dir=folder, timeout=BOUND)
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     data = torch.utils.data.DataLoader(torch.arange(16.0)[:, None], batch_size=2)
     model, optimizer, data = accel.prepare(model, optimizer, data)
-    with accel.run("slow"):
+    with accel.run("slow") as run:
         for batch in data:
             loss = model(batch).mean()
-            time.sleep(0.1 * accel.process_index)
+            there = Path(folder, f"there-{run.global_step}")
+            if accel.is_main_process:
+                there.touch()
+            else:
+                while not there.exists():
+                    time.sleep(0.001)
+                time.sleep(0.1)
             accel.backward(loss)
             optimizer.step()
             optimizer.zero_grad()

@@ -78,7 +78,7 @@ def run_noticed(folder: str, address: str, at: int) -> list:
                     optimizer.zero_grad()
                     steps.append(run.global_step)
                     if run.global_step == at and run.is_global_zero:
-                        urllib.request.urlopen(f"{address}/announce", timeout=10).close()
+                        urllib.request.urlopen(f"{address}/announce").close()
                         while preemption.received is None:
                             time.sleep(0.01)
     except SystemExit as stop:
@@ -96,9 +96,12 @@ def test_a_notice_to_one_machine_stops_both_at_one_step(pool, tmp_path):
             reply(handler, 200, b"")
 
         metadata.answers["/announce"] = announce
+        began = time.monotonic()
         ended = pool.run(run_noticed, str(tmp_path), metadata.address, 3)
         assert ended == [[[1, 2, 3, 4], 75, True]] * 2
-        assert metadata.requests.count(AWS) < 500
+        # Both ranks ask, with a pause between two requests that is at least that long.
+        pauses = (time.monotonic() - began) / 0.02
+        assert metadata.requests.count(AWS) <= 2 * (pauses + 2)
         metadata.answers.clear()
         resumed = pool.run(run_noticed, str(tmp_path), metadata.address, 0)
     assert resumed == [[[5, 6, 7, 8]]] * 2
@@ -109,7 +112,7 @@ def run_apart(folder: str) -> list:
     accel = Accelerator(cpu=True, callbacks=[Preemption(), Checkpoint(folder, every_n_steps=100)])
     model = torch.nn.Linear(1, 1)
     data = torch.utils.data.DataLoader(torch.ones(4, 1))
-    val = torch.utils.data.DataLoader(torch.ones(40, 1))
+    val = torch.utils.data.DataLoader(torch.ones(400, 1))
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, data, val = accel.prepare(model, sgd, data, val)
     batches = 0
@@ -135,4 +138,4 @@ def test_ranks_that_meet_in_no_collective_leave_at_one_batch_too(pool, tmp_path)
     first, second = pool.run(run_apart, str(tmp_path))
     assert first == second
     assert first[0] == 75
-    assert first[1] < 10  # of 20
+    assert first[1] < 200  # and not after all, which takes two minutes

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import time
-from datetime import timedelta
 
 import pytest
 import torch
@@ -15,10 +14,9 @@ import torch
 from accel_callbacks import Accelerator, Callback
 from accel_callbacks.distributed import abort, heartbeat
 from loggers import Tracker
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
-
-LONG = timedelta(seconds=300)
 
 
 class Fails(Callback):
@@ -88,7 +86,7 @@ ERRORS = {"error": ValueError, "interrupt": KeyboardInterrupt, "exit": SystemExi
 def fail_in_a_hook(hook: str, ranks: list[int], kind: str) -> tuple:
     fails = Fails(hook, ranks, ERRORS[kind]("no space left"))
     status = Status()
-    accel = Accelerator(cpu=True, timeout=LONG, callbacks=[fails], log_with=status)
+    accel = Accelerator(cpu=True, timeout=BOUND, callbacks=[fails], log_with=status)
     return (*ending(lambda: train(accel)), fails.ended_with, status.ended)
 
 
@@ -148,7 +146,7 @@ def test_processes_that_fail_at_once_raise_their_own_errors(pool):
 
 
 def fail_in_the_body(rank: int) -> tuple:
-    accel = Accelerator(cpu=True, timeout=LONG)
+    accel = Accelerator(cpu=True, timeout=BOUND)
 
     def body(index):
         if index == 2 and accel.process_index == rank:
@@ -165,7 +163,7 @@ def test_an_error_between_batches_ends_the_run_on_all_processes(pool, rank):
 
 
 def fail_where_nothing_is_exchanged(rank: int) -> tuple:
-    accel = Accelerator(cpu=True, timeout=LONG)
+    accel = Accelerator(cpu=True, timeout=BOUND)
 
     def alone():
         with accel.run("alone"):
@@ -183,7 +181,7 @@ def test_a_process_that_is_done_learns_of_the_error_at_the_end_of_the_run(pool, 
 
 
 def fail_with_two_runs_open() -> tuple:
-    outer = Accelerator(cpu=True, timeout=LONG)
+    outer = Accelerator(cpu=True, timeout=BOUND)
     inner = Accelerator(cpu=True)
 
     def both():
@@ -202,7 +200,7 @@ def test_a_run_around_a_run_passes_the_error_on(pool):
 
 def fail_on_some_of_four(ranks: list[int]) -> tuple:
     fails = Fails("on_log", ranks, ValueError("no space left"))
-    return ending(lambda: train(Accelerator(cpu=True, timeout=LONG, callbacks=[fails])))
+    return ending(lambda: train(Accelerator(cpu=True, timeout=BOUND, callbacks=[fails])))
 
 
 @pytest.mark.slow
@@ -221,7 +219,7 @@ def sweep(failing_rank: int) -> list:
     """Three runs, of which the second fails on one process."""
     found = []
     for number in range(3):
-        accel = Accelerator(cpu=True, timeout=LONG)
+        accel = Accelerator(cpu=True, timeout=BOUND)
 
         def body(index, accel=accel, number=number):
             if number == 1 and accel.process_index == failing_rank:
@@ -242,7 +240,7 @@ def test_a_sweep_that_catches_the_error_goes_on_with_its_next_run(pool, rank):
 
 def use_after_an_error(folder: str) -> list:
     fails = Fails("on_log", [1], ValueError("no space left"))
-    accel = Accelerator(cpu=True, timeout=LONG, callbacks=[fails], project_dir=folder)
+    accel = Accelerator(cpu=True, timeout=BOUND, callbacks=[fails], project_dir=folder)
     ending(lambda: train(accel))
     actions = [
         accel.save_state,
@@ -269,19 +267,21 @@ def test_an_accelerator_whose_run_has_ended_with_an_error_says_what_to_do(pool, 
 
 def wait_while_another_publishes_an_error() -> list:
     """What a process does that NCCL would leave waiting; here gloo is not told of the error."""
-    accel = Accelerator(cpu=True, timeout=LONG)
+    accel = Accelerator(cpu=True, timeout=BOUND)
     threads = threading.active_count()
     abort.watch_for_failures()()
     found = [threading.active_count() - threads]  # gloo needs no thread
     if accel.process_index == 1:
         abort.store().set(heartbeat.REPORT, '{"rank": 1, "where": "a run", "details": "disk"}')
-        time.sleep(0.1)
+        while not abort.store().check(["heard"]):
+            time.sleep(0.01)
     else:
         over = threading.Event()
         watch = threading.Thread(target=abort._watch, args=(abort.store(), over))
         watch.start()
         error = ending(accel.wait_for_everyone)
         watch.join()
+        abort.store().set("heard", "")
         found.append(error[0])
         found.append(abort.abort_run(RuntimeError("gloo: " + error[1]), "here").args[0])
     abort.abort_group()

@@ -415,7 +415,7 @@ def test_weights_load_into_a_sharded_model(pools, layout, tmp_path):
 def gathers_on_one_rank(layout: str, debug: bool, then: str) -> None:
     """Only the main process calls, as scripts for DDP may; the others go on."""
     destroy_topology()  # the group of other tests has a longer timeout
-    accel = accelerator(layout, timeout=timedelta(seconds=4), debug=debug)
+    accel = accelerator(layout, timeout=timedelta(seconds=8), debug=debug)
     model = accel.prepare(Net())
     if accel.is_main_process:
         accel.get_state_dict(model)

@@ -12,6 +12,7 @@ import torch
 
 from accel_callbacks import Accelerator, FullyShardedDataParallelPlugin
 from accel_callbacks.distributed.topology import destroy_topology
+from tests.support.bound import BOUND
 from tests.support.sharded import Network, accelerator, batch_of, step
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -133,7 +134,7 @@ PLACES = {
 )
 def test_the_error_names_the_rank_that_does_not_come_and_its_place(pool, then, run):
     try:
-        outcomes = pool.outcomes(under_an_if, then, run, 2.0 if then == "wait" else 6.0)
+        outcomes = pool.outcomes(under_an_if, then, run, 8.0)
     finally:
         pool.restart()
     kind, text = outcomes[0]
@@ -160,7 +161,7 @@ def test_the_error_names_the_rank_that_does_not_come_and_its_place(pool, then, r
 @pytest.mark.parametrize("run", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ranks_in_different_forwards_say_so_at_once(pool, run):
     try:
-        outcomes = pool.outcomes(under_an_if, "step", run, 30.0)
+        outcomes = pool.outcomes(under_an_if, "step", run, BOUND.total_seconds())
     finally:
         pool.restart()
     for kind, text in outcomes:

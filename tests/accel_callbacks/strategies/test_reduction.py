@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from accel_callbacks import Accelerator, DistributedDataParallelKwargs
+from accel_callbacks.strategies import reduction
 from tests.support.bound import BOUND
 from tests.support.pool import Pool
 
@@ -40,16 +40,16 @@ class Experts(torch.nn.Module):
         return sum(self.experts[number](hidden).mean() for number in experts)
 
 
-def prepared(seconds: float, unused: bool = False) -> tuple[Any, ...]:
+def prepared(unused: bool = False) -> tuple[Any, ...]:
     options = DistributedDataParallelKwargs(bucket_cap_mb=1, find_unused_parameters=unused)
-    timeout = timedelta(seconds=seconds)
-    accel = Accelerator(cpu=True, timeout=timeout, kwargs_handlers=[options])
+    accel = Accelerator(cpu=True, timeout=BOUND, kwargs_handlers=[options])
     model = Experts()
     return accel, *accel.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
 
 
-def routed(routes: list[Any], then: str, seconds: float, unused: bool = False) -> str:
-    accel, model, optimizer = prepared(seconds, unused)
+def routed(routes: list[Any], then: str, unused: bool = False, patience: float = 600.0) -> str:
+    reduction._LONGEST = patience
+    accel, model, optimizer = prepared(unused)
     for route in ((0, 1, 2), (0, 1, 2)), ((0, 1, 2), (0, 1, 2)), routes, routes:
         loss = model(torch.ones(4, 8), tuple(route[accel.process_index]))
         accel.backward(loss)
@@ -67,7 +67,7 @@ APART = [[1, 2], [0, 1]]
 
 @pytest.mark.parametrize("then", ["reduce", "gather", "forward"])
 def test_ranks_that_lack_other_gradients_name_theirs(fresh_pool, then):
-    outcomes = fresh_pool.outcomes(routed, APART, then, 120.0)
+    outcomes = fresh_pool.outcomes(routed, APART, then)
     for (kind, text), lacking in zip(outcomes, (0, 2), strict=True):
         assert kind == "RuntimeError"
         assert text.startswith("" if then == "forward" else f"{then}: ")
@@ -77,13 +77,13 @@ def test_ranks_that_lack_other_gradients_name_theirs(fresh_pool, then):
 
 
 def test_a_rank_that_alone_lacks_some_says_so_to_the_one_that_waits(fresh_pool):
-    outcomes = fresh_pool.outcomes(routed, [[0, 1, 2], [0, 1]], "reduce", 8.0)
+    outcomes = fresh_pool.outcomes(routed, [[0, 1, 2], [0, 1]], "reduce", False, 1.0)
     for _, text in outcomes:
         assert "'experts.2.bias' of Experts got no gradient in the last backward of rank 1" in text
 
 
 def test_with_unused_parameters_they_train(pool):
-    assert pool.run(routed, APART, "gather", 30.0, True) == ["trained"] * 2
+    assert pool.run(routed, APART, "gather", True) == ["trained"] * 2
 
 
 class Halves(torch.nn.Module):
