@@ -94,14 +94,13 @@ def test_a_package_of_the_same_name_is_named_too(tmp_path, name):
     assert str(tmp_path / name) in error_of(start(tmp_path, REQUIRE.format(name)))
 
 
-@both
-def test_a_folder_without_init_works_or_is_named_however_ours_is_installed(tmp_path, name):
-    """An editable install may find ours only after such a folder."""
-    (tmp_path / name).mkdir()
-    script = REQUIRE.format(name) + f"import {name}\nassert {name}.__file__\n"
+def test_a_folder_without_init_works_or_is_named_however_ours_is_installed(tmp_path):
+    """An editable install may find ours only after such a folder; loggers needs no torch."""
+    (tmp_path / "loggers").mkdir()
+    script = REQUIRE.format("loggers") + "import loggers\nassert loggers.__file__\n"
     done = start(tmp_path, script, on_path=False)
     if done.returncode:
-        assert str(tmp_path / name) in error_of(done)
+        assert str(tmp_path / "loggers") in error_of(done)
 
 
 @both

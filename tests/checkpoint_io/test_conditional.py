@@ -36,7 +36,10 @@ pytest.importorskip("s3fs")
 QUICK = RetryPolicy(attempts=4, base_delay=0.01, max_delay=0.02, read_timeout=600.0)
 
 
-@pytest.fixture(scope="module", params=["moto", "seaweedfs"])
+OBEYING = ["moto", "seaweedfs"]
+
+
+@pytest.fixture(scope="module", params=OBEYING)
 def obeying(request: pytest.FixtureRequest) -> Iterator[S3Server]:
     with s3_server(request.param) as running:
         yield running
@@ -79,14 +82,16 @@ def test_only_over_what_was_seen(obeying: S3Server) -> None:
     assert set(store.sizes()) == {"m"}  # the probe has cleaned up
 
 
-@pytest.mark.parametrize("exists", [False, True])
+@pytest.mark.parametrize(
+    ("obeying", "exists"), zip(OBEYING, [False, True], strict=True), indirect=["obeying"]
+)
 def test_of_many_writers_one_wins(obeying: S3Server, exists: bool) -> None:
     store = place(obeying)
     if exists:
         store.replace("m", b"before", "t")
     seen = store.token("m")
     outcomes: list[Any] = []
-    start = threading.Barrier(8)
+    start = threading.Barrier(4)
 
     def write(number: int) -> None:
         mine = open_store(store.url, obeying.options)
@@ -97,13 +102,13 @@ def test_of_many_writers_one_wins(obeying: S3Server, exists: bool) -> None:
         except CheckpointConflictError as error:
             outcomes.append(error)
 
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     winners = [outcome for outcome in outcomes if isinstance(outcome, int)]
-    assert len(outcomes) == 8
+    assert len(outcomes) == 4
     assert [b"%d" % winner for winner in winners] == [content(store)]
 
 

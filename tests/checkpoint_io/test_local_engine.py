@@ -255,8 +255,8 @@ piece, store = memoryview(bytearray(2**20)), LocalStore(sys.argv[1])
 with store.create("warm", 2**20) as write:
     write(piece)
 before = peak()
-with store.create("f", 200 * 2**20) as write:
-    for _ in range(200):
+with store.create("f", 80 * 2**20) as write:
+    for _ in range(80):
         write(piece)
 print((peak() - before) // 1024)
 """

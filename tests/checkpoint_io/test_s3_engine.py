@@ -20,6 +20,7 @@ from checkpoint_io.format.names import tensors_name
 from checkpoint_io.storage.base import Span
 from checkpoint_io.storage.open import Store, open_store
 from checkpoint_io.storage.retry import RetryPolicy
+from checkpoint_io.storage.s3.client import STEP
 from checkpoint_io.storage.s3.parts import PartBudget, part_size, process_budget
 from tests.checkpoint_io.scripted_s3 import (
     Answer,
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.s3
 pytest.importorskip("s3fs")
 
 MIB = 1 << 20
-PART = 16 * MIB
+PART = 5 * MIB  # the least that stores take for a part
 SHORT = 64 << 10
 QUICK = RetryPolicy(attempts=4, base_delay=0.01, max_delay=0.02, read_timeout=600.0)
 #: For what is stalled; it also gives up what is only slow, but not that often.
@@ -47,6 +48,12 @@ HASTY = replace(QUICK, attempts=20, read_timeout=0.5)
 def server(request: pytest.FixtureRequest) -> Iterator[S3Server]:
     with s3_server(request.param) as running:
         yield running
+
+
+@pytest.fixture(autouse=True)
+def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less is sent than in parts of the usual size."""
+    monkeypatch.setattr("checkpoint_io.storage.s3.parts.part_size", lambda size: PART)
 
 
 @pytest.fixture
@@ -65,13 +72,13 @@ def scripted(script: ScriptedS3, retry: RetryPolicy = QUICK) -> Store:
     return open_store("s3://bucket/o", script.options, retry=retry)
 
 
-def put(store: Store, name: str, data: bytes, size: int | None = None, step: int = 7 * MIB) -> None:
+def put(store: Store, name: str, data: bytes, size: int | None = None, step: int = 2 * MIB) -> None:
     with store.create(name, size) as write:
         for at in range(0, len(data), step):
             write(memoryview(data)[at : at + step])
 
 
-def get(store: Store, name: str, size: int, step: int = 5 * MIB) -> bytes:
+def get(store: Store, name: str, size: int, step: int = 3 * MIB) -> bytes:
     spans = [Span(name, at, min(size, at + step)) for at in range(0, size, step)]
     result = bytearray(size)
 
@@ -114,12 +121,12 @@ def test_round_trip(server: S3Server, size: int, announced: bool) -> None:
 
 def test_what_is_written_may_change_at_once(server: S3Server) -> None:
     store = place(server)
-    piece_ = bytearray(3 * MIB)
-    with store.create("x", 15 * 3 * MIB) as write:
+    piece_ = bytearray(MIB)
+    with store.create("x", 15 * MIB) as write:
         for number in range(15):
             piece_[:] = bytes([number]) * len(piece_)
             write(memoryview(piece_))
-    assert get(store, "x", 45 * MIB) == b"".join(bytes([n]) * 3 * MIB for n in range(15))
+    assert get(store, "x", 15 * MIB) == b"".join(bytes([n]) * MIB for n in range(15))
 
 
 @pytest.mark.parametrize("written", [0, PART // 2, 3 * PART])
@@ -163,8 +170,8 @@ def test_several_files_at_once_stay_within_the_budget(server: S3Server) -> None:
 
 
 def test_parts_suffice_for_any_size() -> None:
-    assert part_size(None) == part_size(0) == part_size(10_000 * PART) == PART
-    for size in (10_000 * PART + 1, 5 << 40):
+    assert part_size(None) == part_size(0) == part_size(10_000 * STEP) == STEP
+    for size in (10_000 * STEP + 1, 5 << 40):
         assert part_size(size) * 10_000 >= size
         assert part_size(size) % MIB == 0
 
@@ -301,8 +308,16 @@ HARM = [
 ]
 
 
-@pytest.mark.parametrize("what", ["begin", "part", "complete", "PUT"])
-@pytest.mark.parametrize("harm", HARM[:-1], ids=lambda harm: f"{harm.status}{harm.body[13:23]!r}")
+# Each harm to a part, and of each kind for the other requests.
+@pytest.mark.parametrize(
+    ("what", "harm"),
+    [
+        *(("part", harm) for harm in HARM[:-1]),
+        *(("begin", HARM[0]), ("begin", HARM[4]), ("complete", HARM[1]), ("complete", HARM[4])),
+        *(("PUT", HARM[2]), ("PUT", HARM[4])),
+    ],
+    ids=lambda one: one if isinstance(one, str) else f"{one.status}{one.body[13:23]!r}",
+)
 def test_upload_goes_on_after(script: ScriptedS3, what: str, harm: Answer) -> None:
     script.respond = first(2, what, harm)
     store = scripted(script, HASTY if harm.hang else QUICK)

@@ -33,7 +33,7 @@ def hunt_one_path(victims: ForkServer, tmp_path: Path, job: Job, ranks: int, cou
     assert dirty or count < 10, "no kill came in the middle of a save: the test proves nothing"
 
 
-SHORT = [(do.overwrite, 1, 12), (do.overwrite, 2, 4)]
+SHORT = [(do.overwrite, 1, 10), (do.overwrite, 2, 3)]
 LONG = [(do.overwrite, 1, 200), (do.overwrite, 2, 200)]
 
 
@@ -56,7 +56,7 @@ def test_overwritten_path(
 @pytest.mark.parametrize(
     ("ranks", "count"),
     [
-        (1, 4),
+        (1, 3),
         pytest.param(1, 200, marks=[pytest.mark.slow]),
         pytest.param(2, 100, marks=[pytest.mark.slow]),
     ],
@@ -68,7 +68,7 @@ def test_background_save(victims: ForkServer, tmp_path: Path, ranks: int, count:
 @pytest.mark.parametrize(
     ("ranks", "count"),
     [
-        (1, 6),
+        (1, 4),
         pytest.param(1, 200, marks=[pytest.mark.slow]),
         pytest.param(2, 200, marks=[pytest.mark.slow]),
     ],

@@ -63,7 +63,7 @@ def replay(events: list[Any], root: str, scratch: Path, every: int) -> tuple[int
     ("job", "steps", "numel", "every"),
     [
         (do.record_saves, 2, 3000, 1),
-        (do.record_folder, 3, 3000, 2),
+        (do.record_folder, 3, 3000, 6),
         # large enough for direct IO and for several buffers of it
         pytest.param(do.record_saves, 2, 6_000_000, 5, marks=pytest.mark.slow),
         pytest.param(do.record_folder, 6, 300_000, 1, marks=pytest.mark.slow),

@@ -42,12 +42,18 @@ def still_old(place: Path, before: set[str]) -> None:
     assert before <= files(place)
 
 
-# Where a rank fails: in encoding its state, at its first file, at a later one, at a sync.
-WHERE = [("state", 0), ("open", 0), ("write", 1), ("fsync", 1)]
+# Where a rank fails: in encoding its state, at its first file, at a later one, at a sync. Here the
+# ranks take turns; all of each are slow.
+WHERE = [("state", 0, 1), ("open", 0, 0), ("write", 1, 1), ("fsync", 1, 0)]
 
 
-@pytest.mark.parametrize(("what", "nth"), WHERE)
-@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize(
+    ("what", "nth", "bad"),
+    [
+        *WHERE,
+        *(pytest.param(what, nth, 1 - bad, marks=pytest.mark.slow) for what, nth, bad in WHERE),
+    ],
+)
 def test_a_rank_fails_in_a_save(
     victims: ForkServer, tmp_path: Path, place: Path, bad: int, what: str, nth: int
 ) -> None:
@@ -116,7 +122,7 @@ def test_a_rank_is_stopped_and_the_others_do_not_wait_for_ever(
     still_old(place, before)
 
 
-@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("bad", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_rank_fails_in_a_load(victims: ForkServer, tmp_path: Path, bad: int) -> None:
     """The newest is damaged for one rank alone: all take the older one, and all say why."""
     root = tmp_path / "run"

@@ -20,10 +20,14 @@ from tests.support import energy
 
 
 def checks() -> Iterator[Any]:
-    """All checks of all cases, those of slow cases marked so."""
+    """All checks of all cases, those of slow cases marked so.
+
+    What is about the library alone is checked with a callback that does nothing.
+    """
     for name, case in CASES.items():
         for check in callback_checks(case.make, allow_sync=case.allow_sync):
             late = case.slow or check.name in ("error_before", "error_after")
+            late = late or (check.name == "on_error") != (name == "Callback")
             marks = [pytest.mark.slow] if late else []
             yield pytest.param(check, id=f"{name}-{check}", marks=marks)
 
