@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,15 +54,27 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Path:
-    """A run of 12 steps, in windows of 2 batches with a tail, which ended by itself."""
-    (tmp_path / "job.py").write_text(JOB)
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run of 12 steps, in windows of 2 batches with a tail, which ended by itself; and a copy."""
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "job.py").write_text(JOB)
     lines = [" ".join(f"{(i * 7 + j * 3) % 11 / 10:.1f}" for j in range(4)) for i in range(21)]
-    (tmp_path / "data.txt").write_text("\n".join(lines))
-    (tmp_path / "lr.txt").write_text("0.01")
-    start(tmp_path)
-    return tmp_path
+    (folder / "data.txt").write_text("\n".join(lines))
+    (folder / "lr.txt").write_text("0.01")
+    start(folder)
+    kept = tmp_path_factory.mktemp("kept") / "job"
+    shutil.copytree(folder, kept)
+    return folder, kept
+
+
+@pytest.fixture
+def job(recorded: tuple[Path, Path]) -> Path:
+    """That run in its place, which its journal names, whatever the test before did to it."""
+    folder, kept = recorded
+    shutil.rmtree(folder)
+    shutil.copytree(kept, folder)
+    return folder
 
 
 def start(folder: Path) -> None:
