@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import warnings
 import weakref
@@ -152,11 +151,11 @@ def saving(layout: str, folder: str, counted: bool) -> dict[str, list]:
 
 
 def going_on(
-    layout: str, folder: str, place: str, counted: bool, layouts: list[str]
+    layout: str, folder: str, counted: bool, saves: list[tuple[str, str]]
 ) -> list[dict[str, list]]:
-    """Go on from what each layout saved, to the end of the epoch."""
+    """Go on from what each layout saved at a place, to the end of the epoch."""
     results = []
-    for before in layouts:
+    for before, place in saves:
         job = prepared(layout, seed=5)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -198,25 +197,25 @@ def saved(request: Any, run_on: Run, tmp_path_factory: Any) -> tuple[str, bool, 
 
 #: Of what is saved by shards and by replicas of shards alike: those of replicas hold both.
 SLOW_FSDP2 = pytest.param("fsdp2", marks=pytest.mark.slow)
-# Layouts of four processes take turns, and the rest is slow.
-LATE = [("fsdp4", "inside"), ("hsdp2x2", "between")]
 
 
-@pytest.mark.parametrize(
-    ("layout", "place"),
-    [
-        pytest.param(*one, marks=[pytest.mark.slow] if one in LATE else [])
-        for one in itertools.product(LAYOUTS, PLACES)
-    ],
-)
-def test_every_layout_goes_on_from_what_every_other_one_saved(run_on, saved, layout, place):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_goes_on_from_what_every_other_one_saved(run_on, saved, layout):
+    """From its own at each place, to the bit; of the others, the places take turns."""
     folder, counted, wanted = saved
-    assert_goes_on(run_on, layout, place, folder, counted, wanted, list(LAYOUTS))
+    turn = list(LAYOUTS).index(layout)
+    saves = [
+        (before, place)
+        for number, before in enumerate(LAYOUTS)
+        for even, place in enumerate(PLACES)
+        if before == layout or (turn + number) % 2 == even
+    ]
+    assert_goes_on(run_on, layout, folder, counted, wanted, saves)
 
 
-def assert_goes_on(run_on, layout, place, folder, counted, wanted, layouts):
-    results = run_on(layout, going_on, folder, place, counted, layouts)
-    for before, result in zip(layouts, results, strict=True):
+def assert_goes_on(run_on, layout, folder, counted, wanted, saves):
+    results = run_on(layout, going_on, folder, counted, saves)
+    for (before, _), result in zip(saves, results, strict=True):
         assert result.keys() == wanted[before].keys()
         for name, value in result.items():
             if before == layout:
@@ -236,8 +235,8 @@ def saved_by_all(request: Any, run_on: Run, tmp_path_factory: Any) -> tuple[str,
 @pytest.mark.parametrize("layout", RANKS)
 def test_layouts_of_tensor_parallelism_join_the_others(run_on, saved_by_all, layout, place):
     folder, counted, wanted = saved_by_all
-    others = list(RANKS if layout in CUT else CUT)
-    assert_goes_on(run_on, layout, place, folder, counted, wanted, others)
+    saves = [(before, place) for before in (RANKS if layout in CUT else CUT)]
+    assert_goes_on(run_on, layout, folder, counted, wanted, saves)
 
 
 def test_tensor_parallelism_goes_on_from_one_process_and_back(run_on, tmp_path):
@@ -245,7 +244,8 @@ def test_tensor_parallelism_goes_on_from_one_process_and_back(run_on, tmp_path):
     folder, layouts = str(tmp_path), ["one", "tp2"]
     wanted = {one: run_on(one, saving, folder, False) for one in layouts}
     for layout in layouts:
-        assert_goes_on(run_on, layout, "inside", folder, False, wanted, layouts)
+        saves = [(before, "inside") for before in layouts]
+        assert_goes_on(run_on, layout, folder, False, wanted, saves)
 
 
 # --- whole tensors of sharded ones -----------------------------------------------------------

@@ -81,28 +81,29 @@ def test_one_process_trains_unsharded(precision, window):
     assert trained("fsdp", precision, window) == trained("ddp", precision, window)
 
 
-@pytest.mark.parametrize(
-    ("precision", "window"),
-    [
-        # The pairs that four ranks leave out; the rest is slow.
-        pytest.param(p, w, marks=[pytest.mark.slow] if (2 + k) % 3 != j else [])
-        for j, p in enumerate(["no", "bf16", "fp16"])
-        for k, w in enumerate(WINDOWS)
-    ],
-)
+def turns(first: int) -> pytest.MarkDecorator:
+    """Two ranks and four take turns with each precision and window; the rest is slow."""
+    return pytest.mark.parametrize(
+        ("precision", "window"),
+        [
+            pytest.param(p, w, marks=[pytest.mark.slow] if (j + k) % 2 != first else [])
+            for j, p in enumerate(["no", "bf16", "fp16"])
+            for k, w in enumerate(WINDOWS)
+        ],
+    )
+
+
+@turns(0)
 def test_two_shards_train_as_one_process_does(pool, precision, window):
     compare(pool.run(trained, "fsdp", precision, window), precision, window)
 
 
-@pytest.mark.parametrize(
-    ("layout", "precision", "window"),
-    [
-        # Each layout with each window, precisions take turns; the rest is slow.
-        pytest.param(layout, p, w, marks=[pytest.mark.slow] if (i + k) % 3 != j else [])
-        for i, layout in enumerate(["fsdp", "hsdp"])
-        for j, p in enumerate(["no", "bf16", "fp16"])
-        for k, w in enumerate(WINDOWS)
-    ],
-)
-def test_four_ranks_train_as_one_process_does(pool_of_4, layout, precision, window):
-    compare(pool_of_4.run(trained, layout, precision, window), precision, window)
+@turns(1)
+def test_replicas_of_shards_train_as_one_process_does(pool_of_4, precision, window):
+    compare(pool_of_4.run(trained, "hsdp", precision, window), precision, window)
+
+
+@pytest.mark.slow
+@TABLE
+def test_four_shards_train_as_one_process_does(pool_of_4, precision, window):
+    compare(pool_of_4.run(trained, "fsdp", precision, window), precision, window)

@@ -249,7 +249,7 @@ def goes_on(
     return {name: tensor.tolist() for name, tensor in state.items()}
 
 
-@pytest.mark.parametrize("kind", ["scaled", "llama"])
+@pytest.mark.parametrize("kind", ["scaled", pytest.param("llama", marks=pytest.mark.slow)])
 def test_a_checkpoint_of_shared_weights_goes_on_elsewhere(pool, tmp_path, kind):
     for saver, loader in ((2, 1), (1, 2), (2, 2)):
         folder = str(tmp_path / f"{saver}-{loader}")

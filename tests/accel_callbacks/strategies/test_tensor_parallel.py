@@ -230,8 +230,8 @@ def trains_compiled(layout: str, plan: str, regional: bool) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("layout", "plan", "regional"),
     [
-        ("2x2", "ends", True),  # an embedding whose output is the input of a compiled block
-        pytest.param("tp2", "ends", True, marks=pytest.mark.slow),
+        ("tp2", "ends", True),  # an embedding whose output is the input of a compiled block
+        pytest.param("2x2", "ends", True, marks=pytest.mark.slow),
         pytest.param("2x2", "ends", False, marks=pytest.mark.slow),
         pytest.param("2x2", "sequence", True, marks=pytest.mark.slow),
     ],
