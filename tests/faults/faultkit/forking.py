@@ -8,13 +8,14 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
 from tests.support import warm
 
 KEY = b"faults"
+_HERE = str(Path(__file__).resolve().parent.parent)
 
 
 class VictimError(AssertionError):
@@ -105,10 +106,13 @@ class ForkServer:
                 cwd=folder,  # "-c" puts it on the path, where it must not hide a package
                 env={
                     **os.environ,
-                    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                    # A test may have put back a path from before the kit was on it.
+                    "PYTHONPATH": os.pathsep.join([_HERE, *(path for path in sys.path if path)]),
                     "OMP_NUM_THREADS": "1",
                 },
             )
+            while not wait([listener._listener._socket], 1.0):  # type: ignore[attr-defined]
+                assert self._process.poll() is None, "the fork server ended at its start"
             self._control = listener.accept()
         self._alive: set[int] = set()
 
