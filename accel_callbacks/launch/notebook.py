@@ -152,7 +152,7 @@ def debug_launcher(
         >>> from accel_callbacks import Accelerator, debug_launcher
         >>> def world():
         ...     return Accelerator().num_processes
-        >>> debug_launcher(world)  # doctest: +SKIP
+        >>> debug_launcher(world)
         [2, 2]
     """
     _check_call("debug_launcher", function, args)

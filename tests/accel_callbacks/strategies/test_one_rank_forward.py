@@ -154,7 +154,7 @@ def test_the_error_names_the_rank_that_does_not_come_and_its_place(pool, then, r
         assert kind == "RuntimeError"
         # Both time out at once; where rank 0 is first, it has closed the connection.
         assert re.search(
-            r"rank 0 was last seen at (test_one_rank_forward|sharded|worker)\.py:\d+", text
+            r"rank 0 was last seen at (test_one_rank_forward|sharded|pool_worker)\.py:\d+", text
         ), text
 
 
