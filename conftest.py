@@ -98,9 +98,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """In the first tier, leave out tests that start processes and are not marked `first`."""
     if not config.getoption("--first"):
         return
-    left = [item for item in items if _starts(item) and not item.get_closest_marker("first")]
+    kept, left = [], []
+    for item in items:
+        second = _starts(item) and not item.get_closest_marker("first")
+        (left if second else kept).append(item)
     config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if item not in set(left)]
+    items[:] = kept
 
 
 def _in_first_tier(path: Path) -> bool:

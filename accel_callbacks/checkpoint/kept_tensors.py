@@ -10,7 +10,7 @@ import torch
 
 from accel_callbacks import collectives
 
-__all__ = ["KeptTensors", "local_tensor", "own_weights"]
+__all__ = ["KeptTensors", "own_weights"]
 
 _SAMPLED = 16  # values of each weight that are compared
 
@@ -47,7 +47,7 @@ class KeptTensors:
             weights: those of which values are compared too.
         """
         self._marks = [(tensor, tensor._version, _address(tensor)) for tensor in tensors]
-        local = [local_tensor(weight) for weight in weights]
+        local = [_local_tensor(weight) for weight in weights]
         places = [(id(weight), _address(weight)) for weight in local]
         # The views are made once, as this may be called after each step.
         if places != self._places:
@@ -78,7 +78,7 @@ def own_weights(callbacks: Sequence[Any]) -> ExitStack:
         return entered.pop_all()
 
 
-def local_tensor(tensor: Any) -> torch.Tensor:
+def _local_tensor(tensor: Any) -> torch.Tensor:
     """Return a tensor, of a sharded one the shard here."""
     local: torch.Tensor = tensor.to_local() if collectives.is_sharded(tensor) else tensor
     return local

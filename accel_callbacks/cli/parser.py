@@ -41,7 +41,7 @@ class CommandParser(argparse.ArgumentParser):
         args, unknown = self.parse_known_args(list(arguments))
         if unknown:
             flag = unknown[0].split("=")[0]
-            hint = _removed(flag) or suggestion(flag, self._known)
+            hint = _advice_on(flag) or suggestion(flag, self._known)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return args
 
@@ -52,7 +52,7 @@ def _destination(flags: Sequence[str]) -> str:
     return long_flag[2:].replace("-", "_")
 
 
-def _removed(flag: str) -> str:
+def _advice_on(flag: str) -> str:
     """Return what serves instead of a flag of earlier versions, or an empty string."""
     from accel_callbacks.foreign_names import REMOVED, advice
 
