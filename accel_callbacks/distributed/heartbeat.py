@@ -326,11 +326,12 @@ class Heartbeat:
     def _exchange(self) -> None:
         """Note the heartbeat of this rank, and read those of others."""
         ranks, self._everyone = self._watched(), False
+        asked = time.monotonic()  # not after the answer: this process may be stopped in between
         try:
             lost, report, *beats = self._store.call(lambda store: self._talk(store, ranks))
         except Exception:
             return  # a store that does not answer is judged by its silence, in _silent()
-        now = self._answered = time.monotonic()
+        now, self._answered = time.monotonic(), asked
         for rank, text in zip(ranks, beats, strict=True):
             if text is not None:
                 self._peers[rank].update(text, now)
@@ -446,7 +447,7 @@ class Heartbeat:
             place = place_of_thread(self._trains)
             remote_failure.note(lambda operation: self.error_of(lost, operation, place))
             self._abort()
-            threading.Thread(target=self._end_process, daemon=True).start()
+            threading.Thread(target=self._end_process, name="accel-end", daemon=True).start()
 
     def _end_process(self) -> None:
         """End this process if it still waits in a call of torch that cannot be aborted."""

@@ -77,6 +77,9 @@ def watching(store, world=2, timeout=600):
         yield watch, aborted
     finally:
         watch.stop()
+        for thread in threading.enumerate():
+            if thread.name == "accel-end":  # it would move the clock of the next test
+                thread.join()
 
 
 def test_a_rank_without_a_heartbeat_is_lost_and_all_others_are_told(store, capfd, clock):
@@ -103,6 +106,24 @@ def test_a_rank_with_a_heartbeat_that_left_or_has_not_come_yet_is_not_lost(store
             watch._refresh(EVER)
         assert watch.lost is None
     assert not aborted.is_set()
+
+
+def test_a_stop_of_this_process_between_question_and_answer_is_no_silence(store, clock):
+    beat(store, 1)
+    talk, stops = Heartbeat._talk, [0.0]
+
+    def stopped(watch, store, ranks):
+        texts = talk(watch, store, ranks)
+        clock.now += stops.pop() if stops else 0.0
+        return texts
+
+    with watching(store, timeout=10) as (watch, _):
+        watch._refresh(EVER)
+        watch._talk = stopped.__get__(watch)
+        stops.append(177.0)
+        watch._refresh(EVER)
+        assert not stops
+        assert watch.lost is None
 
 
 def test_what_one_rank_finds_all_others_believe(store):
