@@ -18,6 +18,7 @@ from typing import Any
 from accel_callbacks import launch_memory
 from accel_callbacks.launch import worker
 from accel_callbacks.launch.environment import changed_environment
+from accel_callbacks.launch.ignored_signals import keep_ignored_signals
 from accel_callbacks.launch.launch_folder import launch_folder
 from accel_callbacks.launch.plan import AgentPlan, escaped
 from accel_callbacks.launch.report import code_of, exit_code, failure_report, root_cause
@@ -92,6 +93,8 @@ def _run_elastic(settings: Namespace, plan: AgentPlan) -> None:
         settings.master_port = 0
     config_from_args: Callable[[Namespace], tuple[Any, Any, list[str]]] = untyped_config
     config, command, arguments = config_from_args(settings)
+    if plan.extras.get("run_path"):  # a function, which torch names in command
+        command = worker.run_path
     listen_at_one_address(config)
     with ExitStack() as stack:
         restarts = int(config.max_restarts)
@@ -105,6 +108,7 @@ def _run_elastic(settings: Namespace, plan: AgentPlan) -> None:
         stack.enter_context(_replaced(api, "get_subprocess_handler", workers.start))
         agent = partial(RestartingAgent, attempts)
         stack.enter_context(_replaced(launcher, "LocalElasticAgent", agent))
+        stack.enter_context(keep_ignored_signals())
         try:
             launcher.elastic_launch(config, command)(*arguments)
         finally:

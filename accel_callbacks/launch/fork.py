@@ -260,9 +260,11 @@ def _reset_signals() -> None:
     """Restore the default handlers: those of torch's launcher would raise in the function."""
     if threading.current_thread() is not threading.main_thread():
         return
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for name in ("SIGTERM", "SIGHUP", "SIGQUIT"):
-        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"):
+        number = getattr(signal, name)
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            plain = signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL
+            signal.signal(number, plain)
 
 
 def _redirect_streams() -> None:

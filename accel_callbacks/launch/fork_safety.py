@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
+from accel_callbacks.launch.ignored_signals import keep_ignored_signals
+
 __all__ = ["ForkSupport", "isolated_launcher", "probe_forks"]
 
 _STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
@@ -42,6 +44,7 @@ def isolated_launcher() -> Iterator[None]:
         undo.enter_context(_restored_handlers())
         undo.enter_context(_killed_children())
         undo.enter_context(_quiet_launcher())
+        undo.enter_context(keep_ignored_signals())
         try:
             yield
         except SignalException as stop:

@@ -46,10 +46,13 @@ class Program:
     name: str
     arguments: tuple[str, ...]
 
-    def command(self) -> list[str]:
-        """Return the command that runs the program directly."""
-        python = {"script": [sys.executable, "-u"], "module": [sys.executable, "-u", "-m"]}
-        return [*python.get(self.kind, []), self.name, *self.arguments]
+    def command(self, as_accelerate: bool = False) -> list[str]:
+        """Return the command that runs the program directly, or on the stand-in for Accelerate."""
+        if self.kind == "program":  # its Python processes stand in by their environment
+            return [self.name, *self.arguments]
+        runner = ["-m", "accel_callbacks.as_accelerate"] if as_accelerate else []
+        module = ["-m"] if self.kind == "module" else []
+        return [sys.executable, "-u", *runner, *module, self.name, *self.arguments]
 
     def reporting_command(self) -> list[str]:
         """Return the command that runs the program and reports errors with their rank."""
@@ -169,7 +172,7 @@ def build_plan(
     if alone and not _needs_agent(settings, extras):
         port = rendezvous.port or host.free_port()
         variables = rank_variables(0, 1, 0, 1, rendezvous.address, port)
-        return DirectPlan(tuple(program.command()), env | variables)
+        return DirectPlan(tuple(program.command(settings.as_accelerate)), env | variables)
     chosen = {} if "static" in rendezvous.words else dict(OWN_STORES)
     if rendezvous.most == 1:
         chosen |= loopback_variables()

@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
 
-from accel_callbacks.launch.worker import run_program
+from accel_callbacks.launch.worker import run_program, stand_in_for_accelerate
 from accel_callbacks.plugins.option import SettingsError
 
 __all__ = ["call_main", "launch_on_tpu"]
@@ -62,6 +62,7 @@ def call_main(script: str, arguments: Sequence[str], function: str) -> None:
         ...
         accel_callbacks.plugins.option.SettingsError: timeit has no function ...
     """
+    stand_in_for_accelerate()
     sys.argv[:] = [script, *arguments]
     if function == _DEFAULT and not _names(script, function):
         run_program("script" if os.path.isfile(script) else "module", script)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from types import ModuleType, TracebackType
     from typing import Any
 
-__all__ = ["main", "run_program"]
+__all__ = ["main", "run_path", "run_program", "stand_in_for_accelerate"]
 
 
 def main() -> None:
@@ -28,9 +28,10 @@ def main() -> None:
     kind, name = sys.argv[1:3]
     del sys.argv[:2]
     _enable_faulthandler()
+    first = sys.path.pop(0)  # this file's folder, whose modules have names that others look for too
     try:
-        if os.environ.get("ACCEL_AS_ACCELERATE") == "1":
-            _stand_in_for_accelerate()
+        stand_in_for_accelerate()
+        sys.path.insert(0, first)
         run_program(kind, name)
     except Exception as error:
         _report(error)
@@ -38,6 +39,20 @@ def main() -> None:
     else:
         return
     sys.exit(1)  # outside of the except block, so that no frame of the script stays alive
+
+
+def run_path(path: str, *arguments: str) -> None:
+    """Run a script in a process that a launcher has made, as torchrun does with ``--run_path``.
+
+    Args:
+        path: of the script.
+        arguments: of the script.
+    """
+    import runpy
+
+    stand_in_for_accelerate()
+    sys.argv[:] = [path, *arguments]
+    runpy.run_path(path, run_name="__main__")
 
 
 def run_program(kind: str, name: str) -> None:
@@ -52,16 +67,16 @@ def run_program(kind: str, name: str) -> None:
         _run_module(name, alter_argv=True)
 
 
-def _stand_in_for_accelerate() -> None:
-    """Let the script's ``import accelerate`` get this library."""
-    # Not with this file's folder, whose modules have names that others look for too.
-    first = sys.path.pop(0)
-    try:
+def stand_in_for_accelerate() -> None:
+    """Let ``import accelerate`` get this library, if that is an option of the launch.
+
+    Whatever runs a script of a launch calls this first: without it the script would train on the
+    Accelerate that is installed, and nothing would say so.
+    """
+    if os.environ.get("ACCEL_AS_ACCELERATE") == "1":
         from accel_callbacks.compat import install
 
         install()
-    finally:
-        sys.path.insert(0, first)
 
 
 def _set_first_path(place: str) -> None:

@@ -232,6 +232,59 @@ def test_a_signal_leaves_no_child(
     assert not [pid for pid in pids if _alive(pid)]
 
 
+IGNORED = ("SIGHUP", "SIGINT")  # under nohup; and in the background of a shell script
+SHOW_IGNORED = f"""
+import os, signal
+ignored = [name for name in {IGNORED} if signal.getsignal(getattr(signal, name)) is signal.SIG_IGN]
+os.makedirs("ranks", exist_ok=True)
+open(f"ranks/{{os.environ['RANK']}}", "w").write(" ".join(ignored))
+while not os.path.exists("go"):
+    pass
+"""
+CALL = """
+from accel_callbacks import debug_launcher
+
+def train():
+    exec(open("ignored.py").read(), {})
+
+debug_launcher(train)
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param("-m accel_callbacks.cli launch --cpu --num_processes 1 {}", id="one"),
+        pytest.param("-m accel_callbacks.cli launch --num_processes 2 {}", id="two"),
+        pytest.param("call.py", id="function"),
+    ],
+)
+def test_signals_that_are_ignored_at_the_start_stay_ignored(
+    write: Callable[[str, str], str], tmp_path: Path, words: str
+) -> None:
+    write("call.py", CALL)
+    command = [sys.executable, *words.format(write("ignored.py", SHOW_IGNORED)).split()]
+    ranks = 1 if "num_processes 1" in words else 2
+    numbers = [getattr(signal, name) for name in IGNORED]
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]  # children inherit it
+    try:
+        launcher = subprocess.Popen(
+            command, env=clean_environment(tmp_path), cwd=tmp_path, start_new_session=True
+        )
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+    shown = [tmp_path / "ranks" / str(rank) for rank in range(ranks)]
+    while not all(path.exists() and path.read_text() for path in shown):
+        assert launcher.poll() is None
+        time.sleep(0.05)
+    for number in numbers:
+        os.killpg(launcher.pid, number)  # as the kernel does when the terminal closes
+    (tmp_path / "go").touch()
+    assert launcher.wait() == 0
+    assert [path.read_text() for path in shown] == [" ".join(IGNORED)] * ranks
+
+
 def test_in_process_launch_leaves_the_environment(
     write: Callable[[str, str], str], tmp_path: Path
 ) -> None:

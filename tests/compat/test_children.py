@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
 from accel_callbacks.compat.children import child_variables
 from accel_callbacks.compat.finder import AliasFinder
-from tests.compat.test_alias import run
+from tests.compat.test_alias import ROOT, run
 
 ASK = """
     import accelerate
@@ -123,3 +125,73 @@ def test_the_distribution_is_in_no_folder_that_a_tool_names(tmp_path):
         assert list(importlib.metadata.distributions(path=[str(tmp_path)])) == []
     finally:
         sys.meta_path.remove(finder)
+
+
+SHOW = f"""
+    import os, sys
+    import accelerate
+
+    assert accelerate.__version__ == "{STANDS_IN}"
+    assert sys.argv[1:] == ["--lr", "1"]
+    print(f"{{os.environ['RANK']}} stands in", flush=True)
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("form", "processes"),
+    [
+        pytest.param("{script}", 1, id="script", marks=pytest.mark.first),
+        pytest.param("-m script", 1, id="module"),
+        pytest.param("--no_python {python} {script}", 1, id="program"),
+        pytest.param("--run_path {script}", 1, id="run_path"),
+        pytest.param("--run_path --start_method fork {script}", 2, id="forked"),
+        pytest.param("--no_python {folder}/start.sh", 2, id="shell"),
+    ],
+)
+def test_each_form_of_start_stands_in(tmp_path, form, processes):
+    (tmp_path / "script.py").write_text(textwrap.dedent(SHOW))
+    (tmp_path / "start.sh").write_text(f'#!/bin/sh\nexec "{sys.executable}" script.py "$@"\n')
+    (tmp_path / "start.sh").chmod(0o700)
+    words = form.format(script="script.py", python=sys.executable, folder=tmp_path).split()
+    options = ["--as_accelerate", "--cpu", "--num_processes", str(processes)]
+    done = subprocess.run(
+        [sys.executable, "-m", "accel_callbacks.cli", "launch", *options, *words, "--lr", "1"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        **{"cwd": tmp_path, "capture_output": True, "text": True},
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"{rank} stands in" for rank in range(processes)]
+
+
+@pytest.mark.parametrize("function", ["main", "train"])
+def test_a_function_that_a_tpu_launch_calls_stands_in(tmp_path, function):
+    (tmp_path / "script.py").write_text(
+        "import accelerate\n\ndef train():\n    print(accelerate.__version__)\n\n"
+        + ("train()\n" if function == "main" else "")
+    )
+    call = "from accel_callbacks.launch.tpu import call_main; call_main(*['script.py', []], {})"
+    done = subprocess.run(
+        [sys.executable, "-c", call.format(repr(function))],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "ACCEL_AS_ACCELERATE": "1"},
+        **{"cwd": tmp_path, "capture_output": True, "text": True},
+    )
+    assert done.stdout == f"{STANDS_IN}\n", done.stderr
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_script_fails_where_nothing_can_stand_in(tmp_path, processes):
+    (tmp_path / "script.py").write_text("print('trains on something else')\n")
+    broken = tmp_path / "transformers.py"  # imported before the script, as by a sitecustomize
+    broken.write_text("")
+    (tmp_path / "sitecustomize.py").write_text("import transformers\n")
+    options = ["--as_accelerate", "--cpu", "--num_processes", str(processes)]
+    done = subprocess.run(
+        [sys.executable, "-m", "accel_callbacks.cli", "launch", *options, "script.py"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        **{"cwd": tmp_path, "capture_output": True, "text": True},
+    )
+    assert done.returncode == 1
+    assert "transformers is imported already, and has looked for accelerate" in done.stderr
+    assert "something else" not in done.stdout
