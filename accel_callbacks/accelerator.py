@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import fields
 from datetime import timedelta
 from functools import cached_property
-from os import PathLike, fspath
+from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -1689,8 +1689,8 @@ class Accelerator(ProcessControl, MediaLogging):
 
     def _recorder(self) -> Recorder | None:
         """Return what keeps the journal of a run, None where nobody wants one."""
-        folder = self.project_configuration.project_dir
-        if folder is None or not (self.config.journal or self._replay):
+        project = self.project_configuration
+        if project.project_dir is None or not (self.config.journal or self._replay):
             return None
         # Imported here, because a loop without a project folder has no journal.
         from accel_callbacks.journal.recorder import Recorder
@@ -1702,7 +1702,7 @@ class Accelerator(ProcessControl, MediaLogging):
             "device": str(self.device),
             "data_world": self.data_world,
         }
-        parts = self.loop, self._first_steps, fspath(folder), self.device, facts
+        parts = self.loop, self._first_steps, project.root, self.device, facts
         if self._replay is None:
             return Recorder(*parts)
         from accel_callbacks.journal.replayed_step import ReplayRecorder

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from accel_callbacks.errors import nearest
+from accel_callbacks.local_files import absolute
 from accel_callbacks.plugins.base import KwargsHandler
 from accel_callbacks.warning import warn
 
@@ -169,7 +170,7 @@ class _Traces:
         self._on_trace_ready = handler.on_trace_ready
         self._path: str | None = None
         if handler.output_trace_dir is not None:
-            folder = os.fspath(handler.output_trace_dir)
+            folder = absolute(handler.output_trace_dir)
             os.makedirs(folder, exist_ok=True)
             self._path = os.path.join(folder, f"profile_{rank}.json")
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 
 # The same file is in each of the three packages, which do not import each other for it.
 __all__ = [
+    "absolute",
     "advised",
     "base_name",
     "local_path",
@@ -56,6 +57,19 @@ def local_path(url: str) -> str | None:
     if os.sep == "\\" and re.match("/[A-Za-z]:", rest):
         rest = rest[1:]
     return os.path.expanduser(rest)
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """Return a path from the root on, with which a later ``os.chdir`` has nothing to do, or a URL.
+
+    Example:
+        >>> absolute("/runs/../runs/digits"), absolute("s3://bucket/digits")
+        ('/runs/digits', 's3://bucket/digits')
+    """
+    text = os.fspath(path)
+    if "://" in text:
+        return text
+    return os.path.abspath(os.path.expanduser(text))
 
 
 def split_path(path: str | os.PathLike[str]) -> tuple[str, str]:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from loggers.local_files import absolute
 from loggers.warning import warn
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ class RunInfo:
 
     Args:
         name: project or run name, shown by the tools.
-        logging_dir: a local path or an fsspec URL; trackers write below it.
+        logging_dir: a local path or an fsspec URL; trackers write below it, wherever the script
+            goes by ``os.chdir``.
         run_id: identifier of this run, unique within ``name``.
         resumed_step: last step that the restored checkpoint contains, or None for a new run.
             The next logged step is ``resumed_step + 1``.
@@ -48,6 +50,9 @@ class RunInfo:
     resumed_step: int | None = None
     rank: int = 0
     secondary: Collection[str] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "logging_dir", absolute(self.logging_dir))
 
 
 class Tracker(ABC):

@@ -14,6 +14,7 @@ from typing import Any
 
 from loggers.base import NullTracker, RunInfo, Status, Tracker, check_status
 from loggers.config import TrackerConfig
+from loggers.local_files import absolute
 from loggers.multimedia.convert import (
     Channels,
     as_audio,
@@ -340,7 +341,7 @@ class TrackerHub:
     ) -> None:
         """Record a file or folder; it must not move until the trackers have read it."""
         kwargs = {"name": name, "kind": kind}
-        value = os.fspath(path)
+        value = absolute(path)  # now: the trackers read it on their own threads
         self._put_media("artifact", None, value, lambda value: (value,), kwargs, copy=False)
 
     def log_graph(self, model: Any, inputs: Any = None, *, timeout: float = 30.0) -> None:

@@ -26,7 +26,7 @@ from accel_callbacks.checkpoint.memory_snapshots import (
 from accel_callbacks.checkpoint.open import open_folder
 from accel_callbacks.checkpoint.project import path_in
 from accel_callbacks.distributed.failures import shared_failure
-from accel_callbacks.local_files import base_name, split_path
+from accel_callbacks.local_files import absolute, base_name, split_path
 from accel_callbacks.logging import notice
 from accel_callbacks.warning import warn
 
@@ -158,7 +158,9 @@ class Checkpoint(ResumableState):
             raise ValueError(f"when_failed={when_failed!r} is unknown; use 'raise' or 'warn'.")
         if keep is not None and (keep_last, keep_best, keep_every) != (3, 1, None):
             raise ValueError("keep replaces keep_last, keep_best and keep_every: leave them out.")
-        self.dirpath = os.fspath(dirpath) if dirpath is not None else None
+        self.dirpath = None if dirpath is None else absolute(dirpath)
+        # As it was given: the state of this callback is the same wherever the script starts.
+        self._key = "Checkpoint" if dirpath is None else f"Checkpoint:{os.fspath(dirpath)}"
         self.schedule = Schedule(every_n_steps, every_n_epochs, every_seconds, every)
         if self.schedule.is_empty and monitor is None:
             self.schedule = Schedule(every_n_epochs=1)
@@ -192,7 +194,7 @@ class Checkpoint(ResumableState):
     @property
     def state_key(self) -> str:
         """``Checkpoint``, or ``Checkpoint:<dirpath>`` if a folder was given."""
-        return "Checkpoint" if self.dirpath is None else f"Checkpoint:{self.dirpath}"
+        return self._key
 
     def resume_root(self, run: TrainingRun) -> tuple[str, Mapping[str, Any] | None]:
         """Return the folder in which ``accel.run`` finds the newest checkpoint, and its options."""

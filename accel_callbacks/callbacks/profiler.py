@@ -12,7 +12,7 @@ import torch
 
 from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.checkpoint.project import path_in
-from accel_callbacks.local_files import local_path
+from accel_callbacks.local_files import absolute, local_path
 from accel_callbacks.profiler import ProfileKwargs
 from accel_callbacks.warning import warn
 
@@ -96,7 +96,7 @@ class Profiler(Callback):
     ) -> None:
         if unit not in ("step", "batch"):
             raise ValueError(f"unit={unit!r} is unknown; use 'step' or 'batch'.")
-        self.dir = os.fspath(dir) if dir is not None else None
+        self.dir = absolute(dir) if dir is not None else None
         self.unit = unit
         self.options = ProfileKwargs(
             activities=activities,

@@ -37,6 +37,7 @@ from accel_callbacks.modeling.adapters import (
     Adapter,
     adapters_of,
 )
+from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
     from checkpoint_io import CheckpointFolder
@@ -258,6 +259,7 @@ class Checkpointer:
         with shared_failure("save_state"):
             require_saved(training, "save_state")
             require_prepared_steps(training)
+            _warn_of_late_parts(training)
             self._lent += [folder for folder, _ in folders if not leases.holds(folder)]
             leases.hold(folders, training.loop.run)
             shared, local = training.capture()
@@ -447,6 +449,19 @@ def _write_adapter(
     """Write the two files of an adapter, the configuration last: peft looks for it first."""
     save_tensors(adapter.tensors, path_in(folder, ADAPTER_WEIGHTS), storage_options)
     save_text(adapter.config, path_in(folder, ADAPTER_CONFIG), storage_options)
+
+
+def _warn_of_late_parts(training: TrainingState) -> None:
+    """Warn, at the first save of a run, of objects that were prepared after its start."""
+    run = training.loop.run
+    if run.prepared_at_start is not None and run.prepared_at_start < training.prepared:
+        run.prepared_at_start = training.prepared  # once
+        warn(
+            f"save_state: models or optimizers were prepared inside of accel.run({run.name!r}), "
+            "which looks for a checkpoint as it begins: started again, the run would not find "
+            "what to load it into, and end with an error. Call accel.prepare(...) before "
+            "`with accel.run(...)`."
+        )
 
 
 def _refuse_pickle(safe_serialization: bool) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_args
 
 from accel_callbacks import collectives
@@ -14,7 +15,7 @@ from accel_callbacks.config import OnConflict
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.topology import Topology
 from accel_callbacks.errors import nearest
-from accel_callbacks.local_files import base_name, local_path
+from accel_callbacks.local_files import absolute, base_name
 from accel_callbacks.loop.run import TrainingRun
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ _MARK = {"saved_by": "save_state"}
 class ProjectConfiguration:
     """Options of the project folder, and of checkpoints that ``save_state()`` names itself.
 
-    An Accelerator takes a copy, so that several can share one configuration.
+    An Accelerator takes a copy, so that several can share one configuration. Folders are those of
+    the moment in which they are given: a later ``os.chdir`` moves nothing.
 
     Args:
         project_dir: folder (or fsspec URL) of the run; ``None`` for the current folder.
@@ -62,8 +64,8 @@ class ProjectConfiguration:
 
     Example:
         >>> from accel_callbacks import ProjectConfiguration
-        >>> ProjectConfiguration("runs/digits").log_folder
-        'runs/digits'
+        >>> ProjectConfiguration("/runs/digits").log_folder
+        '/runs/digits'
     """
 
     project_dir: str | os.PathLike[str] | None = None
@@ -98,13 +100,15 @@ class ProjectConfiguration:
         Example:
             >>> from accel_callbacks import ProjectConfiguration
             >>> config = ProjectConfiguration(total_limit=3)
-            >>> config.set_directories("runs/digits")
+            >>> config.set_directories("/runs/digits")
             >>> config.root, config.log_folder
-            ('runs/digits', 'runs/digits')
+            ('/runs/digits', '/runs/digits')
         """
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir
+        self._root = absolute("." if project_dir is None else project_dir)
+        self._log_folder = absolute(self._root if self.logging_dir is None else self.logging_dir)
 
     def count_from(self, number: int | None) -> None:
         """Number the next checkpoint after this one, if it has a number."""
@@ -113,16 +117,16 @@ class ProjectConfiguration:
 
     @property
     def root(self) -> str:
-        """The project folder as a string."""
-        return os.fspath(self.project_dir) if self.project_dir is not None else "."
+        """The project folder, from the root of the file system on, or its URL."""
+        return self._root
 
     def path(self, *names: object) -> str:
         """Return a path (or URL) inside of the project folder.
 
         Example:
             >>> from accel_callbacks import ProjectConfiguration
-            >>> ProjectConfiguration("runs/digits").path("checkpoints")
-            'runs/digits/checkpoints'
+            >>> ProjectConfiguration("/runs/digits").path("checkpoints")
+            '/runs/digits/checkpoints'
         """
         return path_in(self.root, *names)
 
@@ -141,7 +145,7 @@ class ProjectConfiguration:
     @property
     def log_folder(self) -> str:
         """The folder that trackers write to."""
-        return os.fspath(self.logging_dir) if self.logging_dir is not None else self.root
+        return self._log_folder
 
 
 def path_in(root: str, *names: object) -> str:
@@ -154,9 +158,8 @@ def path_in(root: str, *names: object) -> str:
 
 def _whole_path(path: str) -> str:
     """Return an absolute path, or a URL, with slashes and none at its end."""
-    local = local_path(path)
-    whole = path if local is None else os.path.abspath(local).replace(os.sep, "/")
-    return whole.rstrip("/")
+    whole = absolute(path)
+    return (whole if "://" in whole else whole.replace(os.sep, "/")).rstrip("/")
 
 
 def _whole(name: str, value: Any) -> int:
@@ -178,12 +181,12 @@ def chosen_project(
         return ProjectConfiguration(folder)
     if not isinstance(config, ProjectConfiguration):
         raise TypeError(f"project_config={config!r} must be a ProjectConfiguration.")
-    project = replace(config)
+    project = copy.copy(config)
     if folder is None:
         return project
     if project.project_dir is None:
         project.set_directories(folder)
-    elif os.fspath(folder) != project.root:
+    elif absolute(folder) != project.root:
         raise ValueError(
             f"project_dir={os.fspath(folder)!r} and project_config={project.root!r} name two "
             "folders: give one of them, not both."

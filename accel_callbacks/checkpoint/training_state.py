@@ -105,6 +105,11 @@ class TrainingState:
     left_at: tuple[dict[str, Any], dict[str, Any]] | None = None
 
     @property
+    def prepared(self) -> int:
+        """Number of the prepared objects of which a load needs as many as the checkpoint holds."""
+        return len(self.models) + len(self.optimizers) + len(self.schedulers)
+
+    @property
     def bare_models(self) -> list[torch.nn.Module]:
         """The prepared models as the user built them."""
         return [self.strategy.unwrap(model) for model in self.models]

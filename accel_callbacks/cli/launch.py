@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from accel_callbacks.cli.parser import CommandError, CommandParser, natural_int
+from accel_callbacks.compat.children import child_variables
 from accel_callbacks.compat.foreign_settings import fsdp1_notes, megatron_note
 from accel_callbacks.launch.environment import changed_environment
 from accel_callbacks.launch.machine import DRIVERS, gpu_drivers, has_driver, usable_cores
@@ -217,8 +218,12 @@ def _plan(args: Namespace, environment: Mapping[str, str]) -> Plan:
     host = Host(environment, usable_cores(), _count_devices, _free_port)
     words = getattr(args, "words", [])
     plan = build_plan(resolved, program, host, given_extras(args), words, args.quiet)
-    if not args.dry_run and not (isinstance(plan, DirectPlan) and plan.elsewhere):
+    if isinstance(plan, DirectPlan) and plan.elsewhere:
+        return plan
+    if not args.dry_run:
         refuse_absent_gpus(resolved)
+    if resolved.settings.as_accelerate:  # for programs too that start Python themselves
+        plan = replace(plan, env={**plan.env, **child_variables({**environment, **plan.env})})
     if isinstance(plan, AgentPlan) and not resolved.settings.use_cpu:
         return _with_workarounds(plan, environment)
     return plan

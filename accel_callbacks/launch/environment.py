@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
-from accel_callbacks.compat.children import child_variables
 from accel_callbacks.launch.rendezvous import Host
 from accel_callbacks.launch.resolve import Resolved
 
@@ -71,10 +70,7 @@ def child_environment(resolved: Resolved, host: Host, cores: int) -> dict[str, s
         env[_VISIBLE_DEVICES.get(settings.distributed_type or "", "CUDA_VISIBLE_DEVICES")] = (
             settings.gpu_ids.replace(" ", "")
         )
-    env |= resolved.variables()
-    if settings.as_accelerate:  # for programs in other languages too, which start Python
-        env |= child_variables({**host.environment, **env})
-    return env
+    return {**env, **resolved.variables()}
 
 
 def loopback_variables() -> dict[str, str]:

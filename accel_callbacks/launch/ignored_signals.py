@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,7 +34,7 @@ def keep_ignored_signals() -> Iterator[None]:
             context._start = start
 
 
-def _ignoring(ignored: list[int], start: Callable[[Any], None]) -> Callable[[Any], None]:
+def _ignoring(ignored: Sequence[int], start: Callable[[Any], None]) -> Callable[[Any], None]:
     """Return a start of processes, called once torch's handlers are set, that ignores signals."""
 
     def ignore_and_start(context: Any) -> None:

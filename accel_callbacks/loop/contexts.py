@@ -190,7 +190,14 @@ class RunContext(AbstractContextManager[TrainingRun]):
 
     def __enter__(self) -> TrainingRun:
         refuse_aborted_group("run")
-        self._run = self._new_run()
+        before, self._run = self._loop.run, self._new_run()
+        if before.prepared_at_start is not None:
+            # Not _fail: it is the outer run that ends, by this error, and not this one.
+            raise RuntimeError(
+                f"accel.run({self._run.name!r}) inside of accel.run({before.name!r}), whose steps "
+                "would no longer be counted or saved: an Accelerator has one run at a time. Leave "
+                "the outer `with` first, or give the inner training an Accelerator of its own."
+            )
         try:
             self._begin()
         except BaseException as error:
@@ -208,6 +215,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
         finally:
             self._boundary_exit = self._training.left_at = None
             self._loop.keep_boundary = lambda: None
+            self._run.prepared_at_start = None
         # A launcher ends the other ranks as soon as one has left with an exit code.
         if self._run.preempted:
             collectives.barrier()
@@ -321,6 +329,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
 
     def _restore(self) -> None:
         run = self._run
+        run.prepared_at_start = self._training.prepared
         if self._loop.savers:
             require_saved(self._training, "run")
         if run.resumed_from is not None:
@@ -374,6 +383,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
     def _fail(self, error: BaseException) -> None:
         """End the run on all ranks; raise the error of another rank if that is the cause."""
         # First of all: hooks and trackers may take long, and the other ranks are waiting.
+        self._run.prepared_at_start = None
         cause = abort_run(error, f"the run {self._run.name!r}")
         self._stop_watching()
         try:

@@ -414,6 +414,8 @@ class TrainingRun(TrainerAttributes):
         self.num_training_batches: int | float = float("inf")
         self.callback_metrics: dict[str, Any] = {}
         self.metric_origins: dict[str, str] = {}
+        # Of accel.run: how many objects were prepared when it looked for a checkpoint; else None.
+        self.prepared_at_start: int | None = None
         self.resumed_from: str | None = None
         self.resumed_without_model = False  # the checkpoint holds nothing that was trained
         self.first_epoch = 0

@@ -99,10 +99,10 @@ def test_a_config_does_not_change():
 
 
 def test_project_folders(tmp_path):
-    assert Accelerator(cpu=True).project_dir == "."
+    assert Accelerator(cpu=True).project_dir == os.getcwd()
     assert Accelerator(cpu=True, project_dir=tmp_path).project_dir == str(tmp_path)
     config = ProjectConfiguration("runs", logging_dir="logs")
-    assert Accelerator(cpu=True, project_config=config).project_configuration.log_folder == "logs"
+    assert Accelerator(cpu=True, project_config=config).logging_dir == os.path.abspath("logs")
     with pytest.raises(ValueError, match="not both"):
         Accelerator(cpu=True, project_dir="a", project_config=config)
 

@@ -96,7 +96,7 @@ def test_every_kind_arrives_converted_and_off_the_main_thread() -> None:
         hub.log_audio({"b": torch.zeros(2, 8)}, 5, sample_rate=8000)
         hub.log_video({"v": torch.zeros(3, 1, 4, 5)}, 6, fps=8)
         hub.log_figure({"f": figure}, 7)
-        hub.log_artifact("file.txt", name="n", kind="model")
+        hub.log_artifact("/file.txt", name="n", kind="model")
         hub.log_graph(model, torch.ones(1, 1))
     assert sorted(kind for kind, _, _ in tracker.calls) == sorted(MEDIA)
     calls = {kind: (args, kwargs) for kind, args, kwargs in tracker.calls}
@@ -111,7 +111,7 @@ def test_every_kind_arrives_converted_and_off_the_main_thread() -> None:
     assert calls["video"][0][0]["v"].shape == (3, 4, 5, 1)
     assert calls["video"][1] == {"fps": 8}
     assert calls["figure"] == (({"f": figure}, 7), {})
-    assert calls["artifact"] == (("file.txt",), {"name": "n", "kind": "model"})
+    assert calls["artifact"] == (("/file.txt",), {"name": "n", "kind": "model"})
     (training, gradients, output), _ = calls["graph"]
     assert (training, gradients, output.requires_grad) == (False, False, False)
     assert [part.training for part in model.modules()] == [True, False, True]
@@ -243,11 +243,11 @@ def test_filters_hold_for_media_too() -> None:
         hub.log_text({"train/b": "y"}, 1)
         hub.log_table("train/t", ["n"], [[1]], 1)
         hub.log_table("val/t", ["n"], [[1]], 1)
-        hub.log_artifact("file.txt")
+        hub.log_artifact("/file.txt")
     assert [(kind, args[0]) for kind, args, _ in tracker.calls] == [
         ("text", {"val/a": "x"}),
         ("table", "val/t"),
-        ("artifact", "file.txt"),
+        ("artifact", "/file.txt"),
     ]
 
 

@@ -248,19 +248,23 @@ def test_directories():
     assert (config.project_dir, config.logging_dir) == ("runs", "runs")
     config = ProjectConfiguration(logging_dir="logs")
     config.set_directories("runs")
-    assert (config.root, config.log_folder) == ("runs", "logs")
+    here = Path.cwd()
+    assert (config.root, config.log_folder) == (f"{here / 'runs'}", f"{here / 'logs'}")
     config = ProjectConfiguration()
-    assert (config.root, config.log_folder) == (".", ".")
+    assert (config.root, config.log_folder) == (str(here), str(here))
+    config = ProjectConfiguration("memory://runs")
+    assert (config.root, config.log_folder) == ("memory://runs", "memory://runs")
 
 
 def test_an_accelerator_has_a_copy_and_completes_it():
     config = ProjectConfiguration(total_limit=3)
     accel = Accelerator(cpu=True, project_dir="runs", project_config=config)
-    assert (accel.project_dir, accel.logging_dir) == ("runs", "runs")
+    assert accel.project_dir == accel.logging_dir == str(Path.cwd() / "runs")
     assert accel.project_configuration.total_limit == 3
     assert config.project_dir is None
     same = ProjectConfiguration("runs")
-    assert Accelerator(cpu=True, project_dir="runs", project_config=same).project_dir == "runs"
+    both = Accelerator(cpu=True, project_dir="runs", project_config=same)
+    assert both.project_dir == accel.project_dir
 
 
 @pytest.mark.parametrize(
