@@ -56,6 +56,14 @@ def require_prepared_steps(training: TrainingState) -> None:
             "it, so that nothing counts its steps: assign it, `optimizer = "
             "accel.prepare(optimizer)`, and call step() and zero_grad() of that."
         )
+    for optimizer in steps.hooked:
+        if any(optimizer.state.values()) and optimizer not in training.registered:
+            steps.hooked.clear()  # once for all of them
+            warn(
+                f"save_state: {type(optimizer).__name__} steps within backward, and its state is "
+                "not saved: accel.register_for_checkpointing(optimizer), for each of them."
+            )
+            break
     if text is None:
         return
     if loop.fitting and loop.run.identity is not None:

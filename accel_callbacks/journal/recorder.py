@@ -313,7 +313,8 @@ class Recorder:
 
     def _note_unusual(self, run: TrainingRun) -> None:
         """Note a step that was left out, or of which only the device knows; or none."""
-        outcome = self._loop.optimizers[0].outcome  # type: ignore[attr-defined]
+        first = next(iter(self._loop.optimizers), None)  # none where others step within backward
+        outcome = getattr(first, "outcome", True)
         if isinstance(outcome, StepFinding) and outcome is not self._finding:
             self._finding = outcome
             self._unread.append((self._row(run), outcome))

@@ -76,6 +76,7 @@ class FirstSteps:
         self.bare_steps = BareSteps(loop, strategy, precision, self.warn, self._end_checks)
         self.added_parameters = AddedParameters(loop, strategy, self.warn)
         loop.check_parameters = self.added_parameters.check
+        loop.unprepared_steps.count_unseen = self._count_unseen
         self._watches: list[OptimizerWatch] = []
         self._calls: list[_Calls] = []
         self._warned: set[str] = set()
@@ -124,6 +125,16 @@ class FirstSteps:
         if kind not in self._warned:
             warn(text)
         self._warned.add(kind)
+
+    def _count_unseen(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Count a step of which the library is not asked; return whether it counts."""
+        # Imported here, because most loops have none.
+        from accel_callbacks.loop.unseen_steps import UnseenSteps
+
+        unseen = UnseenSteps(self.loop, self.strategy)
+        if counts := unseen.count(optimizer):
+            self.loop.unprepared_steps.count_unseen = unseen.count
+        return counts
 
     def _noted_backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         for watch in self._watches:

@@ -119,6 +119,14 @@ class UsedLoaders:
         self.test.clear()
 
 
+def _is_in_train_mode(model: torch.nn.Module) -> bool:
+    """Return whether a model, or a part of it that has trainable parameters, is in train mode."""
+    return model.training or any(
+        part.training and any(p.requires_grad for p in part.parameters(recurse=False))
+        for part in model.modules()
+    )
+
+
 def _shuffles(loader: DataLoaderShard) -> bool:
     """Return whether the loader that was prepared draws its samples in a random order."""
     origin = loader.origin
@@ -246,8 +254,16 @@ class Loop:
             return "validation"
         # Of several models, a teacher that stays in eval mode does not count.
         models = self.models if len(self.models) <= 1 else self.trained_models()
-        trains = not models or any(model.training for model in models)
+        trains = not models or any(map(_is_in_train_mode, models))
+        if not trains and self.active:
+            trains = self.trains_in_eval_mode(self.active[-1])
         return "train" if trains else "validation"
+
+    def trains_in_eval_mode(self, loader: DataLoaderShard) -> bool:
+        """Return whether a pass over a loader would train models in eval mode, as those before."""
+        if not self.run.in_eval_mode or self.stages or not torch.is_grad_enabled():
+            return False
+        return loader.resumes or loader is self.used_loaders.expected(self.loaders)
 
     def trained_models(self) -> list[torch.nn.Module]:
         """Return the prepared models that have an optimizer; all of them if none has."""

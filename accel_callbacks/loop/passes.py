@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from accel_callbacks import collectives
 from accel_callbacks.data.loader import DataLoaderShard
@@ -15,6 +17,9 @@ from accel_callbacks.loop.loop import Loop
 from accel_callbacks.loop.run import length_of
 from accel_callbacks.loop.step_boundary import StepBoundary
 from accel_callbacks.warning import warn
+
+if TYPE_CHECKING:
+    from accel_callbacks.loop.undecided_pass import UndecidedPass
 
 __all__ = ["Passes"]
 
@@ -44,7 +49,7 @@ class Passes:
     def __init__(self, loop: Loop) -> None:
         self.boundary = StepBoundary(loop)
         self._loop = loop
-        self._warned_eval = False
+        self._undecided: UndecidedPass | None = None  # of the first pass in eval mode
         loop.own_batches.connect(self._begin_own_batch, self._end_own_batch)
         loop.drain_votes = self.boundary.drain
 
@@ -52,8 +57,18 @@ class Passes:
         """Iterate a prepared loader, as the phase of the loop says."""
         loop = self._loop
         loop.settle()
-        if loop.phase != "train":
-            yield from self._evaluation_pass(loader)
+        if loop.phase != "train" and not loop.trains_in_eval_mode(loader):
+            # Before anything was trained, a model in eval mode may be one of from_pretrained.
+            fresh = not loop.stages and torch.is_grad_enabled() and loop.optimizers
+            if fresh and loop.train_loader is None and not loop.run._global_step:
+                # Imported here, because most models are in train mode.
+                from accel_callbacks.loop.undecided_pass import UndecidedPass
+
+                kinds = self._training_pass, self._evaluation_pass
+                self._undecided = UndecidedPass(loop, *kinds)
+                yield from self._undecided.iterate(loader)
+            else:
+                yield from self._evaluation_pass(loader)
         elif loop.outer is not None and loop.outer is not loader:
             yield from self._inner_pass(loader)
         else:
@@ -129,8 +144,15 @@ class Passes:
         self._loop.fire(f"on_{stage}_epoch_end")
         self._loop.fire(f"on_{stage}_end")
 
-    def _training_pass(self, loader: DataLoaderShard) -> Iterator[Any]:
-        """Iterate training data, with the hooks of batches, and of epochs in a plain loop."""
+    def _training_pass(
+        self, loader: DataLoaderShard, batches: Iterator[Any] | None = None
+    ) -> Generator[Any, None, None]:
+        """Iterate training data, with the hooks of batches, and of epochs in a plain loop.
+
+        Args:
+            loader: the data.
+            batches: those that are left of a pass that has begun otherwise.
+        """
         loop, run = self._loop, self._loop.run
         loop.withdraw_consumed_stop()
         if run.votes.pending and not loop.in_window:  # the pass before was left by `break`
@@ -151,7 +173,8 @@ class Passes:
         # The dict stays the same object; its tuples are replaced when callbacks come and go.
         hooks = dispatch.hooks
         index, batch, peeked = -1, None, False
-        batches = loader.batches()
+        if batches is None:
+            batches = loader.batches()
         if loader.resumes:
             # Imported here, because most passes begin at their start.
             batches = _checked_for_skips(loader, loop, batches)
@@ -229,6 +252,8 @@ class Passes:
     def _begin_own_batch(self) -> None:
         """Fire ``on_train_batch_start`` in a loop that iterates no prepared loader."""
         loop = self._loop
+        if self._undecided is not None and self._undecided.begin_training():
+            return
         loop.settle()
         loop.withdraw_consumed_stop()
         loop.begin_training()
@@ -265,8 +290,17 @@ class Passes:
             return self.boundary.vote_within_epoch(last=loop.outer is None or loop.outer.on_last)
         return False
 
-    def _evaluation_pass(self, loader: DataLoaderShard) -> Iterator[Any]:
-        """Iterate validation data; without ``evaluate`` around it, the pass is an evaluation."""
+    def _evaluation_pass(
+        self, loader: DataLoaderShard, batches: Iterator[Any] | None = None
+    ) -> Generator[Any, None, None]:
+        """Iterate validation data; without ``evaluate`` around it, the pass is an evaluation.
+
+        It is none from the first step of a prepared optimizer on: what is left trains.
+
+        Args:
+            loader: the data.
+            batches: those of a pass that has begun; a new pass if ``None``.
+        """
         loop = self._loop
         alone = not loop.evaluating
         if alone:
@@ -278,24 +312,23 @@ class Passes:
         token = loop.enter(loader, outer=False)
         loop.used_loaders.add_evaluated(loader, stage)
         loader.trained = False
-        # An earlier pass over this loader was training, with the model in train mode.
-        was_trained = alone and loader is loop.used_loaders.training
-        steps = loop.run._global_step
+        steps, trains = loop.run._global_step, False
+        batches = loader.batches() if batches is None else batches
         hooks = loop.dispatch.hooks
         start, end = f"on_{stage}_batch_start", f"on_{stage}_batch_end"
         try:
             if loop.local_metrics is not None:
                 loop.local_metrics.compare()  # of the evaluation before
-            for batch in loader.batches():
+            for batch in batches:
                 index = loader.batch_index
                 for hook in hooks[start]:
                     hook(loop.run, loop.model, batch, index, *extra)
                 yield batch
                 for hook in hooks[end]:
                     hook(loop.run, loop.model, None, batch, index, *extra)
-                if was_trained and loop.run._global_step != steps:
-                    was_trained = False
-                    self._warn_of_eval_mode()
+                if alone and loop.run._global_step != steps:
+                    trains = True
+                    break
             if loop.local_metrics is not None:
                 loop.local_metrics.end_evaluation()
         finally:
@@ -304,17 +337,15 @@ class Passes:
                 loop.stages.pop()
                 loop.deferred.append(partial(self._fire_evaluation_end, stage))
         loop.settle()
-
-    def _warn_of_eval_mode(self) -> None:
-        """Warn once of steps in a pass that was training before and counts as an evaluation now."""
-        if not self._warned_eval:
+        if trains:
+            loop.run.in_eval_mode = True
             warn(
                 "the model is trained in eval mode, in which an evaluation has left it: its "
-                "dropout is off, and the pass counts as an evaluation. Call model.train() before "
-                "the loop over the training data, or evaluate inside of `with "
-                "accel.evaluate(model):`, which restores the mode."
+                "dropout is off, and the pass counted as an evaluation until its first step. Call "
+                "model.train() before the loop over the training data, or evaluate inside of "
+                "`with accel.evaluate(model):`, which restores the mode."
             )
-        self._warned_eval = True
+            yield from self._training_pass(loader, batches)
 
     def _inner_pass(self, loader: DataLoaderShard) -> Iterator[Any]:
         """Iterate a second loader inside of a training pass, without hooks."""

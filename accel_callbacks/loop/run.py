@@ -416,6 +416,7 @@ class TrainingRun(TrainerAttributes):
         self.metric_origins: dict[str, str] = {}
         # Of accel.run: how many objects were prepared when it looked for a checkpoint; else None.
         self.prepared_at_start: int | None = None
+        self.in_eval_mode = False  # its models are trained in eval mode
         self.resumed_from: str | None = None
         self.resumed_without_model = False  # the checkpoint holds nothing that was trained
         self.first_epoch = 0
@@ -604,7 +605,11 @@ class TrainingRun(TrainerAttributes):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, for a resume."""
-        known = {} if self.identity is None else {"identity": self.identity.state_dict()}
+        known: dict[str, Any] = (
+            {} if self.identity is None else {"identity": self.identity.state_dict()}
+        )
+        if self.in_eval_mode:
+            known["in_eval_mode"] = True
         return {
             **known,
             "name": self.name,
@@ -629,4 +634,5 @@ class TrainingRun(TrainerAttributes):
         self.epoch_open = state["epoch_open"]
         self.batch_idx = state["batch_idx"]
         self.callback_metrics.update(state["metrics"])
+        self.in_eval_mode = state.get("in_eval_mode", False)
         self.loaded_step = self.global_step

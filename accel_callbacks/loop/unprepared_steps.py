@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
-from weakref import WeakMethod, finalize, ref
+from weakref import WeakMethod, WeakSet, finalize, ref
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -22,11 +22,16 @@ class UnpreparedSteps:
     """Notes which optimizers step outside of the ``step`` of a prepared one, while it watches.
 
     Steps within backward are those of optimizers that a user hooks to gradients: they cannot be
-    prepared. An optimizer is kept weakly: one that is made anew for each task, as for the inner
-    loop of meta-learning, has nothing to be saved.
+    prepared, and are counted (:mod:`accel_callbacks.loop.unseen_steps`), as are those of a part of
+    a prepared optimizer. An optimizer is kept weakly: one that is made anew for each task, as for
+    the inner loop of meta-learning, has nothing to be saved.
 
     Args:
         optimizers: the prepared optimizers, a list that grows.
+
+    Attributes:
+        hooked: those that have stepped within backward.
+        count_unseen: counts a step of no prepared optimizer; returns whether it is to be counted.
 
     Example:
         >>> import torch
@@ -43,6 +48,9 @@ class UnpreparedSteps:
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self._optimizers = optimizers
         self._noted: list[tuple[ref[torch.optim.Optimizer], bool]] = []
+        self.hooked: WeakSet[torch.optim.Optimizer] = WeakSet()  # that stepped within backward
+        self.count_unseen: Callable[[torch.optim.Optimizer], bool] = lambda optimizer: False
+        self._counts = False  # then each step is told, and not only the first ones
         self._left = 0
         self._remove: Callable[[], Any] | None = None
 
@@ -71,20 +79,29 @@ class UnpreparedSteps:
 
     def stop(self) -> None:
         """Remove the hook from torch's optimizers; what was noted stays."""
-        if self._remove is not None:
+        if self._remove is not None and not self._counts:
             self._remove()
             self._remove = None
 
     def forget(self) -> None:
         """Forget what was noted."""
         self._noted.clear()
+        self.hooked.clear()
+        self._counts = False
 
     def _note(self, optimizer: torch.optim.Optimizer) -> None:
         """Note a step, unless enough were noted, or it belongs to that of a prepared optimizer."""
-        if self._left <= 0:
+        if self._left <= 0 and not self._counts:
             return
         prepared = self._has(optimizer)
-        outside = not in_prepared_step() and torch._C._current_graph_task_id() == -1
+        hooked = torch._C._current_graph_task_id() != -1
+        outside = not in_prepared_step() and not hooked
+        if (hooked or outside) and not prepared and self.count_unseen(optimizer):
+            self._counts = True
+            if hooked:
+                self.hooked.add(optimizer)
+        if self._left <= 0:
+            return
         if outside and not any(known is optimizer for known, _ in self._alive()):
             self._noted.append((ref(optimizer), prepared))
         # Not removed here: torch is iterating its hooks.

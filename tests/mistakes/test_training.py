@@ -175,11 +175,18 @@ def model_of_the_script_beside(accel: Accelerator) -> None:
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(
-    "loop", [guarded_by_hand, sharpness_aware, optimizer_in_backward, model_of_the_script_beside]
-)
+@pytest.mark.parametrize("loop", [guarded_by_hand, sharpness_aware, model_of_the_script_beside])
 def test_optimizers_that_step_at_the_right_time_are_silent(loop):
     assert_silent(loop, gradient_accumulation_steps=4)
+
+
+def test_an_optimizer_in_backward_is_told_in_a_window_alone():
+    assert_silent(optimizer_in_backward)
+    assert_told_once(
+        optimizer_in_backward,
+        "in each micro-batch of a gradient window",
+        gradient_accumulation_steps=4,
+    )
 
 
 def scheduled(accel: Accelerator) -> None:
