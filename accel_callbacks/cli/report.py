@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks.cli.parser import CommandError, CommandParser
@@ -14,7 +15,7 @@ from accel_callbacks.local_files import replace
 from accel_callbacks.terminal_text import printable, size_of, table
 
 if TYPE_CHECKING:
-    from accel_callbacks.journal import Attempt, Goodput, Journal
+    from accel_callbacks.journal import Attempt, Journal
 
 
 def configure(parser: CommandParser) -> None:
@@ -37,36 +38,49 @@ def configure(parser: CommandParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print the attempts of each run and its goodput, or write the page."""
-    from accel_callbacks.journal import Goodput, Journal, JournalError
+    from accel_callbacks.journal import Journal, JournalError
 
     if args.html is not None and (args.json or args.price is not None):
         raise CommandError("--html writes a page and prints nothing: leave --json and --price out")
     if args.run_id is not None and len(args.runs) > 1:
         raise CommandError("--run_id is of one RUN: give RUN/journal/ID for each of several runs")
-    try:
-        journals = [Journal.read(folder, args.run_id) for folder in args.runs]
-        if args.html is not None:
-            _write_page(journals, args.html)
-            return 0
-        reports = [(journal, Goodput.of(journal)) for journal in journals]
-        if args.json:
-            facts = [_as_json(journal, goodput, args.price) for journal, goodput in reports]
-            print(json.dumps(facts if len(facts) > 1 else facts[0], indent=2))
-            return 0
-        for index, (journal, goodput) in enumerate(reports):
-            print("\n" * (index > 0), end="")
-            _print(journal, goodput, args.price)
-    except (JournalError, OSError, ImportError) as error:
-        raise CommandError(str(error), exit_code=1) from None
-    return 0
+    describe = _as_facts if args.html is not None else _as_json if args.json else _as_text
+    reports: list[tuple[Journal, Any]] = []
+    problems: list[tuple[str, str]] = []
+    for folder in args.runs:
+        try:
+            journal = Journal.read(folder, args.run_id)
+            reports.append((journal, describe(journal, args.price)))
+        except (JournalError, OSError, ImportError) as error:
+            problems.append((folder, str(error)))
+    if not reports:
+        raise CommandError("\n".join(problem for _, problem in problems), exit_code=1)
+    if args.html is not None:
+        _write_page(reports, args.html)
+    elif args.json:
+        facts = [told for _, told in reports]
+        facts += [{"folder": folder, "problem": problem} for folder, problem in problems]
+        print(json.dumps(facts if len(facts) > 1 else facts[0], indent=2))
+    else:
+        print("\n\n".join(text for _, text in reports))
+    for _, problem in problems:
+        print(f"accel report: a run is not shown: {printable(problem)}", file=sys.stderr)
+    return 1 if problems else 0
 
 
-def _write_page(journals: Sequence[Journal], file: str) -> None:
+def _as_facts(journal: Journal, price: float | None) -> dict[str, Any]:
+    from accel_callbacks.journal.report.page import run_facts
+
+    return run_facts(journal)
+
+
+def _write_page(reports: Sequence[tuple[Journal, Mapping[str, Any]]], file: str) -> None:
     """Write the page in one step: a browser that has it open never reads half of one."""
-    from accel_callbacks.journal.report.page import report_page
+    from accel_callbacks.journal.report.page import page_of
 
+    journals, facts = zip(*reports, strict=True)
     # A name from a file system may hold half of a character, which UTF-8 has not.
-    page = report_page(journals).encode("utf-8", "replace")
+    page = page_of(journals, facts).encode("utf-8", "replace")
     part = f"{file}.part"
     try:
         with open(part, "wb") as stream:
@@ -83,22 +97,25 @@ def _write_page(journals: Sequence[Journal], file: str) -> None:
     print(f"wrote {printable(file)} ({size_of(len(page))}): open it in a browser")
 
 
-def _print(journal: Journal, goodput: Goodput, price: float | None) -> None:
-    """Print the tables of a run."""
+def _as_text(journal: Journal, price: float | None) -> str:
+    """Return the tables of a run."""
+    from accel_callbacks.journal import Goodput
     from accel_callbacks.journal.goodput import energy_of
 
-    print(f"run {printable(journal.name)} ({printable(journal.folder)})")
-    print()
-    print(table(("ATTEMPT", "RANKS", "STEPS", "REPEATED", "ENDED"), _attempts(journal)))
-    print()
-    print(goodput.describe())
+    goodput = Goodput.of(journal)
+    parts = [
+        f"run {printable(journal.name)} ({printable(journal.folder)})",
+        table(("ATTEMPT", "RANKS", "STEPS", "REPEATED", "ENDED"), _attempts(journal)),
+        goodput.describe(),
+    ]
     if price is not None:
         cost, useful = goodput.cost(price), goodput.share
-        print(f"\ncost {cost:.2f}, of which {cost * useful:.2f} for steps that count")
+        parts.append(f"cost {cost:.2f}, of which {cost * useful:.2f} for steps that count")
     energy = energy_of(journal)
     if energy:
         co2 = f", {energy['co2_kg']:.3g} kg of CO2" if "co2_kg" in energy else ""
-        print(f"\nenergy {energy['kwh']:.3g} kWh{co2}")
+        parts.append(f"energy {energy['kwh']:.3g} kWh{co2}")
+    return "\n\n".join(parts)
 
 
 def _attempts(journal: Journal) -> list[tuple[str, ...]]:
@@ -123,9 +140,11 @@ def _unended(journal: Journal, attempt: Attempt) -> str:
     return "killed, or still running" if state == "unknown" else state
 
 
-def _as_json(journal: Journal, goodput: Goodput, price: float | None) -> dict[str, Any]:
+def _as_json(journal: Journal, price: float | None) -> dict[str, Any]:
+    from accel_callbacks.journal import Goodput
     from accel_callbacks.journal.goodput import energy_of
 
+    goodput = Goodput.of(journal)
     names = [name for name in vars(goodput) if name != "rank_s"]
     facts: dict[str, Any] = {"name": journal.name, "folder": journal.folder}
     facts |= {"wall_s": goodput.wall_s, "goodput": goodput.share}

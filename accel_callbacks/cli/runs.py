@@ -78,7 +78,7 @@ def run(args: Namespace) -> int:
         _print(runs, args.metric)
         for summary in runs:
             if summary.problem:
-                print(f"damaged: {printable(summary.problem)}")
+                print(f"{summary.state}: {printable(summary.problem)}")
     return 1 if any(summary.problem for summary in runs) else 0
 
 

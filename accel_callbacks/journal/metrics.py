@@ -11,6 +11,8 @@ from loggers import read_jsonl
 
 __all__ = ["metrics_of", "project_of", "records_of"]
 
+_LARGEST = 1 << 1023  # integer that is a float
+
 
 def project_of(journal: Journal) -> str | None:
     """Return the project folder of a run, ``None`` if its journal was copied out of it."""
@@ -39,7 +41,7 @@ def metrics_of(journal: Journal) -> dict[str, tuple[list[int], list[float], list
     metrics: dict[str, tuple[list[int], list[float], list[float]]] = {}
     for record in records_of(journal):
         for name, value in record["values"].items():
-            if isinstance(value, (int, float)):
+            if isinstance(value, float) or (isinstance(value, int) and abs(value) < _LARGEST):
                 steps, times, values = metrics.setdefault(name, ([], [], []))
                 steps.append(int(record["step"]))
                 times.append(float(record.get("time", 0.0)))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike, fspath, listdir, path
@@ -23,12 +24,14 @@ from accel_callbacks.journal.format import (
     row_is_whole,
     unpack_header,
 )
-from accel_callbacks.local_files import base_name, local_path
+from accel_callbacks.journal.marks import unpack_marks
+from accel_callbacks.local_files import local_path
 
 __all__ = ["Attempt", "Journal"]
 
 _ROW = np.dtype(list(FIELDS))
 _READ = np.dtype([*FIELDS, ("attempt", "<u4"), ("repeated", "?")])
+_FILE = re.compile(r"attempt-([0-9]{4})(?:-rank-([0-9]{5,9})\.rows|\.jsonl)")
 _MOST_BYTES = 1 << 34  # of one file: larger ones are no journal
 
 
@@ -148,6 +151,11 @@ class Journal:
         """
         parts = []
         for attempt in self.attempts:
+            if rank == 0 and attempt.marks and 0 not in attempt.files:
+                raise JournalError(
+                    f"{self.folder} has no rows of rank 0 of attempt {attempt.number}. Restore "
+                    "them from a backup, or move the marks of the attempt away to read the others."
+                )
             if rank in attempt.files:
                 rows = _read_rows(attempt.files[rank], rank)
                 part = np.zeros(len(rows), _READ)
@@ -178,32 +186,27 @@ def _superseded(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _read_attempt(folder: str, number: int) -> Attempt:
-    start = f"attempt-{number:04}-rank-"
-    files: dict[int, str] = {}
-    world_size = 1
-    for name in _names(folder):
-        rank = name.removeprefix(start).removesuffix(".rows")
-        if name.startswith(start) and name.endswith(".rows") and rank.isdecimal():
-            files[int(rank)] = path_in(folder, name)
+    files, world_size = _files(folder, number), 1
     for file in files.values():
         if len(data := _bytes(file)[:HEADER_SIZE]) == HEADER_SIZE:
             world_size = unpack_header(data, file).world_size
             break
-    marks = tuple(_read_marks(path_in(folder, f"attempt-{number:04}.jsonl")))
-    return Attempt(number, world_size, marks, files)
+    name = f"attempt-{number:04}.jsonl"
+    file = path_in(folder, name)
+    # On a disk it is there before the rows; in a store, the rows of a killed run may be alone.
+    if local_path(folder) is not None and name not in _names(folder):
+        raise JournalError(f"{file} is missing, and its rows are there. Restore it from a backup.")
+    return Attempt(number, world_size, unpack_marks(_bytes(file), file), files)
 
 
-def _read_marks(file: str) -> Iterator[dict[str, Any]]:
-    lines = _bytes(file).split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        try:
-            mark = json.loads(line) if line.strip() else None
-        except (ValueError, RecursionError):
-            if number == len(lines):  # a kill has cut the last line
-                return
-            raise JournalError(f"{file}: line {number} is damaged. Restore the file.") from None
-        if isinstance(mark, dict):
-            yield mark
+def _files(folder: str, number: int) -> dict[int, str]:
+    """Return the files of rows of an attempt by rank."""
+    files = {}
+    for name in _names(folder):
+        found = _FILE.fullmatch(name)
+        if found is not None and found[2] is not None and int(found[1]) == number:
+            files[int(found[2])] = path_in(folder, name)
+    return files
 
 
 def _read_rows(file: str, rank: int) -> np.ndarray[Any, Any]:
@@ -229,30 +232,33 @@ def _read_rows(file: str, rank: int) -> np.ndarray[Any, Any]:
 
 def _attempts(names: Sequence[str]) -> list[int]:
     """Return the numbers of the attempts among the names of a folder."""
-    parts = (name.removeprefix("attempt-").removesuffix(".jsonl") for name in names)
-    pairs = zip(names, parts, strict=True)
-    return sorted(int(part) for name, part in pairs if name != part and part.isdecimal())
+    return sorted({int(found[1]) for found in map(_FILE.fullmatch, names) if found is not None})
 
 
 def _began(folder: str) -> float:
-    """Return when the newest attempt of a folder began, for a choice between runs."""
-    newest = _read_attempt(folder, _attempts(_names(folder))[-1])
-    return float(newest.start.get("time", 0.0))
+    """Return when the newest attempt of a folder began, for a choice between runs.
+
+    One whose marks are damaged hides no other run: its rows tell when it began.
+    """
+    newest = _attempts(_names(folder))[-1]
+    with suppress(JournalError, OSError):
+        if start := _read_attempt(folder, newest).start:
+            return float(start["time"])
+    for file in _files(folder, newest).values():
+        with suppress(JournalError, OSError):
+            return unpack_header(_bytes(file), file).time
+    return 0.0
 
 
 def _names(folder: str) -> list[str]:
     """Return the names in a folder, none if there is no such folder."""
     local = local_path(folder)
-    if local is not None:
-        try:
-            return sorted(listdir(local))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-    from loggers.trackers.line_file import filesystem
-
-    fs, key = filesystem(folder)
     try:
-        return sorted({base_name(str(entry)) for entry in fs.ls(key, False)})
+        if local is not None:
+            return sorted(listdir(local))
+        from loggers.trackers.line_file import list_names
+
+        return list_names(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -262,13 +268,14 @@ def _bytes(file: str) -> bytes:
     local = local_path(file)
     try:
         if local is None:
-            from loggers.trackers.line_file import filesystem
+            from loggers.trackers.line_file import read_object
 
-            fs, key = filesystem(file)
-            return bytes(fs.cat_file(key))
+            return read_object(file)
+        if path.isdir(local):
+            raise JournalError(f"{file} is a folder, and no file of a journal: move it away.")
         if path.getsize(local) > _MOST_BYTES:
             raise JournalError(f"{file} is too large for a journal.")
         with open(local, "rb") as stream:
             return stream.read()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return b""

@@ -147,7 +147,7 @@ class Recorder:
         start |= {"run_id": run.run_id, "step": run.global_step, "epoch": run.current_epoch}
         start["in_window"] = run.in_window
         hub.log_config({**start, "resumed_from": run.resumed_from, "world_size": run.world_size})
-        run.noted = self.note
+        run.noted = self._note_of_others
         self._first_steps.tell_norms(self._note_norm)
         self._loop.dispatch.observe(self)
 
@@ -209,6 +209,18 @@ class Recorder:
             mark = {"kind": kind, "time": time(), "step": run._global_step}
             # A row among the others: written in the same call, and never dropped as media may be.
             self._hub.put({"mark": json.dumps({**mark, **facts}, default=str)}, self._rows)
+
+    def _note_of_others(self, kind: str, **facts: Any) -> None:
+        """Write a mark that a script or a callback asks for, on all ranks with the same refusal."""
+        from accel_callbacks.journal.marks import mark_problem, plain_mark
+
+        mark = plain_mark({"kind": kind, "time": 0.0, "step": 0, **facts})
+        if problem := mark_problem(mark):
+            raise ValueError(
+                f"run.note({kind!r}, ...): {problem}, as readers of the journal expect of that "
+                "kind: give it, or name another kind"
+            )
+        self.note(kind, **facts)
 
     # --- hooks --------------------------------------------------------------------------------
 

@@ -289,7 +289,7 @@ class Replay:
         rollbacks = {
             str(mark["step"]): str(mark["path"])
             for mark in self.journal.marks
-            if mark.get("kind") == "rollback"
+            if mark["kind"] == "rollback" and "path" in mark
         }
         request = replace(
             request,
@@ -384,11 +384,11 @@ def _commands(journal: Journal) -> list[dict[str, Any]]:
     commands: list[dict[str, Any]] = []
     for mark in journal.marks:
         # Where a start or a load goes back behind commands, their effects are gone.
-        if mark.get("kind") == "commands":
+        if mark["kind"] == "commands":
             commands = [command for command in commands if command["number"] <= mark["number"]]
-        elif mark.get("kind") == "control":
+        elif mark["kind"] == "control" and "number" in mark:
             commands.append(mark)
-    return [command for command in commands if command["action"] in ("set", "evaluate")]
+    return [command for command in commands if command.get("action") in ("set", "evaluate")]
 
 
 def _checkpoints(attempt: Attempt, step: int) -> Iterator[tuple[str, int]]:

@@ -21,7 +21,7 @@ from loggers import flat_config
 __all__ = ["RunSummary", "differing_settings", "journal_folders", "summary_of"]
 
 _DEPTH = 3  # folders between the one that is searched and the project of a run
-_ATTEMPT = "attempt-*.jsonl"
+_ATTEMPT = "attempt-*"
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class RunSummary:
         folder: of its journal.
         project: its project folder, None if the journal was copied out of it.
         run_id: of the run.
-        state: running, ended, failed, interrupted, killed, unknown, or damaged.
+        state: running, ended, failed, interrupted, killed, unknown; or damaged, and where its files
+            cannot be read: unreachable in a store, unreadable on a disk.
         name: of the run.
         attempts: how often it was started.
         steps: optimizer steps that count.
@@ -76,12 +77,12 @@ def journal_folders(folder: str) -> list[str]:
             files = glob.glob(os.path.join(glob.escape(local), *names, _ATTEMPT))
             found |= {os.path.dirname(file) for file in files}
         return sorted(found)
-    from loggers.trackers.line_file import filesystem
+    from loggers.trackers.line_file import reaching
 
-    fs, key = filesystem(folder)
-    for names in patterns:
-        urls = map(fs.unstrip_protocol, fs.glob("/".join((key.rstrip("/"), *names, _ATTEMPT))))
-        found |= {split_path(url)[0].rstrip("/") for url in urls}
+    with reaching(folder) as (fs, key):
+        for names in patterns:
+            urls = map(fs.unstrip_protocol, fs.glob("/".join((key.rstrip("/"), *names, _ATTEMPT))))
+            found |= {split_path(url)[0].rstrip("/") for url in urls}
     return sorted(found)
 
 
@@ -95,17 +96,23 @@ def summary_of(folder: str, metric: str = "loss", highest: bool = False) -> RunS
         highest: the highest value is the best, not the lowest.
     """
     try:
-        journal = Journal(folder, Journal.read(folder).attempts)
-        goodput, rows = Goodput.of(journal), journal.rows(repeated=False)
-    except (JournalError, OSError) as error:
-        return RunSummary(folder, None, base_name(folder), "damaged", problem=str(error))
+        return _summary(Journal(folder, Journal.read(folder).attempts), metric, highest)
+    except JournalError as error:
+        state, problem = "damaged", str(error)
+    except OSError as error:
+        state, problem = "unreachable" if local_path(folder) is None else "unreadable", str(error)
+    return RunSummary(folder, None, base_name(folder), state, problem=problem)
+
+
+def _summary(journal: Journal, metric: str, highest: bool) -> RunSummary:
+    goodput, rows = Goodput.of(journal), journal.rows(repeated=False)
     taken = rows[rows["flags"] & SKIPPED == 0]
     best, best_step = _best(journal, taken, metric, highest)
     newest = journal.attempts[-1].start
     return RunSummary(
-        folder,
+        journal.folder,
         project_of(journal),
-        base_name(folder),
+        base_name(journal.folder),
         state_of(journal),
         journal.name,
         len(journal.attempts),

@@ -18,6 +18,12 @@ from accel_callbacks.journal.reader import Journal
 
 __all__ = ["StepSamples", "samples_of"]
 
+# What torch, NumPy and the samplers raise about a layout that nobody wrote.
+_OF_DAMAGE = (
+    *(ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError),
+    *(TypeError, ValueError),
+)
+
 
 @dataclass(frozen=True)
 class StepSamples:
@@ -85,14 +91,24 @@ def samples_of(journal: Journal, step: int, loader: Any = None) -> StepSamples:
             f"step {step} was taken on data of the loop's own, whose samples nothing counts: "
             "prepare the DataLoader."
         )
-    layout = _layout(journal, int(row["attempt"]), int(row["epoch"]), step)
+    attempt, epoch, end = int(row["attempt"]), int(row["epoch"]), int(row["position"])
+    layout = _layout(journal, attempt, epoch, step)
     before = rows[max(place - 1, 0)]
     follows = before["attempt"] == row["attempt"] and before["epoch"] == row["epoch"]
     follows = follows and before["position"] < row["position"]
-    begin = int(before["position"]) if follows else int(layout["position"])
-    end = int(row["position"])
-    batches = _batches(layout, int(row["epoch"]), begin, end, loader)
-    return StepSamples(step, int(row["attempt"]), int(row["epoch"]), begin, end, batches)
+    try:
+        begin = int(before["position"]) if follows else int(layout["position"])
+        batches = _batches(layout, epoch, begin, end, loader)
+    except JournalError:
+        raise
+    except _OF_DAMAGE as error:
+        if loader is not None:  # it may be the script's own
+            raise
+        raise JournalError(
+            f"the journal of {journal.folder} cannot be used to draw the samples of step {step} "
+            f"again ({type(error).__name__}: {error}): its mark of epoch {epoch} is damaged."
+        ) from error
+    return StepSamples(step, attempt, epoch, begin, end, batches)
 
 
 def _layout(journal: Journal, attempt: int, epoch: int, step: int) -> Mapping[str, Any]:

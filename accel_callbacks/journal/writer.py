@@ -21,8 +21,9 @@ from accel_callbacks.journal.format import (
     pack_header,
     pack_row,
 )
+from accel_callbacks.journal.marks import pack_mark, plain_mark
 from accel_callbacks.local_files import advised, base_name, local_path
-from loggers import RunInfo, Scalar, Status, Tracker, plain_config
+from loggers import RunInfo, Scalar, Status, Tracker
 from loggers.trackers.line_file import LineFile, filesystem, open_lines
 
 __all__ = ["JournalWriter", "attempt_names", "next_attempt"]
@@ -65,6 +66,7 @@ class JournalWriter(Tracker):
         self._facts = facts
         self._rows: LineFile | None = None
         self._marks: LineFile | None = None
+        self._checksum = 0  # of the last mark
         self._totals: Sequence[float] = (
             0.0,
             0.0,
@@ -145,8 +147,8 @@ class JournalWriter(Tracker):
 
     def _mark(self, facts: Mapping[str, Any]) -> None:
         if self._marks is not None:
-            line = json.dumps(_finite(plain_config(facts)), separators=(",", ":"), allow_nan=False)
-            self._marks.add(line.encode() + b"\n")
+            line, self._checksum = pack_mark(plain_mark(facts), self._checksum)
+            self._marks.add(line)
 
     def _packed(self, row: tuple[Any, ...]) -> bytes:
         *known, rates, states, losses, norm, flags = row
@@ -211,15 +213,6 @@ def _digest(data: bytes) -> int:
 
 def _state_bytes(state: Any) -> bytes:
     return repr(state).encode()
-
-
-def _finite(value: Any) -> Any:
-    """Return plain values with text for numbers that JSON has not."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {name: _finite(inner) for name, inner in value.items()}
-    return [_finite(inner) for inner in value] if isinstance(value, list) else value
 
 
 def attempt_names(attempt: int, rank: int = 0) -> tuple[str, str]:

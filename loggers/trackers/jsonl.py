@@ -7,6 +7,7 @@ import math
 import os
 import time as clock
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
@@ -25,8 +26,15 @@ __all__ = ["JSONLTracker", "read_jsonl"]
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _METRICS = b'{"type":"metrics",'
 _MAX_SHAPES = 256
-_FIELDS_OF_TABLES = {"step": int, "name": str, "columns": list, "rows": list}
-_FIELDS = {"step": int, "values": dict}  # of the other records that are read back
+_WITH_VALUES = ("metrics", "text", "histogram", "images", "audio", "video", "figure")
+_OF_STEPS: dict[str, Any] = {"step": int, "time?": (int, float)}
+_OF_RUNS = dict.fromkeys(("resumed_step", "kept_step"), (int, NoneType))
+#: Fields of the records that are read back, by type.
+_FIELDS: dict[str, dict[str, Any]] = {
+    "run": {"run_id": (str, NoneType), **_OF_RUNS},
+    "table": {**_OF_STEPS, "name": str, "columns": list, "rows": list},
+    **{kind: {**_OF_STEPS, "values": dict} for kind in _WITH_VALUES},
+}
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 
@@ -283,7 +291,7 @@ def read_jsonl(
         if record.get("type") == "run":
             newest, keep = record.get("run_id"), _kept_step(record)
             runs[newest] = [row for row in runs.get(newest, []) if row["step"] <= keep]
-        elif record.get("type") == kind and _is_whole(record):
+        elif record.get("type") == kind:
             if kind == "metrics":
                 record["values"] = _parse_floats(record["values"])
             runs.setdefault(newest, []).append(record)
@@ -292,10 +300,17 @@ def read_jsonl(
 
 def _is_whole(record: Mapping[str, Any]) -> bool:
     """Return whether a record has the fields of its type, which a file from elsewhere may lack."""
-    fields = _FIELDS_OF_TABLES if record["type"] == "table" else _FIELDS
-    return isinstance(record.get("time", 0.0), (int, float)) and all(
-        isinstance(record.get(name), type_) for name, type_ in fields.items()
+    fields = _FIELDS.get(str(record.get("type")), {})
+    return all(
+        isinstance(value, kinds) and not (isinstance(value, bool) or _is_huge(value))
+        for name, kinds in fields.items()
+        for value in [record.get(name.rstrip("?"), 0.0 if name == "time?" else None)]
     )
+
+
+def _is_huge(value: Any) -> bool:
+    """Return whether a value is a number that no clock and no counter has."""
+    return isinstance(value, (int, float)) and not abs(value) < 2**63
 
 
 class _Past:
@@ -393,9 +408,9 @@ def _parse(line: bytes) -> dict[str, Any]:
     """Return the record on a line, or an empty one for a line that is incomplete after a crash."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
-    return record if isinstance(record, dict) else {}
+    return record if isinstance(record, dict) and _is_whole(record) else {}
 
 
 def _encode_floats(value: Any) -> Any:

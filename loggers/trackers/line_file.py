@@ -8,16 +8,27 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from loggers.local_files import advised, local_path, remove, replace, sync_file, sync_folder
+from loggers.local_files import (
+    advised,
+    base_name,
+    local_path,
+    remove,
+    replace,
+    sync_file,
+    sync_folder,
+)
 
 __all__ = [
     "LineFile",
     "filesystem",
+    "list_names",
     "open_lines",
+    "reaching",
     "read_lines",
+    "read_object",
     "write_object",
 ]
 
@@ -51,8 +62,7 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[bytes]:
     name = os.fspath(path)
     local = local_path(name)
     if local is None:
-        fs, key = filesystem(name)
-        yield from fs.cat_file(key).splitlines(keepends=True)
+        yield from read_object(name).splitlines(keepends=True)
         return
     with open(local, "rb") as file:
         yield from file
@@ -189,7 +199,10 @@ class RemoteLines(LineFile):
         super().__init__()
         self.path = url
         self._fs, self._key = filesystem(url)
-        self._content = _read_object(self._fs, self._key)
+        try:
+            self._content = bytearray(self._fs.cat_file(self._key))
+        except FileNotFoundError:
+            self._content = bytearray()
         self._every_s = every_s
         self._dirty, self._due = False, 0.0
 
@@ -247,11 +260,46 @@ def write_object(fs: Any, key: str, data: bytes) -> None:
         fs.pipe_file(key, data)
 
 
-def _read_object(fs: Any, key: str) -> bytearray:
+def read_object(url: str) -> bytes:
+    """Return the content of an object.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ConnectionError: the store cannot be reached.
+        OSError: the store refuses to read it.
+    """
+    with reaching(url) as (fs, key):
+        return bytes(fs.cat_file(key))
+
+
+def list_names(url: str) -> list[str]:
+    """Return the names in a folder of a store, sorted.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        ConnectionError: the store cannot be reached.
+    """
+    with reaching(url) as (fs, key):
+        return sorted({base_name(str(entry)) for entry in fs.ls(key, False)})
+
+
+@contextmanager
+def reaching(url: str) -> Iterator[tuple[Any, str]]:
+    """Yield the filesystem of a URL and the key in it, and tell a store that cannot be reached.
+
+    Raises:
+        ConnectionError: it cannot be; each library of a store has errors of its own for that.
+    """
+    fs, key = filesystem(url)
     try:
-        return bytearray(fs.cat_file(key))
-    except FileNotFoundError:
-        return bytearray()
+        yield fs, key
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
+        raise
+    except Exception as error:
+        raise ConnectionError(
+            f"{url} is unreachable ({type(error).__name__}: {error}): look at the network, the "
+            "address of the store and the credentials, and try again"
+        ) from error
 
 
 def _open_append(path: str) -> int:

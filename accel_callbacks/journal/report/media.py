@@ -54,7 +54,7 @@ def _entries(journal: Journal) -> Iterator[dict[str, Any]]:
         for name, paths in record["values"].items():
             texts = _list(captions.get(name)) if isinstance(captions, dict) else []
             for number, path in enumerate(_list(paths)):
-                caption = str(texts[number]) if number < len(texts) else ""
+                caption = _cell(texts[number]) if number < len(texts) else ""
                 yield {"name": name, "step": record["step"], "caption": caption, "path": path}
     for record in records_of(journal, "figure"):
         for name, path in record["values"].items():
@@ -70,10 +70,9 @@ def _content(project: str, path: Any) -> bytes:
     with suppress(OSError, ValueError):
         local = local_path(f"{project}{whole}")
         if local is None:
-            from loggers.trackers.line_file import filesystem
+            from loggers.trackers.line_file import read_object
 
-            fs, key = filesystem(f"{project}{whole}")
-            return bytes(fs.cat_file(key))
+            return read_object(f"{project}{whole}")
         if os.path.getsize(local) <= _MOST_BYTES:
             with open(local, "rb") as stream:
                 return stream.read()
@@ -106,5 +105,8 @@ def _list(value: Any) -> list[Any]:
 
 
 def _cell(cell: Any) -> str:
-    text = str(cell)
+    try:
+        text = str(cell)
+    except RecursionError:  # lists in lists, as no tracker writes them
+        return "..."
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

@@ -1,13 +1,15 @@
 "use strict";
 (() => {
-  const facts = JSON.parse(document.getElementById("data").textContent);
+  // Names of a run are keys here: without a prototype, "constructor" is one like any other.
+  const bare = (value) => (value && typeof value === "object" && !Array.isArray(value) ? Object.setPrototypeOf(value, null) : value);
+  const facts = JSON.parse(document.getElementById("data").textContent, (key, value) => bare(value));
   const runs = facts.runs;
   const COLORS = ["#3b82f6", "#f97316", "#10b981", "#e11d48", "#a855f7", "#0891b2", "#ca8a04", "#ec4899", "#65a30d", "#8b7355"];
-  const MARKS = {
+  const MARKS = bare({
     checkpoint: ["#64748b", "▲"], resume: ["#10b981", "↻"], kill: ["#e11d48", "✕"],
     failure: ["#e11d48", "!"], rollback: ["#f97316", "↩"], spike: ["#f97316", "⇑"], preempt: ["#a855f7", "◼"],
     "lost rank": ["#e11d48", "?"],
-  };
+  });
   const PARTS = {
     useful: ["#10b981", "steps that count"], start: ["#3b82f6", "start, to the first batch"],
     compile: ["#a855f7", "torch.compile"], data: ["#eab308", "waiting for data"],
@@ -310,7 +312,7 @@
   }
 
   function settings() {
-    const all = runs.map((run) => ({ ...run.config, ...run.environment }));
+    const all = runs.map((run) => bare({ ...run.config, ...run.environment }));
     const keys = [...new Set(all.flatMap(Object.keys))];
     const row = (key) => [key, ...all.map((values) => values[key] ?? "–")];
     const head = ["", ...runs.map((run) => run.label)];

@@ -22,7 +22,7 @@ from accel_callbacks.journal.report.media import pictures_of, tables_of
 from accel_callbacks.local_files import base_name
 from loggers import flat_config
 
-__all__ = ["report_page"]
+__all__ = ["page_of", "report_page", "run_facts"]
 
 _BUCKETS = 2000
 _METRIC_BUCKETS = 500  # of each metric of a tracker: there may be hundreds
@@ -44,8 +44,13 @@ def report_page(journals: Sequence[Journal]) -> str:
     Raises:
         JournalError: a file of a journal is damaged.
     """
+    return page_of(journals, [run_facts(journal) for journal in journals])
+
+
+def page_of(journals: Sequence[Journal], runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return the page about runs of which the facts are known."""
     labels = _labels(journals)
-    runs = [_facts(journal, label) for journal, label in zip(journals, labels, strict=True)]
+    runs = [{"label": label, **facts} for label, facts in zip(labels, runs, strict=True)]
     written = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     facts = {"written": written, "runs": runs, "charts": list(_COLUMNS.values())}
     # "<" would let a text of the run close the script that it is in.
@@ -82,14 +87,17 @@ def _labels(journals: Sequence[Journal]) -> list[str]:
     ]
 
 
-def _facts(journal: Journal, label: str) -> dict[str, Any]:
-    """Return what the page tells of a run."""
+def run_facts(journal: Journal) -> dict[str, Any]:
+    """Return what the page tells of a run.
+
+    Raises:
+        JournalError: a file of its journal is damaged.
+    """
     rows = journal.rows()
     goodput = Goodput.of(journal)
     began = _began(journal, rows)
     newest = journal.attempts[-1]
     return {
-        "label": label,
         "folder": journal.folder,
         "began": began,
         "attempts": [_attempt(attempt, rows) for attempt in journal.attempts],

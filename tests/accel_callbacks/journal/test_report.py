@@ -6,6 +6,8 @@ import base64
 import json
 import math
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from accel_callbacks.journal.format import ROW_SIZE
 from accel_callbacks.journal.report import media
 from accel_callbacks.journal.report.curves import curve_of
 from accel_callbacks.journal.report.page import report_page
+from tests.support.browser import unavailable
 from tests.support.journals import write_attempt, write_run
 
 HOSTILE = "</script><script>alert(1)</script><!-- <img src=x onerror=alert(2)> {{data}} é"
@@ -136,6 +139,35 @@ def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
     assert len(re.findall(r"<script\b", page)) == len(re.findall("</script", page)) == 3
 
 
+def test_any_name_is_a_name(tmp_path: Path) -> None:
+    program = shutil.which("chromium") or shutil.which("chromium-browser")
+    if program is None:
+        unavailable("there is no chromium: on Debian and Ubuntu, apt-get install chromium")
+    names = ("constructor", "__proto__", "toString", "hasOwnProperty")
+    marks = [{"kind": name, "time": 1002.0, "step": 2} for name in names]
+    write_run(tmp_path / "a", name=names[1], marks=marks, config=dict.fromkeys(names, 1))
+    lines: list[dict[str, Any]] = [{"type": "run", "run_id": "a1", "resumed_step": None}]
+    for step in (1, 2):
+        values = dict.fromkeys(names, step / 4)
+        lines.append({"type": "metrics", "step": step, "time": 1001.0, "values": values})
+    (tmp_path / "a" / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    write_run(tmp_path / "b", name=names[0], config={"lr": 0.1})
+    page = report_page([Journal.read(tmp_path / name) for name in "ab"])
+    (tmp_path / "page.html").write_text(page, encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/browser"]
+    shown = subprocess.run(
+        [program, *options, "--dump-dom", (tmp_path / "page.html").as_uri()],
+        check=True,
+        capture_output=True,
+        encoding="utf-8",
+    ).stdout
+    titles = re.findall(r"<h[23]>([^<]*)</h", shown)
+    assert titles[:3] == ["loss", "learning rate", "seconds a step"]
+    assert titles[3:7] == list(names)
+    assert titles[7:] == ["Where the time went", "What differs", "Attempts"]
+    assert [name for name in names if f"◆</span> {name} " in shown] == list(names), "as any mark"
+
+
 def test_a_page_asks_for_nothing_from_elsewhere(tmp_path: Path) -> None:
     write_run(tmp_path)
     page = report_page([Journal.read(tmp_path)])
@@ -203,13 +235,15 @@ def test_the_command_writes_the_page(
     assert len(json.loads(capsys.readouterr().out)) == 2
     assert main(["report", "a", "b"]) == 0
     assert capsys.readouterr().out.count("run demo") == 2
+    assert main(["report", "a", "nowhere", "--html", "page.html"]) == 1
+    assert "nowhere has no journal" in capsys.readouterr().err
+    assert len(facts_of((tmp_path / "page.html").read_text(encoding="utf-8"))["runs"]) == 1
 
 
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
         (("nowhere", "--html", "page.html"), 1, "nowhere has no journal"),
-        (("a", "nowhere", "--html", "page.html"), 1, "nowhere has no journal"),
         (("a", "--html", "absent/page.html"), 1, "give --html a file in a folder that exists"),
         (("a", "--html", "page.html", "--json"), 2, "leave --json and --price out"),
         (("a", "a", "--run_id", "a1"), 2, "RUN/journal/ID"),
