@@ -15,12 +15,15 @@ from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from loggers.redaction import redacted
+
 __all__ = [
     "copy_to_host",
     "flat_config",
     "flatten",
     "order_before_reads",
     "plain_config",
+    "stored_config",
     "to_host",
 ]
 
@@ -269,6 +272,19 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
             f"a config is a dict, a dataclass or a Namespace, got {type(config).__name__}: "
             "pass vars(args), or put the value into a dict"
         )
+    return plain
+
+
+def stored_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``config`` as :func:`plain_config` does, with a placeholder for each secret.
+
+    That is what trackers write into files. A service gets the config as it is.
+
+    Example:
+        >>> stored_config({"lr": 0.1, "data": "https://store/a.tar?sig=abc"})
+        {'lr': 0.1, 'data': 'https://store/a.tar?sig=(set, not shown)'}
+    """
+    plain: dict[str, Any] = redacted(plain_config(config))
     return plain
 
 

@@ -574,6 +574,11 @@ def test_the_packages_agree_on_local_files() -> None:
     assert len({(ROOT / package / "local_files.py").read_text() for package in PACKAGES}) == 1
 
 
+def test_the_packages_agree_on_what_is_a_secret() -> None:
+    packages = ("accel_callbacks", "loggers")
+    assert len({(ROOT / package / "redaction.py").read_text() for package in packages}) == 1
+
+
 def test_rooms_import_those_below_them_but_for_pairs_with_a_reason() -> None:
     up = set(rooms.arrows_up(rooms.arrows(modules())))
     assert up == set(rooms.REASONS), (

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 import xxhash
 
-from accel_callbacks.redaction import redacted
-
 __all__ = ["process_began", "start_facts"]
 
 _PACKAGES = (
@@ -32,27 +30,24 @@ _MOST_MODULES = 1000  # of the script, whose text is digested
 
 
 def start_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts of a start.
+    """Return the facts of a start, secrets included: the journal leaves them out as it writes.
 
     Args:
         facts: what only the run knows, such as its config.
     """
-    whole: dict[str, Any] = redacted(
-        {
-            **facts,
-            "argv": list(sys.argv),
-            "command": list(sys.orig_argv),
-            "cwd": os.getcwd(),
-            "script": _script(),
-            "versions": _versions(),
-            "environment": _environment(),
-            "environment_names": sorted(os.environ),
-            "numerics": _numerics(),
-            "hardware": _hardware(),
-            "git": _git(),
-        }
-    )
-    return whole
+    return {
+        **facts,
+        "argv": list(sys.argv),
+        "command": list(sys.orig_argv),
+        "cwd": os.getcwd(),
+        "script": _script(),
+        "versions": _versions(),
+        "environment": _environment(),
+        "environment_names": sorted(os.environ),
+        "numerics": _numerics(),
+        "hardware": _hardware(),
+        "git": _git(),
+    }
 
 
 def process_began() -> float:

@@ -11,6 +11,7 @@ from typing import Any
 import xxhash
 
 from accel_callbacks.journal.format import JournalError
+from accel_callbacks.redaction import redacted
 from loggers import plain_config
 
 __all__ = ["mark_problem", "pack_mark", "plain_mark", "unpack_marks"]
@@ -131,9 +132,17 @@ def unpack_marks(data: bytes, path: str) -> tuple[dict[str, Any], ...]:
 
 
 def plain_mark(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a mark as it is written: plain values, with text for numbers that JSON has not."""
+    """Return a mark as it is written: without secrets, and with text for numbers JSON has not."""
     mark: dict[str, Any] = _finite(plain_config(facts))
-    return mark
+    return {
+        name: value if _is_exact(name, value) else redacted(value, name)
+        for name, value in mark.items()
+    }
+
+
+def _is_exact(name: str, value: Any) -> bool:
+    """Return whether a replay needs a value as it is: an order, or a path on a disk."""
+    return name == "layout" or (name == "path" and "://" not in str(value))
 
 
 def _finite(value: Any) -> Any:

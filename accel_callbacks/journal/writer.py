@@ -24,7 +24,7 @@ from accel_callbacks.journal.format import (
 from accel_callbacks.journal.marks import pack_mark, plain_mark
 from accel_callbacks.local_files import advised, base_name, local_path
 from loggers import RunInfo, Scalar, Status, Tracker
-from loggers.trackers.line_file import LineFile, filesystem, open_lines
+from loggers.trackers.line_file import PRIVATE, LineFile, filesystem, open_lines
 
 __all__ = ["JournalWriter", "attempt_names", "next_attempt"]
 
@@ -88,7 +88,7 @@ class JournalWriter(Tracker):
         self._rows.add(pack_header(self._header))
         self._compiled = self._compiled_before = _compiled_s()
         if self._header.rank == 0:
-            self._marks = open_lines(self._folder, marks)
+            self._marks = open_lines(self._folder, marks, private=True)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Write the mark of the start, with facts that take longer than a step."""
@@ -236,7 +236,8 @@ def next_attempt(folder: str) -> int:
     for attempt in range(1, _MOST_ATTEMPTS):
         try:
             # Exclusively: another process may start the same run.
-            open(path_in(local, attempt_names(attempt)[1]), "xb").close()
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            os.close(os.open(path_in(local, attempt_names(attempt)[1]), flags, PRIVATE))
         except FileExistsError:
             continue
         return attempt

@@ -14,7 +14,7 @@ from loggers.base import RunInfo, Scalar, Status, Tracker
 from loggers.file_names import portable_path
 from loggers.local_files import remove, replace
 from loggers.trackers.tool import ItemTracker, local_folder, run_name
-from loggers.values import plain_config
+from loggers.values import stored_config
 
 __all__ = ["DVCLiveTracker"]
 
@@ -49,8 +49,8 @@ class DVCLiveTracker(ItemTracker):
     _changed = False  # something was logged since the last flush
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Write ``params.yaml``, nested like the config."""
-        self._opened().log_params(plain_config(config))
+        """Write ``params.yaml``, nested like the config, without secrets."""
+        self._opened().log_params(stored_config(config))
 
     def log(self, scalars: Mapping[str, Scalar], step: int) -> None:
         """Append to one file per metric; ``metrics.json`` is written at the next flush."""

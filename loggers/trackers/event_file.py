@@ -41,7 +41,7 @@ class EventFile:
         parts = (*divmod(microseconds, 10**6), socket.gethostname(), os.getpid(), next(_numbers))
         name = "events.out.tfevents.{:010d}.{:06d}.{}.{}.{}.loggers".format(*parts)
         self._folder = folder
-        self._file: LineFile = open_lines(folder, name + suffix, every_s)
+        self._file: LineFile = open_lines(folder, name + suffix, every_s, private=True)
         self._records = RecordWriter(self)
         self._lock = threading.Lock()
         metadata = SourceMetadata(writer="loggers")

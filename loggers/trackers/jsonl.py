@@ -16,7 +16,7 @@ from loggers.multimedia.encode import figure_png, histogram, png, video_file, wa
 from loggers.multimedia.files import MediaFolder
 from loggers.trackers.line_file import LineFile, read_lines
 from loggers.trackers.tool import LineTracker, Recorded
-from loggers.values import plain_config
+from loggers.values import plain_config, stored_config
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,6 +49,9 @@ class JSONLTracker(LineTracker):
     resumed step. A run that had ended well and goes on has its next ``run`` record before its
     first new step, and values that it logs again at its last step are not repeated.
 
+    Secrets in the config are replaced, as in the journal of a run, and the file is created for its
+    user alone (mode 0600).
+
     Tables, texts and histograms are records; images (PNG), audio (WAV), videos (GIF with Pillow,
     else NumPy) and figures (PNG) are files in ``metrics-media/`` next to it, listed in a record. Of
     an artifact only the path is recorded.
@@ -72,6 +75,7 @@ class JSONLTracker(LineTracker):
     """
 
     name = "jsonl"
+    _private = True  # it holds the config
 
     def __init__(self, filename: str = "metrics.jsonl", *, all_ranks: bool = False) -> None:
         super().__init__(filename, all_ranks=all_ranks)
@@ -107,8 +111,8 @@ class JSONLTracker(LineTracker):
         self._added = not ended
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Write the ``config`` record."""
-        plain = plain_config(config)
+        """Write the ``config`` record, without secrets."""
+        plain = stored_config(config)
         if self._held is None or _encode_floats(plain) != self._config:
             self._add("config", config=plain)
         self.flush()

@@ -22,6 +22,7 @@ from loggers.local_files import (
 )
 
 __all__ = [
+    "PRIVATE",
     "LineFile",
     "filesystem",
     "list_names",
@@ -33,24 +34,28 @@ __all__ = [
 ]
 
 UPLOAD_EVERY_S = 30.0
+PRIVATE, _SHARED = 0o600, 0o644  # modes of new files, of which the umask takes away
 _FULL = 65536  # pending bytes that are written without a flush; a hub flushes twice a second anyway
 _MOST_HELD = 1 << 24  # pending bytes that wait while a disk is full
 _UPLOAD_SHARE = 10  # slow uploads are made less often: they take at most a tenth of the time
 
 
-def open_lines(logging_dir: str, filename: str, every_s: float | None = None) -> LineFile:
+def open_lines(
+    logging_dir: str, filename: str, every_s: float | None = None, *, private: bool = False
+) -> LineFile:
     """Open ``filename`` in a folder that is a path or an fsspec URL; create both if needed.
 
     Args:
         logging_dir: the folder.
         filename: name of the file.
         every_s: seconds between uploads to a store; ``UPLOAD_EVERY_S`` if None.
+        private: create it for its user alone, because it holds a config.
     """
     folder = local_path(logging_dir)
     if folder is None:
         url = f"{logging_dir.rstrip('/')}/{filename}"
         return RemoteLines(url, UPLOAD_EVERY_S if every_s is None else every_s)
-    return LocalLines(os.path.join(folder, filename))
+    return LocalLines(os.path.join(folder, filename), PRIVATE if private else _SHARED)
 
 
 def read_lines(path: str | os.PathLike[str]) -> Iterator[bytes]:
@@ -128,12 +133,12 @@ class LineFile(ABC):
 class LocalLines(LineFile):
     """A local file, written by appends of complete lines."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, mode: int = _SHARED) -> None:
         super().__init__()
         self.path = path
         with advised(path):
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-            self._fd: int | None = _open_append(path)
+            self._fd: int | None = _open_append(path, mode)
 
     def lines(self) -> Iterator[bytes]:
         """Read the file from its beginning."""
@@ -154,7 +159,7 @@ class LocalLines(LineFile):
         path = os.path.realpath(self.path)
         new = f"{path}.new"
         try:
-            with open(new, "wb") as file:
+            with open(new, "wb", opener=lambda name, flags: os.open(name, flags, PRIVATE)) as file:
                 file.writelines(lines)
                 file.flush()
                 sync_file(file.fileno())
@@ -163,7 +168,7 @@ class LocalLines(LineFile):
             try:
                 replace(new, path)
             finally:
-                self._fd = _open_append(self.path)
+                self._fd = _open_append(self.path, _SHARED)
         except BaseException:
             with suppress(OSError):
                 remove(new)
@@ -302,6 +307,6 @@ def reaching(url: str) -> Iterator[tuple[Any, str]]:
         ) from error
 
 
-def _open_append(path: str) -> int:
+def _open_append(path: str, mode: int) -> int:
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
-    return os.open(path, flags, 0o644)
+    return os.open(path, flags, mode)

@@ -15,7 +15,7 @@ from loggers.local_files import local_path
 from loggers.multimedia.encode import figure_png, gif, markdown, png, size_of_png, wav
 from loggers.trackers.event_file import open_summary_writer
 from loggers.trackers.tool import ContinuingTracker, as_float, opened
-from loggers.values import flat_config, plain_config
+from loggers.values import flat_config, stored_config
 
 if TYPE_CHECKING:
     import numpy as np
@@ -106,10 +106,11 @@ class TensorBoardTracker(ContinuingTracker):
                         self._recorded.add(step, name, text.decode(errors="replace"))
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Write the config as a JSON block under Text and as a row under HParams."""
+        """Write the config, without secrets, as JSON under Text and as a row under HParams."""
         from torch.utils.tensorboard.summary import hparams
 
-        text = json.dumps(plain_config(config), indent=2, ensure_ascii=False)
+        config = stored_config(config)
+        text = json.dumps(config, indent=2, ensure_ascii=False)
         writer = self._opened()
         if self._recorded.take(0, "config", _code_block(text)):
             return

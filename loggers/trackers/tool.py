@@ -151,6 +151,7 @@ class LineTracker(ContinuingTracker):
     """
 
     lossless = owns_files = True
+    _private = False  # whether the file is for its user alone
 
     def __init__(self, filename: str, *, all_ranks: bool = False) -> None:
         super().__init__(all_ranks=all_ranks)
@@ -163,7 +164,7 @@ class LineTracker(ContinuingTracker):
         """Open the file of this rank; return it, and its name without the suffix."""
         stem, suffix = os.path.splitext(self._filename)
         stem += f"-rank{run.rank}" if run.rank else ""
-        file = open_lines(run.logging_dir, stem + suffix)
+        file = open_lines(run.logging_dir, stem + suffix, private=self._private)
         self.path = file.path
         return file, stem
 

@@ -142,5 +142,50 @@ def test_words_of_a_command_and_long_texts() -> None:
         "tokenizer": "gpt2",
         "use_auth": True,
     }
-    for text in ("a" * 200_000, "a " * 100_000, " " * 200_000, "--a" + " " * 200_000, '"' * 99_999):
+    long = [part * 60_000 for part in ("?a=", "hooks.", "://a:", "bearer ", "&x=", "a", "a ", " ")]
+    for text in (*long, "--a" + " " * 200_000, '"' * 99_999):
         assert redacted(text) == text  # in linear time
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://s/d.tar?sv=1&sig=hush%3D&se=2", f"https://s/d.tar?sv=1&sig={HIDDEN}&se=2"),
+        ("s3://b/k?X-Amz-Signature=hush&a=1", f"s3://b/k?X-Amz-Signature={HIDDEN}&a=1"),
+        ("h?X-Amz-Security-Token=hush", f"h?X-Amz-Security-Token={HIDDEN}"),
+        ("https://g/o?X-Goog-Signature=hush#top", f"https://g/o?X-Goog-Signature={HIDDEN}#top"),
+        ("h/?AWSAccessKeyId=hush&Signature=hush", f"h/?AWSAccessKeyId={HIDDEN}&Signature={HIDDEN}"),
+        ("h/?access_token=hush&token=hush&api_key=hush&n=3", None),
+        ("https://me:hush@host/p?lr=1", f"https://{HIDDEN}@host/p?lr=1"),
+        ("https://hush0123456789abcdef@host/p", f"https://{HIDDEN}@host/p"),
+        ("Authorization: Bearer hush", f"Authorization: {HIDDEN}"),
+        ("curl -H 'Authorization: token hush' h", f"curl -H 'Authorization: {HIDDEN}' h"),
+        ('{"Authorization": "Bearer hush", "a": 1}', f'{{"Authorization": {HIDDEN}, "a": 1}}'),
+        ("with Bearer hush0.hush1 it said", f"with Bearer {HIDDEN} it said"),
+        ("https://hooks.slack.com/services/T0/B0/hush ok", f"https://hooks.slack.com/{HIDDEN} ok"),
+        (
+            "https://discord.com/api/webhooks/1/hush",
+            f"https://discord.com/api/webhooks/{HIDDEN}",
+        ),
+        ("--webhook https://any/hush", f"--webhook {HIDDEN}"),
+        ("sig=hush", f"sig={HIDDEN}"),
+    ],
+)
+def test_addresses_and_headers_show_no_secret(text: str, shown: str | None) -> None:
+    assert "hush" not in redacted(text)
+    assert shown is None or redacted(text) == shown
+    assert "hush" not in str(redacted({"url": [text]}))
+    assert redacted(redacted(text)) == redacted(text)
+
+
+def test_what_is_no_secret_is_shown() -> None:
+    for text in (
+        "--max_tokens 5 sig=0.5 code=3 lr=1e-4",
+        "https://host/path?part=3&lr=0.1#top",
+        "abfss://a-container-with-a-long-name@account.net/runs",
+        "the bearer of news",
+        "s3://bucket/runs/step-3",
+    ):
+        assert redacted(text) == text
+    vocabulary = {"pad_token": "<pad>", "eos_token": 2, "mask_token": "[M]", "max_tokens": 3}
+    assert redacted(vocabulary) == vocabulary
