@@ -117,9 +117,10 @@ class CheckpointConflictError(CheckpointError):
 
 
 class LeaseError(CheckpointConflictError):
-    """Another process holds the lease of a folder; the message names it.
+    """Another process holds the lease of a folder, or may: its record cannot be read or taken.
 
-    Give each run a folder of its own, or wait for the end of the other one.
+    The message names the process, or the record. Give each run a folder of its own, wait for the
+    end of the other one, or remove the record once no other process writes there.
 
     Example:
         >>> from checkpoint_io import CheckpointConflictError, LeaseError

@@ -152,7 +152,7 @@ class Control(ResumableState):
         """Open the mailbox; say why the run cannot be steered where that fails."""
         from accel_callbacks.checkpoint.project import path_in
         from accel_callbacks.journal.mailbox import CONTROL, Mailbox
-        from checkpoint_io import Lease
+        from checkpoint_io import Lease, LeaseError
 
         folder = local_path(path_in(run.default_root_dir, "journal", run.run_id))
         problem = "Control needs `with accel.run(...)` and a journal: pass project_dir=..."
@@ -165,7 +165,7 @@ class Control(ResumableState):
                 lease.attempt("take_over")
                 assert lease.holder is not None
                 self._mailbox = Mailbox(path_in(folder, CONTROL), lease.holder.number)
-            except OSError as error:
+            except (OSError, LeaseError) as error:
                 lease.release()
                 problem = str(error)
             else:

@@ -154,7 +154,10 @@ def refuse_held(folder: str, options: Mapping[str, Any]) -> None:
     """Raise CommandError if a run that lives holds the lease of a folder."""
     if folder.endswith("://"):  # of buckets
         return
-    holder = checkpoint_io.Lease(folder, storage_options=options).find_holder()
+    try:
+        holder = checkpoint_io.Lease(folder, storage_options=options).find_holder()
+    except checkpoint_io.LeaseError as error:
+        raise CommandError(f"{error}, or add --force; nothing was changed", 1) from error
     if holder is not None:
         raise CommandError(
             f"{folder} is in use by {holder}, which is alive: end that run first, or add --force; "

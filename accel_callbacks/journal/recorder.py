@@ -417,15 +417,16 @@ class Recorder:
 
 
 def _lease_of(folder: str, run: TrainingRun) -> Lease | None:
-    """Return a lease by which others see that the run goes on, None if it cannot be written."""
+    """Return a lease by which others see that the run goes on, None if it cannot be had."""
     require_neighbor("checkpoint_io")
-    from checkpoint_io import Lease
+    from checkpoint_io import Lease, LeaseError
 
     lease = Lease(folder, run_id=run.run_id, run_name=run.name)
     try:
         # It guards nothing, as each start has files of its own: the newest one has it.
         lease.attempt("take_over")
-    except OSError:
+    except (OSError, LeaseError) as error:
+        notice(f"`accel runs` cannot see that this run goes on: {error}")
         return None
     return lease
 

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from accel_callbacks.checkpoint.project import path_in
+from accel_callbacks.journal.format import JournalError
 from accel_callbacks.local_files import local_path
 
 if TYPE_CHECKING:
@@ -24,11 +25,17 @@ def holder_of(folder: str) -> LeaseHolder | None:
 
     Args:
         folder: of the run's journal, path or URL.
+
+    Raises:
+        JournalError: the lease of the journal cannot be read.
     """
-    from checkpoint_io import Lease
+    from checkpoint_io import Lease, LeaseError
 
     local = local_path(folder)
-    return None if local is None else Lease(local).find_holder()
+    try:
+        return None if local is None else Lease(local).find_holder()
+    except LeaseError as error:
+        raise JournalError(str(error)) from error
 
 
 def state_of(journal: Journal) -> str:
@@ -44,7 +51,10 @@ def state_of(journal: Journal) -> str:
     local = local_path(journal.folder)
     if local is None or not os.path.exists(path_in(local, LEASE)):
         return "unknown"
-    return "killed" if holder_of(local) is None else "running"
+    try:
+        return "killed" if holder_of(local) is None else "running"
+    except JournalError:
+        return "unknown"
 
 
 def ended(attempt: Attempt) -> str | None:

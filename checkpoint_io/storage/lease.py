@@ -6,8 +6,12 @@ lease of a holder on this machine looks at the process; of another machine, it w
 by its own monotonic clock, as the clocks of two machines cannot be compared.
 
 A local record is read and written under a lock of the file. An object is put on the condition that
-it is still the one that was read. A store that knows no conditions is read back after a pause: of
-two that start within the same moment the later one to write wins there, and the other learns it.
+it is still the one that was read. Where there are no locks or conditions, the record is read back
+after a pause: of two that start within the same moment the later one to write wins there, and the
+other learns it.
+
+A record that is there and cannot be read or taken may be that of a holder that lives, so it is a
+`LeaseError`. What prevents that there is one at all, such as a read-only disk, is raised as it is.
 """
 
 from __future__ import annotations
@@ -15,9 +19,11 @@ from __future__ import annotations
 import atexit
 import errno
 import json
+import math
 import os
 import platform
 import secrets
+import stat
 import sys
 import threading
 import time
@@ -29,10 +35,16 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from checkpoint_io.errors import CheckpointConflictError, CorruptCheckpointError, LeaseError
+from checkpoint_io.errors import (
+    CheckpointConflictError,
+    CheckpointWarning,
+    CorruptCheckpointError,
+    LeaseError,
+)
 from checkpoint_io.local_files import make_folders
 from checkpoint_io.storage.local import local_folder
 from checkpoint_io.storage.open import Store, open_store
+from checkpoint_io.warning import warn
 
 __all__ = ["LEASE", "Lease", "LeaseHolder", "OnConflict"]
 
@@ -42,7 +54,9 @@ LEASE = ".lease.json"  # a dot: scripts look for the newest name in a folder
 MISSED = 6  # renewals without which a holder on another machine is dead
 _BYTES = 2048  # of a local record, padded, so that it is written in one piece
 _TRIES = 50
+_LOCK_TRIES = 250
 _PAUSE = 0.02  # seconds between two tries at a record that another process changes
+_LOOKS = 5  # at a record that may be half of the next one
 _LONGEST_GAP = 2.0  # seconds between two looks that count: a longer one was a pause of this process
 _SETTLE = 1.0  # seconds until a store without conditions shows who wrote last
 _RECENT = 0.2  # seconds for which a look at a local record is recent
@@ -162,7 +176,9 @@ class Lease:
                 ``"take_over"`` takes it from a holder that lives, which then writes nothing more.
 
         Raises:
-            LeaseError: another process holds it, and ``"refuse"``.
+            LeaseError: another process holds it, and ``"refuse"``; or there is a record that
+                cannot be read or taken, which may be that of another process.
+            OSError: no record can be made there; stores raise errors of their own.
             ValueError: ``on_conflict`` is unknown.
         """
         while self.attempt(on_conflict) is not None:
@@ -179,7 +195,8 @@ class Lease:
             on_conflict: as for :meth:`acquire`.
 
         Raises:
-            LeaseError: another process holds it and lives, and ``"refuse"``.
+            LeaseError: as :meth:`acquire` does, of a process that lives.
+            OSError: as :meth:`acquire` does.
             ValueError: ``on_conflict`` is unknown.
         """
         if on_conflict not in get_args(OnConflict):
@@ -257,6 +274,9 @@ class Lease:
         """Return the process that holds the lease and lives, this one included; None without one.
 
         Wait for renewals of a holder on another machine, for at most seven of its intervals.
+
+        Raises:
+            LeaseError: there is a record that cannot be read.
         """
         watch = _Watch()
         while (holder := self._record.read()) is not None:
@@ -278,7 +298,8 @@ class Lease:
     def check(self, *, recent: bool = False) -> None:
         """Raise if another process has taken the lease over; call it before a write.
 
-        What cannot be read now is no loss; a folder that was removed is held again.
+        What cannot be read now is no loss, but a warning once that lasts so long that others take
+        this process for dead; a folder that was removed is held again.
 
         Args:
             recent: for checks that are frequent: a look of the last interval is enough where each
@@ -329,6 +350,7 @@ class _Grant:
         self._record = record
         self._url = url
         self._looked = _now()
+        self._told = False
         self._ended = threading.Event()
 
     def start(self) -> None:
@@ -345,8 +367,8 @@ class _Grant:
     def renew(self) -> None:
         """Write that this process lives, as far as the store can be reached."""
         now = _now()
-        with suppress(Exception):
-            self._record.change(self._renewed, create=False)
+        with suppress(Exception):  # `is_lost` tells of it, before a write
+            self._record.change(self._renewed, create=False, lenient=True)
             self._looked = now
 
     def _renewed(self, holder: LeaseHolder | None) -> LeaseHolder | None:
@@ -373,13 +395,26 @@ class _Grant:
         age, now = _RECENT if self._record.is_local else self.own.interval, _now()
         # After a loss too: who has the folder by now is what its error names.
         if not recent or now - self._looked >= age:
-            with suppress(Exception):
-                holder = self._record.read()
+            try:
+                holder = self._record.read(lenient=True)
                 self._judge(holder)
                 if holder is None and self.lost is None and not recent:
-                    self._record.change(self._renewed, create=True)
+                    self._record.change(self._renewed, create=True, lenient=True)
                 self._looked = now
+            except Exception as problem:  # each store has its own
+                self._tell(problem, now - self._looked)
         return self.lost is not None
+
+    def _tell(self, problem: Exception, seconds: float) -> None:
+        """Warn once if the record could not be reached for as long as a holder counts as alive."""
+        if seconds > MISSED * self.own.interval and not self._told:
+            self._told = True
+            warn(
+                f"{self._url}: the lease could not be renewed for {seconds:.0f} s ({problem}), so "
+                "that a run on another machine may take the folder unseen: make sure that none "
+                f"does, and that this process can read and write {LEASE} there",
+                CheckpointWarning,
+            )
 
     def check(self, recent: bool) -> None:
         """Raise LeaseError if the lease is lost."""
@@ -520,46 +555,75 @@ class _FileRecord:
     It is not synced to the disk: after a power cut the process that wrote it is dead too.
 
     Attributes:
+        path: of the record.
         compares: a change is one step, as seen by other processes.
         pause: seconds between two looks.
     """
 
-    is_local = compares = True
+    is_local = True
     pause = 0.1
 
     def __init__(self, folder: str) -> None:
+        self.compares = True
         self._folder = folder
-        self._path = os.path.join(folder, LEASE)
+        self.path = os.path.join(folder, LEASE)
 
-    def read(self) -> LeaseHolder | None:
-        """Return the holder; None without a record."""
-        try:
-            with open(self._path, "rb") as file:
-                return _parse(file.read(_BYTES))
-        except FileNotFoundError:
+    def read(self, *, lenient: bool = False) -> LeaseHolder | None:
+        """Return the holder; None without a record, and with `lenient` for a damaged one."""
+        descriptor = self._open(os.O_RDONLY)
+        if descriptor is None:
             return None
+        try:
+            return _holder_in(lambda: _content(descriptor), self.path, lenient)
+        finally:
+            os.close(descriptor)
 
-    def change(self, decide: Decide, *, create: bool) -> None:
+    def change(self, decide: Decide, *, create: bool, lenient: bool = False) -> None:
         """Replace the holder, under the lock, by what a function makes of it, unless that is None.
 
         Without `create`, do nothing where there is no record.
         """
-        flags = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
         if create:
             make_folders(self._folder)
-            flags |= os.O_CREAT
-        try:
-            descriptor = os.open(self._path, flags | getattr(os, "O_BINARY", 0), 0o666)
-        except FileNotFoundError:
+        descriptor = self._open(os.O_RDWR | (os.O_CREAT if create else 0))
+        if descriptor is None:
             return
         try:
-            with _file_lock(descriptor, self._path):
-                new = decide(_parse(os.read(descriptor, _BYTES)))
+            with _file_lock(descriptor, self.path) as self.compares:
+                holder = _holder_in(lambda: _content(descriptor), self.path, lenient)
+                new = decide(holder)
                 if new is not None:
-                    os.lseek(descriptor, 0, os.SEEK_SET)
-                    os.write(descriptor, _encode(new).ljust(_BYTES - 1) + b"\n")
+                    self._write(descriptor, new, holder)
         finally:
             os.close(descriptor)
+
+    def _open(self, flags: int) -> int | None:
+        """Open the record; None if there is none."""
+        for name in ("O_NOFOLLOW", "O_CLOEXEC", "O_BINARY", "O_NONBLOCK"):  # a pipe would hang
+            flags |= getattr(os, name, 0)
+        try:
+            descriptor = os.open(self.path, flags, 0o666)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            # On a read-only disk nobody takes it here, whatever is in it.
+            if error.errno == errno.EROFS or not os.path.lexists(self.path):
+                raise
+            why = "it is a link" if os.path.islink(self.path) else error.strerror
+            raise _unusable(self.path, str(why)) from error
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise _unusable(self.path, "it is no regular file")
+        return descriptor
+
+    def _write(self, descriptor: int, new: LeaseHolder, old: LeaseHolder | None) -> None:
+        try:
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            os.write(descriptor, _encode(new).ljust(_BYTES - 1) + b"\n")
+        except OSError as error:
+            if old is None:
+                raise
+            raise _unusable(self.path, str(error.strerror)) from error
 
 
 class _ObjectRecord:
@@ -570,33 +634,39 @@ class _ObjectRecord:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self.path = f"{store.url}/{LEASE}"
 
     @property
     def compares(self) -> bool:
         """True where the store obeys the condition."""
         return self._store.compares
 
-    def read(self) -> LeaseHolder | None:
-        """Return the holder; None without a record."""
-        for attempt in range(_TRIES):
+    def read(self, *, lenient: bool = False) -> LeaseHolder | None:
+        """Return the holder; None without a record, and with `lenient` for a damaged one."""
+        return _holder_in(self._content, self.path, lenient)
+
+    def _content(self) -> bytes:
+        """Return the bytes of the record, none without one."""
+        for _ in range(_TRIES):
             self._store.forget(LEASE)
             try:
                 with self._store.open(LEASE) as reader:
-                    return _parse(bytes(reader.read(0, min(reader.size, _BYTES))))
+                    return bytes(reader.read(0, min(reader.size, _BYTES)))
             except (FileNotFoundError, NotADirectoryError):
-                return None
+                return b""
             except CorruptCheckpointError:  # renewed between the two requests of a read
-                if attempt == _TRIES - 1:
-                    raise
-        raise AssertionError("not reached")
+                continue
+            except Exception as error:  # each store has its own
+                raise _unusable(self.path, str(error)) from error
+        raise _unusable(self.path, _CHANGES)
 
-    def change(self, decide: Decide, *, create: bool) -> None:
+    def change(self, decide: Decide, *, create: bool, lenient: bool = False) -> None:
         """Do the same; call the function again if another process has changed it meanwhile."""
-        for attempt in range(_TRIES):
-            token = self._store.token(LEASE)  # first: a change between the two is a conflict
+        for _ in range(_TRIES):
+            token = self._token()  # first: a change between the two is a conflict
             if not token and not create:
                 return
-            new = decide(self.read() if token else None)
+            new = decide(self.read(lenient=lenient) if token else None)
             if new is None:
                 return
             try:
@@ -604,30 +674,52 @@ class _ObjectRecord:
                 self._store.replace(LEASE, _encode(new), temporary, expected=token)
                 return
             except CheckpointConflictError:
-                if attempt == _TRIES - 1:
-                    raise
                 time.sleep(_PAUSE * (1 + secrets.randbelow(8)))
+            except Exception as error:
+                if self._token():  # of another process, or ours, whose answer was lost
+                    raise _unusable(self.path, str(error)) from error
+                raise
+        raise _unusable(self.path, _CHANGES)
+
+    def _token(self) -> str:
+        try:
+            return self._store.token(LEASE)
+        except Exception as error:  # each store has its own
+            raise _unusable(self.path, str(error)) from error
+
+
+_CHANGES = "other processes change it all the time"
+
+
+def _unusable(path: str, why: str) -> LeaseError:
+    """Return the error for a record that may be that of a process which writes to the folder."""
+    return LeaseError(
+        f"{path} says which process writes to its folder, and cannot be read or taken: {why}. Make "
+        "sure that no other run writes there; then remove that file, or allow this user to read "
+        "and write it. Or give this run a folder of its own"
+    )
 
 
 @contextmanager
-def _file_lock(descriptor: int, path: str) -> Iterator[None]:
-    """Lock an open file during the block; run it without one where there are no locks."""
-    for _ in range(_TRIES):
+def _file_lock(descriptor: int, path: str) -> Iterator[bool]:
+    """Lock an open file during the block; yield False where there are no locks."""
+    locked = True
+    for _ in range(_LOCK_TRIES):
         try:
             _lock_file(descriptor)
             break
         except ImportError:  # a Python without the module of its system's locks
+            locked = False
             break
         except OSError as error:
             if error.errno in _NO_LOCKS:
+                locked = False
                 break
         time.sleep(_PAUSE)
     else:
-        raise CheckpointConflictError(
-            f"{path} is changed by another process all the time: try again"
-        )
+        raise _unusable(path, "another process has locked it (the command `fuser` names it)")
     try:
-        yield
+        yield locked
     finally:
         # explicitly: closing is not enough if a child forked meanwhile holds a copy
         with suppress(OSError, ImportError):
@@ -648,14 +740,61 @@ def _lock_file(descriptor: int, *, unlock: bool = False) -> None:
     fcntl.flock(descriptor, fcntl.LOCK_UN if unlock else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+def _content(descriptor: int) -> bytes:
+    """Return the bytes of a local record."""
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return os.read(descriptor, _BYTES)
+
+
 def _encode(holder: LeaseHolder) -> bytes:
-    return json.dumps({"format": 1, **asdict(holder)}, indent=1).encode("ascii")
+    """Return the bytes of a record, in which names are as long as there is room for."""
+    data = json.dumps({"format": _FORMAT, **asdict(holder)}, indent=1).encode("ascii")
+    if len(data) < _BYTES:
+        return data
+    run_id, run_name = (name[: len(name) // 2] for name in (holder.run_id, holder.run_name))
+    return _encode(replace(holder, run_id=run_id, run_name=run_name))
 
 
-def _parse(data: bytes) -> LeaseHolder | None:
-    """Return the holder in a record; None for one that is empty, or was cut off by a kill."""
+def _holder_in(look: Callable[[], bytes], path: str, lenient: bool) -> LeaseHolder | None:
+    """Return the holder in a record; None for an empty one, and with `lenient` for a damaged one.
+
+    Raises:
+        LeaseError: the record is damaged.
+    """
+    for attempt in range(_LOOKS):
+        data = look()
+        # killed before the first byte, or zeros after a power cut: nobody writes there any more
+        if not data.strip(b"\0 \r\n"):
+            return None
+        try:
+            return _parse(data)
+        except ValueError as error:
+            if lenient:
+                return None
+            if attempt == _LOOKS - 1:
+                raise _unusable(path, f"it is damaged ({error})") from error
+        time.sleep(_PAUSE)  # without a lock, the next record may be half written
+    raise AssertionError("not reached")
+
+
+def _parse(data: bytes) -> LeaseHolder:
+    """Return the holder in a record; raise ValueError for what is no record of this format."""
     try:
         words = json.loads(data)
-        return LeaseHolder(**{field.name: words[field.name] for field in fields(LeaseHolder)})
-    except (ValueError, KeyError, TypeError):
-        return None
+        number = words["format"]
+        holder = LeaseHolder(**{field.name: words[field.name] for field in fields(LeaseHolder)})
+    except (KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+    if number != _FORMAT:
+        raise ValueError(f"format {number!r} is of another version of checkpoint_io")
+    for name, kinds in _KINDS.items():
+        if type(getattr(holder, name)) not in kinds:
+            raise ValueError(f"{name} is {getattr(holder, name)!r}")
+    if not (0 < holder.pid < 1 << 31 and holder.number > 0 <= holder.interval < math.inf):
+        raise ValueError("a number is out of range")
+    return holder
+
+
+_FORMAT = 1
+_TYPES = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+_KINDS = {field.name: _TYPES[str(field.type)] for field in fields(LeaseHolder)}

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import pytest
 
-from checkpoint_io import CheckpointConflictError, Lease, LeaseError
+from checkpoint_io import CheckpointWarning, Lease, LeaseError
 from checkpoint_io.storage import lease as lease_module
 from checkpoint_io.storage.lease import LEASE
 from checkpoint_io.storage.open import Store, open_store
@@ -28,11 +32,16 @@ INTERVAL = 0.1  # of renewals; without six of them a holder on another machine i
 
 #: Takes a method of a lease and its arguments from each line, and answers with what came of it.
 HOLDER = """
-import datetime, json, sys, time
+import datetime, json, os, sys, time
 from checkpoint_io import Lease
 from checkpoint_io.storage import lease as module
 
 url, how = sys.argv[1], json.loads(sys.argv[2])
+if how["user"]:
+    os.setgroups([])
+    os.setgid(how["user"])
+    os.setuid(how["user"])
+
 if how["machine"]:
     module._machine = lambda: how["machine"]
 
@@ -107,7 +116,7 @@ class Holder:
 
     def __init__(self, url: str, name: str, **how: Any) -> None:
         given = {"machine": "", "days": 0, "lag": 0, "options": None, "stands": False}
-        given["interval"] = INTERVAL
+        given |= {"interval": INTERVAL, "user": 0}
         words = json.dumps({**given, "name": name, **how})
         self.process = warm.Popen(
             [sys.executable, "-c", HOLDER, url, words],
@@ -294,13 +303,154 @@ def test_a_removed_folder_is_not_made_again_until_it_is_written_to(tmp_path: Pat
         assert (tmp_path / "run" / LEASE).exists()
 
 
-def test_a_record_that_was_cut_off_holds_nothing(tmp_path: Path) -> None:
+def test_a_record_without_a_word_holds_nothing(tmp_path: Path) -> None:
+    """As a kill before the first word leaves it, or a power cut."""
     with Lease(tmp_path):
         pass
-    whole = (tmp_path / LEASE).read_bytes()
-    for data in (b"", whole[:40], b"{}", b"[1]", b"\xff\xfe"):
+    for data in (b"", b"\0" * 2048, b"\n"):
         (tmp_path / LEASE).write_bytes(data)
         Lease(tmp_path).acquire().release()
+
+
+def change(name: str, value: Any) -> Callable[[bytes], bytes]:
+    """Return what gives a record another value."""
+    return lambda whole: json.dumps({**json.loads(whole), name: value}).encode()
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "cut": lambda whole: whole[:40],
+    "object": lambda whole: b"{}",
+    "list": lambda whole: b"[1]",
+    "number": lambda whole: b"7",
+    "deep": lambda whole: b"[" * 2000,
+    "binary": lambda whole: b"\xff\xfe\x00\x80",
+    "number_as_text": change("number", "3"),
+    "pid_as_text": change("pid", "17"),
+    "pid_of_none": change("pid", -1),
+    "pid_too_large": change("pid", 1 << 40),
+    "list_as_text": change("host", ["node"]),
+    "null": change("machine", None),
+    "not_a_truth": change("released", "yes"),
+    "never": change("interval", float("nan")),
+    "another_version": change("format", 2),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.parametrize("store", ["disk", "memory"])
+def test_a_damaged_record_is_no_free_folder(tmp_path: Path, name: str, store: str) -> None:
+    url = str(tmp_path) if store == "disk" else f"memory://{uuid.uuid4().hex}"
+    Lease(url).acquire().release()
+    path = f"{url.rstrip('/')}/{LEASE}"
+    with fsspec.open(path) as file:
+        damaged = DAMAGE[name](file.read())
+    with fsspec.open(path, "wb") as file:
+        file.write(damaged)
+    for action in (
+        lambda: Lease(url).acquire(),
+        lambda: Lease(url).acquire("wait"),
+        lambda: Lease(url).acquire("take_over"),
+        lambda: Lease(url).find_holder(),
+    ):
+        with pytest.raises(LeaseError, match=r"it is damaged .* then remove that file") as caught:
+            action()
+        assert str(caught.value).startswith(path)
+    with fsspec.open(path) as file:
+        assert file.read() == damaged
+    fs, key = fsspec.core.url_to_fs(path)
+    fs.rm_file(key)
+    Lease(url).acquire().release()
+
+
+def test_its_holder_mends_a_damaged_record(tmp_path: Path) -> None:
+    with Lease(tmp_path, interval=60) as lease:
+        for write in (lease.check, lambda: lease.describe("", "digits")):
+            (tmp_path / LEASE).write_bytes(b"[1]")
+            write()
+            assert json.loads((tmp_path / LEASE).read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("kind", ["dangling link", "link", "folder", "pipe"])
+def test_what_is_no_record_is_no_free_folder(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    if kind == "folder":
+        (folder / LEASE).mkdir()
+    elif kind == "pipe":
+        os.mkfifo(folder / LEASE)
+    else:
+        (folder / LEASE).symlink_to(tmp_path / "elsewhere")
+    if kind == "link":
+        (tmp_path / "elsewhere").touch()
+    why = "it is a link" if "link" in kind else "it is no regular file|Is a directory"
+    for action in (lambda: Lease(folder).acquire(), lambda: Lease(folder).find_holder()):
+        with pytest.raises(LeaseError, match=f"{LEASE} says .*: ({why})\\. Make sure"):
+            action()
+    assert (tmp_path / "elsewhere").exists() is (kind == "link")
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can setuid")
+def test_the_record_of_another_user_is_no_free_folder() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        ordinary = Holder(folder, "other", user=65534)
+        assert ordinary.tell("acquire").startswith("PermissionError: ")
+        with Lease(folder):
+            os.chmod(f"{folder}/{LEASE}", 0o600)
+        refusal = ordinary.tell("acquire")
+        ordinary.process.kill()
+        ordinary.process.communicate()
+    assert refusal.startswith(f"LeaseError: {folder}/{LEASE} says which process writes ")
+    assert "Permission denied. Make sure that no other run writes there; then remove " in refusal
+
+
+def test_a_disk_without_locks_is_read_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_on_disk: Start
+) -> None:
+    """Two that start at once both write there, and the later one has it."""
+
+    def fail(descriptor: int, *, unlock: bool = False) -> None:
+        raise OSError(errno.ENOTSUP, "not supported")
+
+    def overtake(seconds: float) -> None:
+        assert rival.tell("acquire take_over") == "done"
+
+    rival = start_on_disk("rival")
+    monkeypatch.setattr(lease_module, "_lock_file", fail)
+    clock = SimpleNamespace(**{**vars(time), "sleep": overtake})
+    monkeypatch.setattr(lease_module, "time", clock)
+    with pytest.raises(LeaseError, match="is in use by run 'rival'"):
+        Lease(tmp_path / "run").acquire()
+
+
+def test_names_are_cut_to_the_room_of_a_record(tmp_path: Path) -> None:
+    with Lease(tmp_path, run_name="\u00e9" * 5000, run_id="x" * 100) as lease:
+        written = json.loads((tmp_path / LEASE).read_text())
+        assert written["run_name"].startswith("\u00e9" * 100)
+        assert len((tmp_path / LEASE).read_bytes()) == 2048
+        lease.check()
+        assert lease.find_holder() is not None
+
+
+def test_a_lease_that_is_out_of_reach_for_long_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(lease_module, "_now", clock.monotonic)
+    lease = Lease(tmp_path, interval=60).acquire()
+    (tmp_path / LEASE).unlink()
+    (tmp_path / LEASE).mkdir()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        clock.now += 360
+        lease.check()
+    clock.now += 1
+    with pytest.warns(CheckpointWarning, match="could not be renewed for 361 s .* no regular file"):
+        lease.check(recent=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lease.check()
+    lease.release()
 
 
 def test_who_may_be_found(
@@ -448,7 +598,7 @@ def test_a_record_that_another_process_changes_is_waited_for(
     Lease(tmp_path).acquire().release()
     with (tmp_path / LEASE).open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(CheckpointConflictError, match="is changed by another process all the"):
+        with pytest.raises(LeaseError, match=r"another process has locked it .*`fuser`.* remove"):
             Lease(tmp_path).acquire()
         unlocked_after = looks[0] + 5
         Lease(tmp_path).acquire().release()
@@ -474,7 +624,7 @@ def test_a_record_that_others_always_change_first_is_an_error(
     url = f"memory://{uuid.uuid4().hex}"
     Lease(url).acquire().release()
     record = lease_module._ObjectRecord(Overtaken(open_store(url)))  # type: ignore[arg-type]
-    with pytest.raises(CheckpointConflictError):
+    with pytest.raises(LeaseError, match="other processes change it all the time"):
         record.change(lambda holder: holder, create=False)
 
 
