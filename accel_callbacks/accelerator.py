@@ -868,7 +868,8 @@ class Accelerator(ProcessControl, MediaLogging):
 
         Inside, the prepared optimizer, scheduler and clipping act only at the end of a gradient
         window, the loss is divided by the real number of micro-batches (in the tail of an epoch
-        too), and gradients are not synchronized until then.
+        too), and gradients are not synchronized until then. A block inside of another one is a
+        part of its micro-batch, as if its models were those of the outer one too.
 
         Args:
             *models: the prepared models that are trained in the block; all of them if omitted.

@@ -16,6 +16,8 @@ __all__ = ["Accumulate"]
 class Accumulate(AbstractContextManager["Accumulate"]):
     """One micro-batch of a gradient window; see ``Accelerator.accumulate``.
 
+    A block inside of another one is a part of its micro-batch, and adds models to it.
+
     Example:
         >>> from accel_callbacks import Accelerator
         >>> accel = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -26,7 +28,8 @@ class Accumulate(AbstractContextManager["Accumulate"]):
         True
     """
 
-    _stack: ExitStack | None = None  # of the strategy, in a micro-batch that leaves gradients apart
+    # Of each block of this object that is open: what to close, and whether it is inside of another.
+    _open: list[tuple[ExitStack, bool]] | None = None
 
     def __init__(self, loop: Loop, strategy: Strategy, models: tuple[torch.nn.Module, ...]) -> None:
         self._loop = loop
@@ -46,20 +49,40 @@ class Accumulate(AbstractContextManager["Accumulate"]):
             window.touched = window.stepped = False
             window.position, window.sync = 1, True
             return self
-        window.enter(*loop.progress.remaining(loop.active))
-        # The strategy may leave gradients on the rank until the last backward of a window, which
-        # averages the sums.
-        if not window.sync and self._strategy.has_gradient_sync:
-            each = window.plugin.sync_each_batch and not self._strategy.owns_step
-            if not each:
-                self._stack = ExitStack()
-                for model in self._models or loop.models:
-                    self._stack.enter_context(self._strategy.accumulate(model))
+        # A window of one micro-batch is left with its block, so this one is inside of that block.
+        alone = window.position == window.divisor == 1 and window.sync
+        inside = alone or window.block is not None
+        if not inside:
+            window.enter(*loop.progress.remaining(loop.active))
+            window.block = []
+        self._open = [*(self._open or ()), (self._hold_back(), inside)]
         return self
 
+    def _hold_back(self) -> ExitStack:
+        """Let the models leave gradients on the rank until the last backward of the window.
+
+        That one averages the sums over the ranks.
+        """
+        stack, window = ExitStack(), self._loop.window
+        each = window.plugin.sync_each_batch and not self._strategy.owns_step
+        if window.block is None or window.sync or each or not self._strategy.has_gradient_sync:
+            return stack
+        for model in self._models or self._loop.models:
+            # A model may be in the block around this one too, which goes on after it.
+            if not any(model is held for held in window.block):
+                stack.enter_context(self._strategy.accumulate(model))
+                window.block.append(model)
+                stack.callback(window.block.remove, model)
+        return stack
+
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if self._stack is not None:
-            self._stack.close()
+        if self._open is not None:
+            *outer, (stack, inside) = self._open
+            self._open = outer or None
+            stack.close()
+            if inside:
+                return
+            self._loop.window.block = None
         loop = self._loop
         window = loop.window
         if error is None:

@@ -163,6 +163,8 @@ class GradientWindow:
         stepped: True once an optimizer has stepped in the current micro-batch, or tried to.
         dirty: True if a window was abandoned, and its gradients are not cleared yet.
         abandoned: index of the window that was abandoned last, -1 before the first.
+        block: in an ``accumulate`` block of a longer window, the models that leave their gradients
+            on the rank; else None.
         normalizer: counts the units given to ``backward(normalizer=...)``.
 
     Raises:
@@ -182,6 +184,7 @@ class GradientWindow:
 
     __slots__ = (
         "abandoned",
+        "block",
         "dirty",
         "divisor",
         "index",
@@ -211,6 +214,7 @@ class GradientWindow:
         self.touched = self.stepped = False
         self.dirty = False
         self.abandoned = -1
+        self.block: list[torch.nn.Module] | None = None
 
     def resize(self, num_steps: int) -> None:
         """Set the length of windows, from the next one on.

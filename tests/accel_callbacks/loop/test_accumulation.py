@@ -233,6 +233,41 @@ def test_an_error_inside_a_window_ends_it_and_the_next_one_is_whole():
     assert signs == [False, True, False, True]
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_block_inside_of_a_block_adds_no_micro_batch(steps):
+    accel = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    model, optimizer, loader = prepared(accel, samples(6), 1)
+    block, signs = accel.accumulate(model), []
+    for inputs in loader:
+        with accel.accumulate(model), accel.accumulate(), block, block:
+            accel.backward(model(inputs).sum())
+            with accel.accumulate(model):
+                optimizer.step()
+            signs.append(accel.sync_gradients)
+            optimizer.zero_grad()
+    assert signs == ([False] * (steps - 1) + [True]) * (6 // steps)
+    assert accel.current_run.global_step == 6 // steps
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_an_error_inside_of_both_blocks_ends_the_window(steps):
+    accel = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    model, _, _ = prepared(accel, samples(8), 1)
+
+    def fail() -> None:
+        with accel.accumulate(model), accel.accumulate(model):
+            accel.backward(model(samples(1)).sum())
+            raise ValueError("bad batch")
+
+    with pytest.raises(ValueError, match="bad batch"):
+        fail()
+    signs = []
+    for _ in range(2 * steps):
+        with accel.accumulate(model), accel.accumulate(model):
+            signs.append(accel.sync_gradients)
+    assert signs == ([False] * (steps - 1) + [True]) * 2
+
+
 def test_an_evaluation_in_the_middle_of_a_window_leaves_it_alone():
     rows = samples(8)
     accel = Accelerator(cpu=True, gradient_accumulation_steps=4)

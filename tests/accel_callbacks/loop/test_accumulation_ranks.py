@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -286,3 +288,42 @@ def test_two_models_in_one_window(pool):
     parts = pool.run(accumulated_side_by_side, 3)
     assert whole[0] == whole[1]
     assert parts[0] == reordered(whole[0])
+
+
+def adversaries_in_blocks(how: str) -> tuple[list[float], int]:
+    """A generator and a critic with a window each step of two micro-batches."""
+    accel = accelerator(gradient_accumulation_steps=2)
+    torch.manual_seed(2)
+    pair = [torch.nn.Linear(5, 4), torch.nn.Linear(4, 1)]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in pair]
+    maker, critic, *optimizers = accel.prepare(*pair, *optimizers)
+    loader = accel.prepare(DataLoader(torch.utils.data.TensorDataset(data()[0]), 6))
+    blocks = {
+        "one": [(maker, critic)],
+        "nested": [(maker,), (critic,)],
+        "the same": [(maker, critic), (critic,), (critic,)],
+        "all inside": [(maker,), ()],
+    }[how]
+    steps = 0
+    for (inputs,) in loader:
+        with ExitStack() as stack:
+            stack.enter_context(accel.accumulate(*blocks[0]))
+            accel.backward(critic(maker(inputs)).mean())
+            optimizers[0].step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            for models in blocks[1:]:
+                stack.enter_context(accel.accumulate(*models))
+            accel.backward(critic(maker(inputs).detach()).square().mean())
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+            steps += accel.sync_gradients
+    return flat(*pair), steps
+
+
+@pytest.mark.parametrize("how", ["nested", "the same", "all inside"])
+def test_a_block_inside_of_a_block_is_of_the_same_micro_batch(pool, how):
+    expected = pool.run(adversaries_in_blocks, "one")
+    assert expected[0] == expected[1]
+    assert expected[0][1] == 1
+    assert pool.run(adversaries_in_blocks, how) == expected

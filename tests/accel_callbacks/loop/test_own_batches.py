@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import signal
+from contextlib import ExitStack
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -49,6 +50,21 @@ def test_the_block_of_accumulate_is_the_batch(training):
         "train_batch_start 1", *backward, "before_optimizer_step", "after_optimizer_step 1",
         "before_zero_grad", "train_batch_end 1", *END,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_block_inside_of_a_block_is_no_batch_of_its_own(training, steps):
+    traces = []
+    for depth in (1, 2):
+        t = training(full=True, gradient_accumulation_steps=steps)
+        with t.accel.run("own"):
+            for _ in range(2):
+                with ExitStack() as blocks:
+                    for _ in range(depth):
+                        blocks.enter_context(t.accel.accumulate(t.model))
+                    t.step(torch.ones(2, 1))
+        traces.append(list(t.recorder.trace))
+    assert traces[0] == traces[1]
 
 
 def test_without_a_block_the_optimizer_step_ends_the_batch(training):
