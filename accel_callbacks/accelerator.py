@@ -30,7 +30,11 @@ from accel_callbacks.callbacks.dispatch.ledger import CallbackReport
 from accel_callbacks.callbacks.dispatch.registration import configured
 from accel_callbacks.checkpoint.folder_leases import FolderLeases
 from accel_callbacks.checkpoint.project import ProjectConfiguration, chosen_project
-from accel_callbacks.collectives.metrics import gather_counted, gather_counted_objects
+from accel_callbacks.collectives.metrics import (
+    gather_counted,
+    gather_counted_objects,
+    rows_beside_lists,
+)
 from accel_callbacks.config import PRECISIONS, resolve_config
 from accel_callbacks.data.config import DataLoaderConfiguration, checked_config, checked_rng_types
 from accel_callbacks.data.loader import DataLoaderShard
@@ -1159,10 +1163,10 @@ class Accelerator(ProcessControl, MediaLogging):
         size of the input.
 
         Args:
-            input_data: a tensor of shape ``(batch, ...)`` or a nested structure of them, with
-                lists of other objects between them; anything else is gathered as objects. Batch
-                sizes may differ between ranks. Of ranks that share a model, and have read the same
-                batch, the first one counts.
+            input_data: a tensor or numpy array of shape ``(batch, ...)`` or a nested structure of
+                them, with lists of samples between them; anything else is gathered as objects.
+                Batch sizes may differ between ranks. Of ranks that share a model, and have read
+                the same batch, the first one counts.
             use_gather_object: gather objects; lists and tuples become one list in rank order,
                 anything else becomes a list with one entry per rank.
 
@@ -1170,8 +1174,16 @@ class Accelerator(ProcessControl, MediaLogging):
             The same structure over the samples of all ranks, each counted once. Tensors without
             an entry for each sample (a mean, for example) are only gathered.
 
+            Lists of objects without tensors, of dicts or dataclasses with the same keys, and of
+            tensors with an entry for each sample of the batch become the list of all samples. So
+            do tuples of strings, and of such dicts for each sample. A list of tensors that each
+            have a row for each entry is structure, as tuples are: ``[logits, labels]`` of a batch
+            of two.
+
         Raises:
             ValueError: on all ranks; see :func:`accel_callbacks.gather`.
+            TypeError: on all ranks: beside tensors there is a string or another object, not in a
+                list.
 
         Example:
             >>> import torch
@@ -1181,8 +1193,8 @@ class Accelerator(ProcessControl, MediaLogging):
             >>> [accel.gather_for_metrics(batch).tolist() for batch in loader]
             [[0, 1], [2]]
         """
-        tensors = () if use_gather_object else input_data
-        collectives.begin("gather_for_metrics", self.debug, lambda: collectives.rows_held(tensors))
+        structure = () if use_gather_object else input_data
+        collectives.begin("gather_for_metrics", self.debug, lambda: rows_beside_lists(structure))
         gather = gather_counted_objects if use_gather_object else gather_counted
         return gather(input_data, self.loop.active, self.strategy.data_ranks)
 

@@ -28,6 +28,7 @@ from accel_callbacks.collectives.group import turn as turn
 from accel_callbacks.collectives.group import world_size as world_size
 from accel_callbacks.collectives.nested import map_leaves as map_leaves
 from accel_callbacks.collectives.nested import map_tensors as map_tensors
+from accel_callbacks.collectives.nested import refuse_others as refuse_others
 from accel_callbacks.collectives.nested import tensors_in as tensors_in
 from accel_callbacks.collectives.object_exchange import exchange as exchange
 from accel_callbacks.collectives.object_exchange import send_object as send_object
@@ -47,10 +48,11 @@ from accel_callbacks.collectives.sharded import is_sharded as is_sharded
 from accel_callbacks.collectives.sharded import shard_like as shard_like
 from accel_callbacks.collectives.store import BoundedStore as BoundedStore
 from accel_callbacks.collectives.tensors import broadcast, gather, pad_across_processes, reduce
+from accel_callbacks.collectives.tensors import compare as compare
 from accel_callbacks.collectives.tensors import gather_sized as gather_sized
 from accel_callbacks.collectives.tensors import numbers_to_tensors as numbers_to_tensors
 from accel_callbacks.collectives.tensors import rows_held as rows_held
-from accel_callbacks.collectives.tensors import sizes_on_all as sizes_on_all
+from accel_callbacks.collectives.tensors import rows_of as rows_of
 
 __all__ = [
     "broadcast",

@@ -10,7 +10,15 @@ from typing import Any, NamedTuple
 import torch
 
 from accel_callbacks.collectives.group import refuse_in_turn, run_before, world_size
-from accel_callbacks.collectives.nested import is_number, is_tensor, leaves
+from accel_callbacks.collectives.nested import (
+    is_array,
+    is_container,
+    is_number,
+    is_tensor,
+    leaves,
+    type_of,
+    values_in,
+)
 from accel_callbacks.collectives.object_exchange import exchange
 from accel_callbacks.errors import DistributedOperationException
 
@@ -69,13 +77,21 @@ def _debug_from_environment() -> bool:
     return resolve_config({}, {"ACCEL_DEBUG": text}).debug
 
 
-def contents(data: Any, text_of: Callable[[torch.Tensor], str]) -> list[str]:
-    """Return one line for each tensor and number of a nested structure: its path and its text."""
-    compared = leaves(data, lambda leaf: is_tensor(leaf) or is_number(leaf), by_key=True)
-    return [
-        f"{path or 'value'}: {text_of(value) if is_tensor(value) else 'number'}"
-        for path, value in compared
-    ]
+def contents(data: Any, text_of: Callable[[torch.Tensor], str], path: str = "") -> list[str]:
+    """Return one line for each leaf of a nested structure: its path, and its text or type."""
+
+    def is_held(leaf: Any) -> bool:
+        return is_tensor(leaf) or (leaf is not None and not is_container(leaf))
+
+    def text(leaf: Any) -> str:
+        if is_tensor(leaf):
+            return text_of(leaf)
+        if is_array(leaf):
+            return f"array of {text_of(*values_in(leaf))}"
+        return "number" if is_number(leaf) else type_of(leaf)
+
+    compared = leaves(data, is_held, by_key=True, path=path)
+    return [f"{path or 'value'}: {text(value)}" for path, value in compared]
 
 
 def whole(tensor: torch.Tensor, shape: Sequence[object] | None = None) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from collections import UserList, deque
 from collections.abc import Callable, Mapping, MutableMapping
 from enum import Enum
@@ -20,14 +21,21 @@ __all__ = [
     "Leaf",
     "find_batch_size",
     "find_device",
+    "is_array",
     "is_container",
     "is_named_tuple",
     "is_number",
+    "is_other",
     "is_tensor",
+    "is_value",
     "leaves",
     "map_leaves",
     "map_tensors",
+    "map_values",
+    "refuse_others",
     "tensors_in",
+    "type_of",
+    "values_in",
 ]
 
 T = TypeVar("T")
@@ -57,7 +65,27 @@ def is_tensor(value: Any) -> bool:
 
 def is_number(value: Any) -> bool:
     """Return True for Python's numbers; members of an enumeration do not count."""
-    return isinstance(value, (bool, int, float, complex)) and not isinstance(value, Enum)
+    number = isinstance(value, (bool, int, float, complex)) and not isinstance(value, Enum)
+    return number and not is_array(value)  # numpy.float64 is a float
+
+
+def is_array(value: Any) -> bool:
+    """Return True for numpy's arrays and scalars of the dtypes that torch has.
+
+    Subclasses of arrays hold what a tensor would lose, such as a mask.
+    """
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return False
+    whole = type(value) in (numpy.ndarray, numpy.memmap) or isinstance(value, numpy.generic)
+    if not whole or value.dtype.kind not in "biufc":
+        return False
+    return isinstance(getattr(torch, value.dtype.name, None), torch.dtype)
+
+
+def is_value(leaf: Any) -> bool:
+    """Return True for what collectives combine as tensors."""
+    return is_tensor(leaf) or is_array(leaf)
 
 
 def is_container(value: Any) -> bool:
@@ -68,6 +96,12 @@ def is_container(value: Any) -> bool:
 def is_named_tuple(value: Any) -> bool:
     """Return True for instances of ``NamedTuple`` and ``namedtuple`` classes."""
     return isinstance(value, tuple) and hasattr(value, "_fields") and hasattr(value, "_make")
+
+
+def is_other(leaf: Any) -> bool:
+    """Return True for what collectives of tensors do not take: strings, sets, objects."""
+    taken = leaf is None or is_value(leaf) or is_number(leaf)
+    return not taken and not is_container(leaf)
 
 
 def map_leaves(
@@ -127,6 +161,58 @@ def map_tensors(data: T, fn: Callable[[torch.Tensor], Any]) -> T:
 def tensors_in(data: Any) -> list[torch.Tensor]:
     """Return the tensors of a nested structure, in the order of :func:`map_tensors`."""
     return [leaf.value for leaf in leaves(data, is_tensor, by_key=True)]
+
+
+def map_values(data: T, fn: Callable[[torch.Tensor], torch.Tensor]) -> T:
+    """Apply ``fn`` to each tensor, and to each array as a tensor; arrays come back as arrays."""
+
+    def combine(leaf: Any) -> Any:
+        if is_tensor(leaf):
+            return fn(leaf)
+        array = fn(_tensor_of(leaf)).numpy()
+        return array if hasattr(leaf, "__setitem__") else array[()]  # a scalar from a scalar
+
+    return map_leaves(data, combine, is_value, by_key=True)
+
+
+def values_in(data: Any) -> list[torch.Tensor]:
+    """Return the tensors, and the arrays as tensors, in the order of :func:`map_values`."""
+    values = (leaf.value for leaf in leaves(data, is_value, by_key=True))
+    return [value if is_tensor(value) else _tensor_of(value) for value in values]
+
+
+def _tensor_of(array: Any) -> torch.Tensor:
+    """Return a copy of an array: torch takes neither all strides nor all orders of bytes."""
+    numpy: Any = sys.modules["numpy"]
+    dtype = array.dtype.newbyteorder("=")
+    return torch.from_numpy(numpy.array(array, dtype=dtype, order="C"))
+
+
+def refuse_others(operation: str, data: Any, way: str, path: str = "") -> None:
+    """Raise for the first leaf that has a value, and is neither tensor, array nor number.
+
+    Args:
+        operation: the collective.
+        data: what it is to combine.
+        way: the name of the collective for objects.
+        path: of ``data``.
+
+    Raises:
+        TypeError: there is one.
+    """
+    others = leaves(data, is_other, by_key=True, path=path)
+    if others:
+        path, value = others[0]
+        raise TypeError(
+            f"{operation} cannot combine {path or 'a value'} of type {type_of(value)}: pass "
+            f"tensors, numpy arrays and numbers, and all else to {way}."
+        )
+
+
+def type_of(value: Any) -> str:
+    """Return the name of a type, and the dtype of an array."""
+    dtype = getattr(value, "dtype", None)
+    return type(value).__name__ + ("" if dtype is None else f" of dtype {dtype}")
 
 
 def find_batch_size(data: Any) -> int | None:

@@ -26,8 +26,9 @@ from accel_callbacks.collectives.nested import (
     is_number,
     leaves,
     map_leaves,
-    map_tensors,
-    tensors_in,
+    map_values,
+    refuse_others,
+    values_in,
 )
 from accel_callbacks.collectives.object_exchange import exchange, send_object
 from accel_callbacks.collectives.sharded import full_tensor, is_sharded
@@ -36,6 +37,7 @@ from accel_callbacks.errors import nearest
 __all__ = [
     "broadcast",
     "broadcast_tensor",
+    "compare",
     "dense",
     "gather",
     "gather_sized",
@@ -45,6 +47,7 @@ __all__ = [
     "reduce",
     "reduce_tensor",
     "rows_held",
+    "rows_of",
     "sizes_on_all",
     "sum_of",
 ]
@@ -65,7 +68,8 @@ def gather(tensor: T, *, debug: bool | None = None) -> T:
             dataclass) of tensors of shape ``(n, ...)`` and any dtype, the same structure on all
             processes; ``n`` may differ between them. Tensors without dimensions and Python's
             numbers give one entry for each process. A DTensor, which is sharded over the
-            processes, gives the whole tensor. Sets, strings and other objects are not changed.
+            processes, gives the whole tensor. numpy arrays are combined as tensors are, and come
+            back as arrays. None stays None.
         debug: first compare what the processes hold; read from ``ACCEL_DEBUG`` if ``None``.
 
     Returns:
@@ -74,7 +78,8 @@ def gather(tensor: T, *, debug: bool | None = None) -> T:
     Raises:
         ValueError: on all processes, if their structures differ, or their tensors differ in more
             than the first dimension.
-        TypeError: a sparse tensor.
+        TypeError: a sparse tensor; or a string, a set or another object, on one process too: see
+            :func:`gather_object`.
         DistributedOperationException: in debug mode, if the calls of the processes differ.
 
     Example:
@@ -84,15 +89,18 @@ def gather(tensor: T, *, debug: bool | None = None) -> T:
         {'loss': tensor([2.]), 'n': tensor([3])}
     """
     begin("gather", debug, lambda: rows_held(tensor))
-    return numbers_to_tensors(gather_sized(tensor, sizes_on_all(tensor)))
+    sizes = sizes_on_all(tensor)
+    # After the collective that compares structures, so that all ranks raise.
+    refuse_others("gather", tensor, "gather_object")
+    return numbers_to_tensors(gather_sized(tensor, sizes))
 
 
 def gather_sized(data: T, sizes: list[list[int]] | None) -> T:
-    """Gather the tensors as :func:`gather` does, with the sizes of :func:`sizes_on_all`."""
+    """Gather tensors and arrays as :func:`gather` does, with the sizes of :func:`sizes_on_all`."""
     if sizes is None:
-        return map_tensors(data, gather_tensor)
+        return map_values(data, gather_tensor)
     each = iter(zip(*sizes, strict=True))
-    return map_tensors(data, lambda tensor: gather_tensor(tensor, next(each)))
+    return map_values(data, lambda tensor: gather_tensor(tensor, next(each)))
 
 
 def numbers_to_tensors(data: T, ranks: Sequence[int] | None = None) -> T:
@@ -134,27 +142,31 @@ def _tensor_of_numbers(numbers: tuple[Any, ...]) -> torch.Tensor:
 def sizes_on_all(data: Any) -> list[list[int]] | None:
     """Collective: return the first dimension of each tensor for each rank, None if all are equal.
 
-    torch's all_gather returns garbage for shapes that differ, so they are compared beforehand.
-
     Raises:
         ValueError: see :func:`gather`.
     """
-    if world_size() == 1:
-        return None
-    rows = [tensor.shape[0] if tensor.dim() else 1 for tensor in tensors_in(data)]
-    return _compare("gather", rows_held(data), rows)
+    return None if world_size() == 1 else compare("gather", rows_held(data), rows_of(data))
 
 
-def rows_held(data: Any) -> list[str]:
+def rows_held(data: Any, path: str = "") -> list[str]:
     """Return what must be equal on all ranks to gather: all but the first dimension of tensors."""
-    return contents(data, lambda tensor: whole(tensor, ("*", *tensor.shape[1:])))
+    return contents(data, lambda tensor: whole(tensor, ("*", *tensor.shape[1:])), path)
 
 
-def _compare(operation: str, alike: list[str], sizes: list[int]) -> list[list[int]] | None:
+def rows_of(data: Any) -> list[int]:
+    """Return the first dimension of each tensor, 1 for those without one."""
+    return [tensor.shape[0] if tensor.dim() else 1 for tensor in values_in(data)]
+
+
+def compare(
+    operation: str, alike: list[str], sizes: list[int], *, must: bool = True
+) -> list[list[int]] | None:
     """Collective: return the sizes of each rank, None if they are the same on all.
 
+    torch's all_gather returns garbage for shapes that differ, so they are compared beforehand.
+
     Raises:
-        ValueError: on all ranks, if ``alike`` differs.
+        ValueError: on all ranks, if ``alike`` differs and ``must`` not for one of them.
     """
     # One small all-gather of a digest in the usual case; the objects follow only if it differs.
     text = repr((alike, sizes)).encode()
@@ -164,11 +176,11 @@ def _compare(operation: str, alike: list[str], sizes: list[int]) -> list[list[in
     marks = gather_tensor(on_backend(mark)).reshape(world_size(), -1)
     if bool((marks == marks[0]).all()):
         return None
-    held = exchange((alike, sizes))
-    calls = [Call(operation, tuple(lines)) for lines, _ in held]
-    if len(set(calls)) > 1:
+    held = exchange((alike, sizes, must))
+    calls = [Call(operation, tuple(lines)) for lines, _, _ in held]
+    if len(set(calls)) > 1 and any(must for _, _, must in held):
         raise ValueError(f"this cannot be combined. {differences(calls)}")
-    return [sizes for _, sizes in held]
+    return [sizes for _, sizes, _ in held]
 
 
 def pad_across_processes(
@@ -182,7 +194,8 @@ def pad_across_processes(
     """Pad each tensor along ``dim`` to the largest size on any process.
 
     Args:
-        tensor: a tensor or nested structure; tensors may differ between processes along ``dim``.
+        tensor: a tensor, a numpy array or a nested structure; tensors may differ between processes
+            along ``dim``. Numbers are not changed.
         dim: the dimension to pad, from the end if negative; tensors without it are not changed.
         pad_index: the value to fill with.
         pad_first: put the padding in front instead of behind.
@@ -194,6 +207,7 @@ def pad_across_processes(
     Raises:
         ValueError: on all processes, if their structures differ, or their tensors differ in more
             than this dimension.
+        TypeError: as for :func:`gather`.
         DistributedOperationException: in debug mode, if the calls of the processes differ.
 
     Example:
@@ -217,14 +231,15 @@ def pad_across_processes(
         pad_index=pad_index,
         pad_first=pad_first,
     )
-    if world_size() == 1:
-        return tensor
-    lengths = [each.shape[dim] for each in tensors_in(tensor) if _has(each, dim)]
-    sizes = _compare("pad_across_processes", contents(tensor, text_of), lengths)
+    sizes = None
+    if world_size() > 1:
+        lengths = [each.shape[dim] for each in values_in(tensor) if _has(each, dim)]
+        sizes = compare("pad_across_processes", contents(tensor, text_of), lengths)
+    refuse_others("pad_across_processes", tensor, "gather_object")
     if sizes is None:
         return tensor
     largest = map(max, zip(*sizes, strict=True))
-    return map_tensors(tensor, _padder(dim, largest, pad_index, pad_first))
+    return map_values(tensor, _padder(dim, largest, pad_index, pad_first))
 
 
 def _has(tensor: torch.Tensor, dim: int) -> bool:
@@ -261,9 +276,9 @@ def reduce(
     Processes that share a model, and have read the same batch, are not told apart: each counts.
 
     Args:
-        tensor: a tensor, a number, or a nested structure of them, of the same shape on all
-            processes. Dtypes are kept, and integers are exact, but their mean is a float and the
-            sum of bools counts those that are true. Low precision is summed in float32.
+        tensor: a tensor, a numpy array, a number, or a nested structure of them, of the same shape
+            on all processes. Dtypes are kept, and integers are exact, but their mean is a float and
+            the sum of bools counts those that are true. Low precision is summed in float32.
         reduction: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, or ``"none"`` for this process's
             own values.
         scale: factor on the result; a float other than 1 turns integers into floats.
@@ -273,11 +288,13 @@ def reduce(
         debug: first compare what the processes hold; read from ``ACCEL_DEBUG`` if ``None``.
 
     Returns:
-        The same structure with new, detached tensors.
+        The same structure with new, detached tensors; arrays come back as arrays, and numbers as
+        numbers.
 
     Raises:
         ValueError: an unknown reduction, or a weight with another reduction than the mean.
-        TypeError: a sparse tensor, or ``"max"`` and ``"min"`` of complex numbers.
+        TypeError: a sparse tensor, ``"max"`` and ``"min"`` of complex numbers, or an object as for
+            :func:`gather`.
         DistributedOperationException: in debug mode, if the calls of the processes differ.
 
     Example:
@@ -291,15 +308,16 @@ def reduce(
     if reduction == "mean":
         arguments["weighted"] = weight is not None
     begin("reduce", debug, lambda: contents(tensor, whole), **arguments)
+    refuse_others("reduce", tensor, "gather_object")
     if reduction == "none":
         return _scaled(tensor, scale)
     distributed = world_size() > 1
-    share = sum_of(weight) if distributed and weight is not None and tensors_in(tensor) else None
+    share = sum_of(weight) if distributed and weight is not None and values_in(tensor) else None
 
     def combine(leaf: torch.Tensor) -> torch.Tensor:
         return reduce_tensor(leaf, reduction, scale, weight, share)
 
-    return _reduce_numbers(map_tensors(tensor, combine), reduction, scale, weight)
+    return _reduce_numbers(map_values(tensor, combine), reduction, scale, weight)
 
 
 def _check(reduction: str, weight: float | torch.Tensor | None) -> None:
@@ -315,8 +333,8 @@ def _check(reduction: str, weight: float | torch.Tensor | None) -> None:
 
 def _scaled(data: T, scale: float) -> T:
     if scale == 1:
-        return map_tensors(data, lambda tensor: tensor.detach().clone())
-    scaled = map_tensors(data, lambda tensor: tensor * scale)
+        return map_values(data, lambda tensor: tensor.detach().clone())
+    scaled = map_values(data, lambda tensor: tensor * scale)
     return map_leaves(scaled, lambda number: number * scale, is_number)
 
 
@@ -361,8 +379,8 @@ def broadcast(tensor: T, from_process: int = 0, *, debug: bool | None = None) ->
     """Broadcast the tensors and numbers of ``from_process`` to every process.
 
     Args:
-        tensor: a tensor, a number, or a nested structure of them, of the same shape and type on
-            all processes (for objects that may differ, see :func:`broadcast_object`).
+        tensor: a tensor, a numpy array, a number, or a nested structure of them, of the same shape
+            and type on all processes (for what may differ, see :func:`broadcast_object`).
         from_process: the rank that sends.
         debug: as for :func:`reduce`.
 
@@ -371,7 +389,7 @@ def broadcast(tensor: T, from_process: int = 0, *, debug: bool | None = None) ->
 
     Raises:
         ValueError: the rank does not exist.
-        TypeError: a sparse tensor.
+        TypeError: a sparse tensor; or an object, see :func:`broadcast_object`.
         DistributedOperationException: in debug mode, if the calls of the processes differ.
 
     Example:
@@ -382,7 +400,8 @@ def broadcast(tensor: T, from_process: int = 0, *, debug: bool | None = None) ->
     """
     source = source_of(from_process)
     begin("broadcast", debug, lambda: contents(tensor, whole), from_process=from_process)
-    sent = map_tensors(tensor, lambda leaf: broadcast_tensor(leaf, source))
+    refuse_others("broadcast", tensor, "broadcast_object")
+    sent = map_values(tensor, lambda leaf: broadcast_tensor(leaf, source))
     with explained("broadcast"):
         return _replace_numbers(sent, lambda numbers: send_object(numbers, source))
 

@@ -15,9 +15,12 @@ from accel_callbacks.collectives.nested import (
     is_container,
     is_named_tuple,
     is_tensor,
+    is_value,
     leaves,
     map_leaves,
     map_tensors,
+    map_values,
+    values_in,
 )
 from accel_callbacks.collectives.objects import barrier
 
@@ -224,11 +227,12 @@ def concatenate(data: Sequence[T], dim: int = 0) -> T:
     """Concatenate the tensors at the same positions of equal structures.
 
     Args:
-        data: one or more structures. Objects other than tensors are taken from the first.
+        data: one or more structures of tensors and numpy arrays; other objects must be equal.
         dim: the dimension to concatenate along.
 
     Raises:
         ValueError: ``data`` is empty, or the structures differ.
+        TypeError: objects that cannot be concatenated differ.
 
     Example:
         >>> import torch
@@ -238,7 +242,7 @@ def concatenate(data: Sequence[T], dim: int = 0) -> T:
     """
     if not data:
         raise ValueError("there is nothing to concatenate: pass at least one structure.")
-    structures = [leaves(structure, is_tensor, by_key=True) for structure in data]
+    structures = [leaves(structure, is_value, by_key=True) for structure in data]
     places = [[leaf.path for leaf in structure] for structure in structures]
     for index, place in enumerate(places):
         if place != places[0]:
@@ -246,13 +250,19 @@ def concatenate(data: Sequence[T], dim: int = 0) -> T:
                 f"the structures differ: the first has tensors at {places[0]}, number {index} at "
                 f"{place}."
             )
-    each = iter(
-        [
-            torch.cat([leaf.value for leaf in column], dim)
-            for column in zip(*structures, strict=True)
-        ]
-    )
-    return map_tensors(data[0], lambda _: next(each))
+    others = [leaves(structure, _is_kept, by_key=True) for structure in data]
+    for index, kept in enumerate(others):
+        if kept != others[0]:
+            raise TypeError(
+                f"only tensors and numpy arrays can be concatenated: the first structure has also "
+                f"{dict(others[0])}, number {index} {dict(kept)}."
+            )
+    each = iter(zip(*map(values_in, data), strict=True))
+    return map_values(data[0], lambda _: torch.cat(next(each), dim))
+
+
+def _is_kept(leaf: Any) -> bool:
+    return not is_container(leaf) and not is_value(leaf)
 
 
 def convert_to_fp32(tensor: Any) -> Any:

@@ -16,6 +16,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_callbacks import accelerator, collectives, scheduler, state
+from accel_callbacks.collectives.metrics import is_joinable
+from accel_callbacks.collectives.nested import is_container, is_tensor, leaves, map_leaves
 from accel_callbacks.compat import checkpoints
 from accel_callbacks.compat.beside import remove_leftovers, save_beside
 from accel_callbacks.compat.helpers import get_sampler
@@ -267,7 +269,10 @@ class Accelerator(accelerator.Accelerator):
         """Gather each sample once, of a tensor with an entry for each of a full batch too.
 
         A Trainer repeats its loss for each sample of a full batch, and the last may be smaller.
+        What Accelerate gathers as objects, one process returns as it is.
         """
+        if self.num_processes == 1 and (use_gather_object or _has_objects(input_data)):
+            return input_data
         if self.loop.active and not use_gather_object:
             loader = self.loop.active[-1]
             input_data = _of_last_batch(
@@ -344,15 +349,24 @@ class Accelerator(accelerator.Accelerator):
         return self.loaders
 
 
+def _has_objects(data: Any) -> bool:
+    """Return True for a structure in which anything is no tensor."""
+    return bool(leaves(data, lambda leaf: not is_tensor(leaf) and not is_container(leaf)))
+
+
 def _of_last_batch(data: Any, loader: loader.DataLoaderShard, rank: int, world: int) -> Any:
     """Cut tensors with an entry for each sample of a full batch to those of a smaller one."""
     full = loader.total_batch_size
     if full is None or loader.padded >= full:
         return data
     rows = loader.padded // world if loader.kept is None else loader.kept[rank]
-    return collectives.map_tensors(
-        data, lambda tensor: tensor[:rows] if tensor.shape[:1] == (full // world,) else tensor
-    )
+
+    def cut(leaf: Any) -> Any:
+        # The boxes of one sample may be as many as the samples of a full batch.
+        whole = is_tensor(leaf) and leaf.shape[:1] == (full // world,)
+        return leaf[:rows] if whole else leaf
+
+    return map_leaves(data, cut, lambda leaf: is_tensor(leaf) or is_joinable(leaf))
 
 
 def _lacks_generator(sampler: Any) -> bool:

@@ -55,6 +55,22 @@ def test_of_a_loss_for_each_sample_of_a_full_batch_a_smaller_one_counts_its_own(
     assert len(accelerator.gather_for_metrics(torch.ones(8))) == 8  # after the loop
 
 
+def test_one_process_returns_what_is_gathered_as_objects_as_it_is(accelerator):
+    for data in ({"loss": 1.0}, 1.0, "a", ("a", "b"), [1, 2], {"x": torch.ones(2), "name": "a"}):
+        assert accelerator.gather_for_metrics(data) is data
+    data = [{"boxes": torch.ones(2, 4)}]
+    assert accelerator.gather_for_metrics(data, use_gather_object=True) is data
+    assert accelerator.gather_for_metrics((torch.ones(2),))[0].tolist() == [1, 1]
+
+
+def test_as_many_boxes_as_a_full_batch_has_samples_are_all_kept(accelerator):
+    loader = accelerator.prepare(DataLoader(range(13), batch_size=8))
+    for batch in loader:
+        boxes = [{"boxes": torch.ones(8, 4)} for _ in batch]
+        found, same = accelerator.gather_for_metrics((boxes, tuple(boxes)))
+        assert [len(one["boxes"]) for one in (*found, *same)] == [8] * 2 * len(batch)
+
+
 @pytest.mark.parametrize("adjusts", [True, False])
 def test_a_schedule_moves_once_a_window_and_holds_at_its_end(adjusts):
     plugin = GradientAccumulationPlugin(num_steps=2, adjust_scheduler=adjusts)

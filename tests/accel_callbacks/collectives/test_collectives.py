@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -31,16 +33,16 @@ class Pair(NamedTuple):
 @dataclass
 class Box:
     value: torch.Tensor
-    label: str = "x"
+    label: str | None = None
 
 
 def test_gather_keeps_every_structure():
-    data = {"pair": Pair(torch.tensor([1, 2]), {"n": torch.tensor(3.0)}), "word": "w"}
+    data = {"pair": Pair(torch.tensor([1, 2]), {"n": torch.tensor(3.0)}), "none": None}
     result = gather(data)
     assert type(result["pair"]) is Pair
     assert result["pair"].left.tolist() == [1, 2]
     assert result["pair"].right["n"].tolist() == [3.0]
-    assert result["word"] == "w"
+    assert result["none"] is None
     assert gather(Box(torch.ones(2))).value.tolist() == [1.0, 1.0]
     assert gather([torch.zeros(0, 3)])[0].shape == (0, 3)
 
@@ -126,6 +128,90 @@ def test_numbers_are_reduced_and_sent_as_numbers():
     assert [number.dtype for number in gathered] == [torch.int64, torch.float64, torch.bool]
 
 
+ARRAYS = {
+    "int64": np.arange(3),
+    "float64": np.array([0.1, np.nan, 2]),
+    "float16": np.ones((2, 2), "float16"),
+    "bool": np.array([True, False]),
+    "uint16": np.arange(6, dtype="uint16").reshape(2, 3).T,
+    "complex64": np.array([1j], dtype="complex64"),
+    "reversed": np.arange(3)[::-1],
+    "other bytes": np.array([1.5], dtype=">f8"),
+    "no dimensions": np.array(3),
+    "empty": np.zeros((0, 2)),
+    "scalar": np.float32(2.5),
+    "a scalar that is a float": np.float64(0.1),
+}
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_arrays_are_combined_as_tensors_and_stay_arrays(kind):
+    array = ARRAYS[kind]
+    expected = gather(torch.from_numpy(np.array(array, array.dtype.newbyteorder("="))))
+    gathered = gather({"x": [array]})["x"][0]
+    assert type(gathered) is np.ndarray
+    assert gathered.dtype.name == array.dtype.name
+    np.testing.assert_array_equal(gathered, expected.numpy())
+    if kind != "complex64":
+        assert reduce(array, "max").dtype.name == array.dtype.name
+    for how in (lambda x: reduce(x, "max"), broadcast, pad_across_processes):
+        if kind != "complex64":
+            result = how(array)
+            assert type(result) is type(array)
+            np.testing.assert_array_equal(result, array)
+    assert reduce(np.array([True, False]), "sum").tolist() == [1, 0]
+
+
+def test_an_array_that_cannot_be_written_to_is_combined_without_a_warning(recwarn):
+    array = np.arange(2)
+    array.flags.writeable = False
+    result = gather(array)
+    result += 1
+    assert array.tolist() == [0, 1]
+    assert not recwarn
+
+
+class Color(Enum):
+    RED = 1
+
+
+OTHERS = {
+    "str": "a",
+    "bytes": b"a",
+    "set": {1, 2},
+    "object": object(),
+    "Color": Color.RED,
+    "ndarray of dtype <U1": np.array(["a"]),
+    "ndarray of dtype object": np.array([1, None]),
+    "MaskedArray": np.ma.masked_array([1, 2], [False, True]),
+    "datetime64": np.datetime64("2020-01-01"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("how", [gather, reduce, pad_across_processes, broadcast])
+def test_what_cannot_be_combined_is_refused_with_its_place(how, kind):
+    way = "broadcast_object" if how is broadcast else "gather_object"
+    with pytest.raises(TypeError, match=f"{how.__name__} cannot.* of type {kind}.* to {way}"):
+        how(OTHERS[kind])
+    with pytest.raises(TypeError, match=r"combine \['x'\]\[1\].left.label of type str"):
+        how({"x": [torch.ones(1), Pair(Box(torch.ones(1), "s"), {})]})
+    assert how([None, [], {}]) == [None, [], {}]
+
+
+def test_metrics_name_what_they_cannot_combine():
+    accel = Accelerator(cpu=True)
+    with pytest.raises(TypeError, match=r"\['split'\] of type str.*use_gather_object=True"):
+        accel.gather_for_metrics({"x": torch.ones(2), "split": "val"})
+    with pytest.raises(TypeError, match=r"\['x'\]\[1\] of type str"):
+        accel.gather_for_metrics({"x": [torch.ones(2), "val"]})
+    assert accel.gather_for_metrics({"split": "val"}) == [{"split": "val"}]
+    assert accel.gather_for_metrics({"loss": 1.0}) == [{"loss": 1.0}]
+    pair = accel.gather_for_metrics((torch.ones(2), ("a", "b"), [{"c"}], (1, 2)))
+    assert pair[1:3] == (["a", "b"], [{"c"}])
+    assert [number.tolist() for number in pair[3]] == [[1], [2]]
+
+
 def test_bools_are_counted():
     flags = torch.tensor([True, False])
     assert reduce(flags, "sum").tolist() == [1, 0]
@@ -200,7 +286,8 @@ class Movable:
 
 
 def test_send_to_device_keeps_structures():
-    data = [Pair(torch.ones(1), {"b": [torch.ones(1)]}), (1, "x", Movable()), Box(torch.ones(1))]
+    box = Box(torch.ones(1), "x")
+    data = [Pair(torch.ones(1), {"b": [torch.ones(1)]}), (1, "x", Movable()), box]
     moved = send_to_device(data, "meta")
     assert type(moved[0]) is Pair
     assert moved[0].left.device.type == "meta"

@@ -10,6 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -254,7 +255,7 @@ def test_an_object_of_an_unknown_class_is_an_error_where_it_is_unknown(pool, sen
 def structures() -> dict:
     me = rank()
     stats = Stats(torch.tensor([1.0 + me]), 3 + me)
-    table = defaultdict(list, {("a", 1): torch.tensor([me]), None: {7, 8}})
+    table = defaultdict(list, {("a", 1): torch.tensor([me]), None: None})
     summed, sent = reduce(stats, "sum"), broadcast(stats, from_process=1)
     gathered, grouped = gather(stats), gather(table)
     return {
@@ -262,7 +263,7 @@ def structures() -> dict:
         "inside": summed.more[0].tolist(),
         "sent": [sent.loss.tolist(), sent.count, type(sent.count).__name__],
         "gathered": [gathered.loss.tolist(), gathered.count.tolist(), gathered.more[0].tolist()],
-        "table": [grouped["a", 1].tolist(), sorted(grouped[None]), grouped["new"]],
+        "table": [grouped["a", 1].tolist(), grouped[None], grouped["new"]],
     }
 
 
@@ -272,7 +273,7 @@ def test_structures_come_back_as_they_went_in(pool):
         "inside": [7],
         "sent": [[2.0], 4, "int"],
         "gathered": [[1.0, 2.0], [3, 4], [3, 4]],
-        "table": [[0, 1], [7, 8], []],
+        "table": [[0, 1], None, []],
     }
     assert pool.run(structures) == [expected] * 2
 
@@ -333,6 +334,77 @@ def test_numbers_are_combined_exactly_and_stay_numbers(pool):
         [1, 0.1j],
     ]
     assert pool.run(numbers) == [expected] * 2
+
+
+def arrays() -> list:
+    me = rank()
+    data = {"x": np.array([3 + me, 10]), "f": [np.float64(me / 10)], "s": np.float32(me)}
+    summed, sent = reduce(data, "sum"), broadcast(data, from_process=1)
+    gathered = gather({**data, "x": data["x"][: 1 + me], "b": np.array([me == 1])})
+    padded = pad_across_processes(data["x"][: 1 + me].astype("int8"), pad_index=7)
+    leaves = [summed["x"], summed["f"][0], summed["s"], reduce(data["x"], "mean")]
+    leaves += [sent["x"], sent["f"][0], gathered["x"], gathered["f"][0], gathered["s"]]
+    leaves += [gathered["b"], padded, reduce(data["x"], "sum", scale=2)]
+    assert all(isinstance(leaf, np.ndarray | np.generic) for leaf in leaves)
+    return [(str(leaf.dtype), leaf.tolist()) for leaf in leaves]
+
+
+def test_arrays_are_combined_over_processes(pool):
+    first, second = pool.run(arrays)
+    expected = [
+        ("int64", [7, 20]),
+        ("float64", 0.1),
+        ("float32", 1.0),
+        ("float32", [3.5, 10.0]),
+        ("int64", [4, 10]),
+        ("float64", 0.1),
+        ("int64", [3, 4, 10]),
+        ("float64", [0.0, 0.1]),
+        ("float32", [0.0, 1.0]),
+        ("bool", [False, True]),
+        ("int8", [4, 10]),
+        ("int64", [14, 40]),
+    ]
+    assert second == expected
+    assert first == [*expected[:10], ("int8", [3, 7]), expected[11]]
+
+
+REFUSED = {
+    "strings": lambda me: ["a", f"r{me}"],
+    "sets": lambda me: {"x": torch.ones(2), "seen": {me}},
+    "records": lambda me: Named(f"r{me}"),
+    "objects": lambda me: [np.array([me, None])],
+}
+
+
+@dataclass
+class Named:
+    name: str
+
+
+def refuses(kind: str, how: str) -> None:
+    getattr(accelerator(), how)(REFUSED[kind](rank()))
+
+
+@pytest.mark.parametrize("how", ["gather", "reduce", "pad_across_processes"])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_combined_is_an_error_on_all_processes(pool, kind, how):
+    for name, text in pool.outcomes(refuses, kind, how):
+        assert name == "TypeError"
+        assert "gather_object" in text
+    assert pool.run(gathers) == [["Pair", [0, 1], [0.0, 1.0], "cpu"]] * 2  # the group goes on
+
+
+def refuses_on_one_rank(how: str) -> None:
+    getattr(accelerator(), how)([torch.ones(1) if rank() else "a"])
+
+
+@pytest.mark.parametrize("how", ["gather", "pad_across_processes"])
+def test_what_one_process_cannot_combine_is_an_error_on_all(pool, how):
+    for name, text in pool.outcomes(refuses_on_one_rank, how):
+        assert name == "ValueError"
+        assert "[0]: str" in text
+    assert pool.run(gathers) == [["Pair", [0, 1], [0.0, 1.0], "cpu"]] * 2  # the group goes on
 
 
 MOVED = [

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader
@@ -273,3 +275,131 @@ def test_repetitions_that_are_not_at_the_end_are_dropped_where_they_are(
 ):
     result = [expected, [str(n) for n in expected], processes]
     assert pool.run(counted_apart, kept) == [result] * 2
+
+
+def detections(numbers: list[int]) -> list[dict]:
+    """Boxes and labels of each image, as many as its number and one."""
+    return [
+        {"boxes": torch.full((n + 1, 4), float(n)), "labels": torch.full((n + 1,), n), "id": n}
+        for n in numbers
+    ]
+
+
+@dataclass
+class Detected:
+    boxes: torch.Tensor
+
+
+def samples(count: int, size: int, even: bool) -> dict:
+    accel = accelerator(even_batches=even)
+    loader = accel.prepare(DataLoader(range(count), size))
+    seen: dict = {name: [] for name in ("dicts", "pair", "classes", "tokens", "arrays", "scores")}
+    for batch in loader:
+        numbers = batch.tolist()
+        found, boxes = detections(numbers), [np.full(n + 1, n) for n in numbers]
+        seen["dicts"] += [one["id"] for one in accel.gather_for_metrics(found)]
+        pairs = accel.gather_for_metrics((found, tuple(found)))
+        for prediction, target in zip(*pairs, strict=True):
+            assert torch.equal(prediction["boxes"], target["boxes"])
+            assert len(prediction["boxes"]) == prediction["id"] + 1
+            seen["pair"].append(target["labels"][0].item())
+        mixed = accel.gather_for_metrics(
+            {
+                "x": batch,
+                "d": [Detected(one["boxes"]) for one in found],
+                "t": tuple(map(str, numbers)),
+            }
+        )
+        assert mixed["t"] == [str(n) for n in mixed["x"].tolist()]
+        seen["classes"] += [int(one.boxes[0, 0]) for one in mixed["d"]]
+        tokens = accel.gather_for_metrics([torch.full((2 * size + n,), n) for n in numbers])
+        assert [len(one) for one in tokens] == [2 * size + int(one[0]) for one in tokens]
+        seen["tokens"] += [int(one[0]) for one in tokens]
+        seen["arrays"] += [int(one[0]) for one in accel.gather_for_metrics(boxes)]
+        seen["scores"] += [n.item() for n in accel.gather_for_metrics(list(batch))]
+        whole, again = accel.gather_for_metrics([batch, batch * 2])
+        assert torch.equal(again, whole * 2)
+        assert whole.tolist() == mixed["x"].tolist()
+    return seen
+
+
+SIZES = [(5, 2, True), (7, 2, False), (3, 1, True), (12, 4, True), (1, 1, True)]
+
+
+@pytest.mark.parametrize(("count", "size", "even"), SIZES)
+def test_a_list_with_an_entry_for_each_sample_is_the_list_of_all_samples(pool, count, size, even):
+    first, second = pool.run(samples, count, size, even)
+    assert first == second
+    for name, numbers in first.items():
+        assert numbers == list(range(count)), name
+
+
+def filtered() -> list:
+    """Lists of other lengths than the batch: some processes have nothing to say."""
+    accel = accelerator()
+    seen = []
+    for batch in accel.prepare(DataLoader(range(6), 2)):
+        found = detections([n for n in batch.tolist() if n % 4 == 1])
+        seen += [one["id"] for one in accel.gather_for_metrics(found)]
+        pair = accel.gather_for_metrics({"x": batch, "found": found})
+        assert [one["id"] for one in pair["found"]] == [n for n in pair["x"].tolist() if n % 4 == 1]
+    alone = accel.gather_for_metrics(detections([accel.process_index]))
+    return [seen, [one["id"] for one in alone]]
+
+
+def test_dicts_of_one_form_are_samples_however_many(pool):
+    assert pool.run(filtered) == [[[1, 5], [0, 1]]] * 2
+
+
+def arrays() -> list:
+    accel = accelerator()
+    seen: list = [[], [], []]
+    for batch in accel.prepare(DataLoader(range(5), 2)):
+        array = batch.numpy()
+        whole = accel.gather_for_metrics(array)
+        assert isinstance(whole, np.ndarray)
+        guesses, labels = accel.gather_for_metrics((array * 2, array))
+        seen[0] += whole.tolist()
+        seen[1] += labels.tolist()
+        seen[2] += accel.gather_for_metrics({"x": guesses[: len(array)], "k": 1})["k"].tolist()
+        assert (guesses == labels * 2).all()
+    return seen
+
+
+def test_arrays_are_gathered_as_tensors_are(pool):
+    assert pool.run(arrays) == [[list(range(5))] * 2 + [[1] * 4]] * 2
+
+
+def each_rank_its_own() -> list:
+    accel = accelerator()
+    me = accel.process_index
+    return [
+        accel.gather_for_metrics({f"image {me}": ["a"] * me}),
+        accel.gather_for_metrics({"loss": 1.0 + me}),
+        accel.gather_for_metrics("text" if me else None),
+    ]
+
+
+def test_objects_may_differ_between_processes(pool):
+    expected = [
+        [{"image 0": []}, {"image 1": ["a"]}],
+        [{"loss": 1.0}, {"loss": 2.0}],
+        [None, "text"],
+    ]
+    assert pool.run(each_rank_its_own) == [expected] * 2
+
+
+def names_beside_tensors(kind: str) -> None:
+    accel = accelerator()
+    name = f"r{accel.process_index}"
+    data = {"dict": {"x": torch.ones(2), "name": name}, "list": [torch.ones(2), name]}[kind]
+    accel.gather_for_metrics(data)
+
+
+@pytest.mark.parametrize("kind", ["dict", "list"])
+def test_an_object_beside_tensors_is_an_error_on_all_processes(pool, kind):
+    for name, text in pool.outcomes(names_beside_tensors, kind):
+        assert name == "TypeError"
+        assert "of type str" in text
+        assert "use_gather_object=True" in text
+    assert pool.run(per_class) == [[[0, 1, 2, 3, 4] * 2]] * 2  # the group goes on
