@@ -133,8 +133,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         window = loop.window
         if remote_failure.pending is not None:
             remote_failure.raise_in("step")
-        if loop.half_loaded is not None:
-            loop.require_loaded("step")
+        if loop.before_work is not None:
+            loop.before_work("step")
         if not window.sync:
             return None
         # After the question for the window: a step that does nothing is no first step.

@@ -717,6 +717,7 @@ def _load(training: TrainingState, reader: CheckpointReader, options: LoadOption
     with shared_failure(_WHERE):
         _apply(load)
     training.loop.half_loaded = None
+    training.loop.run.epoch_unknown = True
     training.load_report = load.report
     training.project.count_from(number_of(reader.path))
     if options.selection.takes("callbacks") and options.selection.takes("run"):

@@ -9,7 +9,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NoReturn
 
 import torch
@@ -58,6 +58,8 @@ _POSITIONAL = (
     *("gradient_accumulation_plugin", "step_scheduler_with_optimizer", "kwargs_handlers"),
     *("dynamo_backend", "dynamo_plugin", "deepspeed_plugins", "parallelism_config"),
 )
+
+_LOADER_OPTIONS = tuple(field.name for field in fields(config.DataLoaderConfiguration))
 
 # The Accelerator that was made last, of which the states without arguments are.
 _newest: Callable[[], Accelerator | None] = lambda: None  # noqa: E731
@@ -156,9 +158,28 @@ class GradientState(state.GradientState):
 
 
 class DataLoaderConfiguration(config.DataLoaderConfiguration):
-    """Options of prepared loaders, which may be assigned until an Accelerator gets them."""
+    """Options of prepared loaders, which may be assigned until an Accelerator gets them.
 
-    __setattr__ = object.__setattr__
+    Args:
+        *positional: options in Accelerate's order.
+        **options: those of :class:`accel_callbacks.DataLoaderConfiguration`.
+
+    Attributes:
+        continues: ``use_stateful_dataloader`` was asked for, so that a resumed epoch goes on where
+            it was.
+    """
+
+    continues = False
+
+    def __init__(self, *positional: Any, **options: Any) -> None:
+        super().__init__(*positional, **options)
+        given = {**dict(zip(_LOADER_OPTIONS, positional, strict=False)), **options}
+        self.continues = bool(given.get("use_stateful_dataloader"))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name == "use_stateful_dataloader":
+            self.continues = bool(value)
 
     @property
     def seeds_orders(self) -> bool:
@@ -219,6 +240,7 @@ class Accelerator(accelerator.Accelerator):
             from accel_callbacks.compat.trackers import registered
 
             options["log_with"] = registered(options["log_with"])
+        self._rereads = not getattr(loaders, "continues", False)
         plugin = options.get("gradient_accumulation_plugin")
         if plugin is not None and not plugin.adjust_scheduler:
             # Where this library counts each micro-batch, and Accelerate each window all the same.
@@ -263,7 +285,11 @@ class Accelerator(accelerator.Accelerator):
             sampler.generator.manual_seed(
                 int(torch.empty((), dtype=torch.int64, device="cpu").random_())
             )
-        return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        prepared = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        # Scripts for Accelerate count from the first batch of the epoch that a checkpoint has cut.
+        inner = prepared.loader if isinstance(prepared, skip.SkipDataLoader) else prepared
+        inner.rereads = self._rereads
+        return prepared
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather each sample once, of a tensor with an entry for each of a full batch too.

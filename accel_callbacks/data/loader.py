@@ -114,6 +114,8 @@ class DataLoaderShard(DataLoader[Any]):
         padded: samples of the current global batch as read, repetitions included.
         done: training has read it to its end in the current epoch of the run.
         kept: see :class:`accel_callbacks.data.sources.Delivery`.
+        counted_done: after a resume, the script counts an epoch as done of which nothing is left.
+        rereads: a resumed epoch is read from its first batch.
         waits: True while a pass waits for the batch that its workers read.
         origin: the torch loader that was prepared.
         rng_types: the random generators that each pass synchronizes.
@@ -174,9 +176,11 @@ class DataLoaderShard(DataLoader[Any]):
         self._known_position, self._known_index = 0, 0
         self.trained = False  # the last pass was a training pass
         self.done = False
+        self.counted_done = self.rereads = False
         self.passes = 0
         self._continue = False
         self._skip_pass = self._nothing_left = False
+        self._batches_done = 0  # of the resumed epoch
         self._next_epoch: int | None = None
         self._start: int | None = None
         self._opened = 0
@@ -225,9 +229,26 @@ class DataLoaderShard(DataLoader[Any]):
         return len(dataset)
 
     @property
+    def continues(self) -> bool:
+        """True if the next pass is of an epoch that a checkpoint has cut."""
+        return self._continue
+
+    @property
     def resumes(self) -> bool:
         """True if the next pass goes on within an epoch, where no view of the user's begins."""
-        return self._continue and self.position > 0 and self._start is None
+        return self._continue and self.position > 0 and self._first_batch_of_pass() is None
+
+    @property
+    def moves_on(self) -> bool:
+        """True if the next pass is the next epoch, because nothing is left of the resumed one."""
+        if not (self._continue and self._nothing_left):
+            return False
+        start = self._first_batch_of_pass()
+        return self.counted_done if start is None else start < self._batches_done
+
+    def _first_batch_of_pass(self) -> int | None:
+        """Return where in its epoch the next pass begins, None for where the loader is."""
+        return 0 if self._start is None and self._continue and self.rereads else self._start
 
     @property
     def position(self) -> int:
@@ -415,22 +436,23 @@ class DataLoaderShard(DataLoader[Any]):
         if not self._continue:
             self.epoch = self.epoch + 1 if self._next_epoch is None else self._next_epoch
             self.position = 0
-        continues, start = self._continue, self._start
-        record = self._record if continues else None
+        moves_on, start = self.moves_on, self._first_batch_of_pass()
+        record = self._record if self._continue else None
         self._continue, self._next_epoch, self._start, self._record = False, None, None, None
         self.finished = self._nothing_left = False
         self._synchronize()
         workers_start = self._iterator is None and not self._workers_known
         self._source.begin(self.seed, self.epoch, self.position, record, workers_start)
-        if start is not None:
-            self._seek(start, continues)
-
-    def _seek(self, start: int, continues: bool) -> None:
-        """Start at a batch of the epoch, or of the next one if a resumed epoch is at its end."""
-        if continues and start < self._source.first_batch() and self._source.remaining() == 0:
+        if moves_on:
+            self._source.finish()
             self.epoch += 1
             self.position = 0
             self._source.begin(self.seed, self.epoch, 0, None, self._iterator is None)
+        if start is not None:
+            self._seek(start)
+
+    def _seek(self, start: int) -> None:
+        """Start at a batch of the epoch."""
         position = self._source.position_of(start)
         if position != self.position:
             self.position = position
@@ -513,10 +535,11 @@ class DataLoaderShard(DataLoader[Any]):
             "seed": self.seed,
             "epoch": self.epoch,
             "position": self.position - self.real if again else self.position,
+            "batches": self.batch_index + (not again),
             "finished": self.finished,
             "trained": self.trained,
             "done": self.done,
-            "last": last and not again,
+            "last": (last and not again) or self._nothing_left,
             "order": self._order_state(),
             **({} if stream is None else {"stream": stream}),
         }
@@ -556,6 +579,7 @@ class DataLoaderShard(DataLoader[Any]):
         self.finished = state["finished"]
         self.trained = state["trained"]
         self.done, self._nothing_left = state["done"], state["last"]
+        self._batches_done = state.get("batches", 1)  # older versions saved none
         self._stream, self._delivery = state.get("stream"), None
         self._source.restore(self._stream)
         # Only training is continued; an evaluation starts over.

@@ -565,6 +565,11 @@ class ShareSource(Source):
         """Start the pass that was just begun at another position."""
         self._position = position
 
+    def finish(self) -> None:
+        """Draw what the sampler draws at its end."""
+        if self._order is None and self._draws is not None:
+            self._draws.take(None)
+
     def _agreed_order(self, draws: Draws) -> Sequence[Any]:
         """Collective: return the order that rank 0 draws, drawing as a single process would."""
         base = self._fresh and self._workers_start

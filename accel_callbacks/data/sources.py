@@ -183,6 +183,9 @@ class Source(ABC):
     def seek(self, position: int) -> None:
         """Start the pass that was just begun at another position."""
 
+    def finish(self) -> None:  # noqa: B027
+        """Draw what the pass that was just begun, and has nothing left, draws at its end."""
+
     @abstractmethod
     def deliver(self, items: Iterator[Any]) -> Iterator[tuple[Any, Delivery]]:
         """Yield each batch of the torch loader with its counts."""

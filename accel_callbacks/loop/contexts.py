@@ -203,6 +203,8 @@ class RunContext(AbstractContextManager[TrainingRun]):
         except BaseException as error:
             self._fail(error)
             raise
+        # To the script, that is: hooks of the start have asked.
+        self._run.epoch_unknown = self._run.resumed_from is not None
         return self._run
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:

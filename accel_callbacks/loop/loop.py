@@ -177,7 +177,8 @@ class Loop:
             may start.
         replays: a past step of another process is run again, so that nothing is saved.
         recorded_rollbacks: in a replay, the checkpoints that the run went back to, by its steps.
-        half_loaded: the checkpoint whose load failed after it had changed something.
+        before_work: called with the name of the first backward or step after a load, None if
+            nothing is to be checked.
         borrowed: the checkpoint whose weights the models hold for an evaluation.
 
     Example:
@@ -217,7 +218,8 @@ class Loop:
         self.warned_no_saver = False
         self.eval_loaders = 0
         self.last_loss: torch.Tensor | None = None
-        self.half_loaded: str | None = None
+        self.before_work: Callable[[str], None] | None = None
+        self._half_loaded: str | None = None
         self.replays = False
         self.recorded_rollbacks: dict[int, str] = {}
         self.borrowed: str | None = None
@@ -270,6 +272,16 @@ class Loop:
         owned = {id(parameter) for parameter in parameters_of(self.optimizers)}
         trained = [m for m in self.models if any(id(p) in owned for p in m.parameters())]
         return trained or list(self.models)
+
+    @property
+    def half_loaded(self) -> str | None:
+        """The checkpoint whose load failed after it had changed something."""
+        return self._half_loaded
+
+    @half_loaded.setter
+    def half_loaded(self, path: str | None) -> None:
+        self._half_loaded = path
+        self.before_work = None if path is None else self.require_loaded
 
     @property
     def evaluating(self) -> int:

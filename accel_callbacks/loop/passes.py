@@ -23,13 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Passes"]
 
-_SKIPPED = (
-    "the first {} batches after load_state were not trained on, and are lost: the prepared loader "
-    "had gone on after the {} that were done before. Leave out the script's own skip (`if step < "
-    "...: continue`) and count with enumerate(loader, start=...), or iterate "
-    "accel.skip_first_batches(loader, step), which counts from the start of the epoch."
-)
-
 
 class Passes:
     """Iterates epochs and loaders, and fires the hooks around them.
@@ -163,6 +156,13 @@ class Passes:
         if loop.pass_ends is not None:
             loop.pass_ends.begin()
         run.votes.withdraw("end_epoch")  # of the epoch before, whose end came first
+        if loader.continues and batches is None:
+            # Imported here, because most passes begin at their start.
+            from accel_callbacks.loop.resumed_pass import read_on
+
+            batches = read_on(loader, loop)
+        elif batches is None:
+            batches = loader.batches()
         # A newer pass over this loader gets another token; then this one, when it is closed, leaves
         # the state of the loop alone.
         token = loop.enter(loader, outer=True)
@@ -173,11 +173,6 @@ class Passes:
         # The dict stays the same object; its tuples are replaced when callbacks come and go.
         hooks = dispatch.hooks
         index, batch, peeked = -1, None, False
-        if batches is None:
-            batches = loader.batches()
-        if loader.resumes:
-            # Imported here, because most passes begin at their start.
-            batches = _checked_for_skips(loader, loop, batches)
         asked = perf_counter()
         try:
             for batch in batches:
@@ -360,41 +355,3 @@ class Passes:
             raise
         finally:
             loop.leave(loader, token)
-
-
-def _checked_for_skips(
-    loader: DataLoaderShard, loop: Loop, batches: Iterator[Any]
-) -> Iterator[Any]:
-    """Yield the rest of a resumed epoch; warn if the script skips what its loader has skipped.
-
-    A batch is idle if no prepared model was called and nothing went backward. A single one is no
-    sign of a skip, which any loop may do.
-
-    Args:
-        loader: begins a pass in the middle of an epoch.
-        loop: has the prepared models.
-        batches: of the loader.
-    """
-    done = idle = 0
-    called: list[Any] = []
-    # A hook would be compiled into a model that was compiled in place.
-    handles = [
-        model.register_forward_pre_hook(lambda *_: called.append(True))
-        for model in loop.models
-        if getattr(model, "_compiled_call_impl", None) is None
-    ]
-    try:
-        for batch in batches:
-            done = done or loader.batch_index
-            yield batch
-            if called or loop.window.touched or loop.window.position:
-                break
-            idle += 1
-        ended = not called and loader.finished
-        lost = idle > 1 and (idle == done or (ended and idle < done))
-        if handles and lost:
-            warn(_SKIPPED.format(idle, done))
-    finally:
-        for handle in handles:
-            handle.remove()
-    yield from batches

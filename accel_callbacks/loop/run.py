@@ -6,7 +6,7 @@ import logging
 import math
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -344,6 +344,22 @@ def length_of(loader: DataLoaderShard) -> int | float:
         return float("inf")
 
 
+class _EpochCount:
+    """A count of epochs, with a note on the run that it is known."""
+
+    def __set_name__(self, owner: type[Any], name: str) -> None:
+        self._name = f"_{name}"
+
+    def __get__(self, run: TrainingRun | None, owner: type[Any] | None = None) -> int:
+        if run is None:
+            return cast(int, self)
+        run.epoch_unknown = False
+        return cast(int, vars(run)[self._name])
+
+    def __set__(self, run: TrainingRun, epochs: int) -> None:
+        vars(run)[self._name] = epochs
+
+
 class TrainingRun(TrainerAttributes):
     """The state of one training run; the first argument of every hook.
 
@@ -364,6 +380,8 @@ class TrainingRun(TrainerAttributes):
         current_epoch: index of the current pass over the training data, from 0.
         first_epoch: the epoch that the next ``epochs`` begins with.
         epochs_done: training epochs finished, those before a resume included.
+        epoch_unknown: a checkpoint was loaded, and none of the three was asked for since: the
+            script counts by itself.
         max_epochs: what ``epochs`` was called with, or ``None``.
         batch_idx: index of the current training batch in its epoch, -1 before the first.
         num_training_batches: batches of a training epoch on this process; ``inf`` if unknown.
@@ -397,8 +415,13 @@ class TrainingRun(TrainerAttributes):
         1 0
     """
 
+    current_epoch = _EpochCount()
+    first_epoch = _EpochCount()
+    epochs_done = _EpochCount()
+
     def __init__(self, host: Host, name: str = "run") -> None:
         self._host = host
+        self.epoch_unknown = False
         self.accelerator: Any = host
         self.name = name
         self.run_id = uuid.uuid4().hex[:12]
@@ -610,7 +633,8 @@ class TrainingRun(TrainerAttributes):
         )
         if self.in_eval_mode:
             known["in_eval_mode"] = True
-        return {
+        unknown = self.epoch_unknown
+        state = {
             **known,
             "name": self.name,
             "run_id": self.run_id,
@@ -624,6 +648,8 @@ class TrainingRun(TrainerAttributes):
                 for name, value in self.callback_metrics.items()
             },
         }
+        self.epoch_unknown = unknown  # a save does not tell the script
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a saved position."""

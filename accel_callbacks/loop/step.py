@@ -77,8 +77,8 @@ class StepEngine:
         loop = self._loop
         if remote_failure.pending is not None:
             remote_failure.raise_in("backward")
-        if loop.half_loaded is not None:
-            loop.require_loaded("backward")
+        if loop.before_work is not None:
+            loop.before_work("backward")
         if loop.outer is None and not loop.stages:
             loop.own_batches.before_backward()
         # Of loss_parallel, equal on all ranks. A plain tensor is told by its type.

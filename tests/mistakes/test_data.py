@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
-from accel_callbacks import Accelerator
+from accel_callbacks import Accelerator, ResumeError
 from tests.support.bound import BOUND
 
 
@@ -226,19 +226,33 @@ def resumed_at(done: int, folder: Path) -> tuple[Any, Any, Any, Any]:
 
 
 @pytest.mark.parametrize("done", [3, 4, 6])
-def test_a_skip_of_what_the_loader_has_skipped_is_told(tmp_path, done):
+def test_a_skip_of_what_the_loader_has_skipped_is_an_error(tmp_path, done):
+    accel, model, optimizer, loader = resumed_at(done, tmp_path)
+    before = [parameter.clone() for parameter in model.parameters()]
+    lost = min(done, 8 - done)
+    text = f"the first {lost} batches after load_state were not"
+
+    def loop() -> None:
+        for step, batch in enumerate(loader):
+            if step >= done:
+                train_on(accel, model, optimizer, batch)
+
+    with pytest.raises(ResumeError, match=text):
+        loop()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("done", [1, 7])
+def test_a_single_batch_that_is_skipped_is_told(tmp_path, done):
     accel, model, optimizer, loader = resumed_at(done, tmp_path)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for epoch in range(2):
-            for step, batch in enumerate(loader):
-                if epoch == 0 and step < done:
-                    continue
+        for step, batch in enumerate(loader):
+            if step >= done:
                 train_on(accel, model, optimizer, batch)
     (warning,) = caught
     assert warning.filename == __file__
-    lost = min(done, 8 - done)
-    assert str(warning.message).startswith(f"the first {lost} batches after load_state were not")
+    assert str(warning.message).startswith("1 batch after load_state was not trained on")
 
 
 @pytest.mark.parametrize("how", ["plain", "start", "skip_first_batches", "one bad", "evaluated"])

@@ -1,0 +1,107 @@
+"""The first training pass after a load: where it begins, and whether the script skips by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from accel_callbacks.data.loader import DataLoaderShard
+from accel_callbacks.errors import ResumeError
+from accel_callbacks.loop.loop import Loop
+from accel_callbacks.warning import warn
+
+__all__ = ["read_on"]
+
+_SKIPPED = (
+    "{} after load_state {} not trained on, and {} lost: the prepared loader "
+    "had gone on after the {} that were done before. Leave out the script's own skip (`if step < "
+    "...: continue`) and count with enumerate(loader, start=...), or iterate "
+    "accel.skip_first_batches(loader, step), which counts from the start of the epoch."
+)
+
+
+def read_on(loader: DataLoaderShard, loop: Loop) -> Iterator[Any]:
+    """Return the batches of a pass that goes on within an epoch.
+
+    If nothing is left of that epoch, and the script has not asked the run for its number, the
+    script counts it as done, and the pass is the next epoch.
+
+    Args:
+        loader: begins the pass.
+        loop: has the run, and the prepared models and optimizers.
+    """
+    run = loop.run
+    loader.counted_done = run.epoch_unknown and not loop.epochs_counted
+    if loader.moves_on:
+        if run.epoch_open and not loop.epochs_counted:
+            loop.end_epoch(run.current_epoch, counted=False)
+        return loader.batches()
+    trains = loader.resumes and len(loop.optimizers) > 0
+    return _SkipWatch(loader, loop).batches() if trains else loader.batches()
+
+
+class _SkipWatch:
+    """Counts the batches that are not trained on, up to the first backward or step after a load.
+
+    A script that skips what its loader has skipped leaves out as many as were done before, or all
+    that are left: an error, as nothing is trained yet. A single batch may be a bad one, and a model
+    that was called may have been evaluated.
+
+    Args:
+        loader: begins a pass in the middle of an epoch.
+        loop: has the prepared models.
+    """
+
+    def __init__(self, loader: DataLoaderShard, loop: Loop) -> None:
+        self._loader, self._loop = loader, loop
+        self._done = self._idle = 0
+        self._called = False
+        self._check = self._refuse_skip  # one object, by which the loop's is known
+
+    def batches(self) -> Iterator[Any]:
+        """Yield the rest of the epoch."""
+        loader, loop = self._loader, self._loop
+        batches = loader.batches()
+        # A hook would be compiled into a model that was compiled in place.
+        handles = [
+            model.register_forward_pre_hook(self._note_call)
+            for model in loop.models
+            if getattr(model, "_compiled_call_impl", None) is None
+        ]
+        if loop.before_work is None:
+            loop.before_work = self._check
+        try:
+            for batch in batches:
+                self._done = self._done or loader.batch_index
+                yield batch
+                if self._called or loop.before_work is not self._check:
+                    break
+                self._idle += 1
+            else:
+                self._tell()
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._stop()
+        yield from batches
+
+    def _refuse_skip(self, action: str) -> None:
+        """Raise if the script has skipped, before this backward or step is its first."""
+        self._stop()
+        if self._idle == self._done:
+            self._tell(f"{action}: ")
+
+    def _tell(self, action: str = "") -> None:
+        """Raise for batches that were not trained on; warn of a single one."""
+        if self._idle > 1:
+            text = _SKIPPED.format(f"the first {self._idle} batches", "were", "are", self._done)
+            raise ResumeError(f"{action}{text}")
+        if self._idle == 1:
+            warn(_SKIPPED.format("1 batch", "was", "is", self._done))
+
+    def _note_call(self, *_: Any) -> None:
+        self._called = True
+
+    def _stop(self) -> None:
+        if self._loop.before_work is self._check:
+            self._loop.before_work = None
