@@ -15,17 +15,25 @@ from typing import Any
 from accel_callbacks.cli.main import pipe_may_close
 from accel_callbacks.cli.migrate import source_files
 from accel_callbacks.cli.parser import CommandError, CommandParser
-from accel_callbacks.compat.check import NameUse, UnreadableError, name_uses, status_of
+from accel_callbacks.compat.check import (
+    ALONE,
+    NameUse,
+    UnreadableError,
+    lone_calls,
+    name_uses,
+    status_of,
+)
 from accel_callbacks.terminal_text import listed, printable
 
 _TITLES = {
     "unknown": "not here: the import fails",
     "not provided": "can be imported, and raise when they are used",
+    "alone": "called on one process, and wait here for all",
     "lenient": "here, with Accelerate's arguments",
     "here": "here",
 }
 _Row = dict[str, Any]  # the name, its status, the reason and the places
-_LACKING = ("unknown", "not provided")
+_LACKING = ("unknown", "not provided", "alone")
 _PLACES = 3  # that are shown of a name
 
 
@@ -45,17 +53,22 @@ def configure(parser: CommandParser) -> None:
 def run(args: Namespace) -> int:
     """Print the names; return 1 if one of them lacks here, or a file cannot be read."""
     places: dict[NameUse, list[str]] = defaultdict(list)
+    alone: dict[NameUse, list[str]] = defaultdict(list)
     problems = []
     for path in _sources(args.places):
         try:
-            for use in name_uses(Path(path).read_text(encoding="utf-8")):
-                places[NameUse(use.module, use.name, 0)].append(f"{path}:{use.line}")
+            text = Path(path).read_text(encoding="utf-8")
+            for uses, found in ((places, name_uses(text)), (alone, lone_calls(text))):
+                for use in found:
+                    uses[NameUse(use.module, use.name, 0)].append(f"{path}:{use.line}")
         except (OSError, UnicodeDecodeError, UnreadableError) as error:
             problems.append(f"{path}: {error}")
     rows: list[_Row] = []
     for use, lines in sorted(places.items()):
         status, reason = status_of(use.module, use.name)
         rows.append({"name": use.dotted, "status": status, "reason": reason, "places": lines})
+    for use, lines in sorted(alone.items()):
+        rows.append({"name": use.dotted, "status": "alone", "reason": ALONE, "places": lines})
     lacks = any(row["status"] in _LACKING for row in rows)
     shown = [row for row in rows if not args.lacking or row["status"] in _LACKING]
     with pipe_may_close():

@@ -11,9 +11,18 @@ from typing import Literal, NamedTuple
 
 from accel_callbacks.compat.names import MODULES, TWINS, home_of, reason_against, resolve
 
-__all__ = ["NameUse", "Status", "UnreadableError", "name_uses", "status_of"]
+__all__ = ["ALONE", "NameUse", "Status", "UnreadableError", "lone_calls", "name_uses", "status_of"]
 
-Status = Literal["here", "lenient", "not provided", "unknown"]
+Status = Literal["here", "lenient", "alone", "not provided", "unknown"]
+
+#: What is said of a call of :func:`lone_calls`.
+ALONE = (
+    "all processes have to call it here, as they write together: take it out of the block of one "
+    "process; what else is in that stays"
+)
+_TOGETHER = ("save_state", "save_model")  # which Accelerate calls on one process too
+_ONE_PROCESS = {"is_main_process", "is_local_main_process", "is_last_process"}
+_ON_ONE_PROCESS = {"on_main_process", "on_local_main_process", "on_last_process", "on_process"}
 
 
 class UnreadableError(ValueError):
@@ -86,6 +95,48 @@ def parse(text: str) -> ast.Module:
         raise UnreadableError(f"line {error.lineno}: {error.msg}") from error
     except (ValueError, RecursionError, MemoryError) as error:
         raise UnreadableError(str(error) or "nested too deeply") from error
+
+
+def lone_calls(text: str) -> Iterator[NameUse]:
+    """Yield the calls that one process makes alone, and all processes have to make here.
+
+    Args:
+        text: the source, which is parsed and not run.
+
+    Raises:
+        UnreadableError: it is not valid Python.
+
+    Example:
+        >>> from accel_callbacks.compat.check import lone_calls
+        >>> text = "if accelerator.is_main_process:\\n    accelerator.save_state(path)\\n"
+        >>> [(use.name, use.line) for use in lone_calls(text)]
+        [('save_state', 2)]
+    """
+    if "accelerat" not in text or not any(name in text for name in _TOGETHER):
+        return
+    found: dict[tuple[int, int], NameUse] = {}
+    for node in ast.walk(parse(text)):
+        blocks: list[ast.stmt] = []
+        if isinstance(node, ast.If) and _names(node.test, _ONE_PROCESS):
+            negated = isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not)
+            blocks = node.orelse if negated else node.body
+        elif isinstance(node, ast.FunctionDef) and any(
+            _names(decorator, _ON_ONE_PROCESS) for decorator in node.decorator_list
+        ):
+            blocks = node.body
+        for call in (inner for block in blocks for inner in ast.walk(block)):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+                name, place = call.func.attr, (call.lineno, call.col_offset)
+                if name in _TOGETHER:
+                    found[place] = NameUse("accelerate.Accelerator", name, call.lineno)
+    yield from (use for _, use in sorted(found.items()))
+
+
+def _names(expression: ast.expr, names: set[str]) -> bool:
+    """Return whether an expression asks an object for one of some names."""
+    return any(
+        isinstance(node, ast.Attribute) and node.attr in names for node in ast.walk(expression)
+    )
 
 
 class Import(NamedTuple):

@@ -24,12 +24,14 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from accel_callbacks.compat.check import (
+    ALONE,
     Import,
     Lookup,
     NameUse,
     UnreadableError,
     imports_of,
     is_module,
+    lone_calls,
     lookups_of,
     parse,
     status_of,
@@ -134,6 +136,9 @@ def migrate_script(text: str) -> Migration:
     tree = parse(text)
     imports = list(imports_of(tree))
     stuck, findings = _stuck_modules(tree, imports)
+    findings |= (
+        {Finding(use.line, use.name, ALONE) for use in lone_calls(text)} if imports else set()
+    )
     statements = [list(names) for _, names in groupby(imports, key=lambda one: one.statement)]
     statements.sort(key=lambda names: (names[0].statement.lineno, names[0].statement.col_offset))
     data = text.encode()  # in which the parser counts columns

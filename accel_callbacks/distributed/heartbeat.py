@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from accel_callbacks import collectives
 from accel_callbacks.collectives.store import BoundedStore, read_keys
+from accel_callbacks.distributed.divergence import MainThread, Wait, find_divergence
 from accel_callbacks.distributed.flight_recorder import dump_hang
 from accel_callbacks.distributed.processes import (
     end_workers,
@@ -174,6 +175,8 @@ class Heartbeat:
         self._loads, self._saving, self._loading = StuckCalls(waits_for_worker), 0.0, 0.0
         self._peers = {peer: _Peer() for peer in range(world) if peer != rank}
         self._count, self._place, self._answered = 0, "", time.monotonic()
+        self._main, self._wait = MainThread(self._trains), Wait()
+        self._own: Mapping[str, Any] = {}  # heartbeat
         self._stopped, self._rounds = threading.Event(), threading.Condition()
         self._round, self._everyone = 0, False
         self._error: BaseException | None = None
@@ -320,7 +323,8 @@ class Heartbeat:
     def _observe(self) -> None:
         """Note where the threads of this process are."""
         calls = stacks()
-        self._place = place_of(calls.get(self._trains.ident or 0, ()))
+        trains = calls.get(self._trains.ident or 0, ())
+        self._place, self._wait = place_of(trains), self._main.observe(trains)
         self._saving, self._loading = self._saves.seconds(calls), self._loads.seconds(calls)
 
     def _exchange(self) -> None:
@@ -356,8 +360,10 @@ class Heartbeat:
             "left": left,
             "stuck": self._saving,
             "progress": list(_progress()),
+            "wait": list(self._wait),
             "time": time.time(),
         }
+        self._own = beat
         store.set(f"{_BEAT}/{self._rank}", json.dumps(beat))
 
     def _watched(self) -> list[int]:
@@ -386,9 +392,21 @@ class Heartbeat:
                 fate = f"has been in one call of a save for {stuck:.0f} s (its storage hangs?)"
                 self._lose(LostRank(rank, fate, peer.place))
                 return
-        silent = self._silent(self._timeout)
+        silent = self._silent(self._timeout) or self._diverged()
         if silent is not None:
             self._lose(silent)
+
+    def _diverged(self) -> LostRank | None:
+        """Return a rank that waits for this one elsewhere, and will not come to where this is."""
+        if not self._wait.collective:
+            return None
+        self._everyone = True
+        heard = self._answered - _MISSED * self._interval
+        if not all(peer.beat and peer.changed >= heard for peer in self._peers.values()):
+            return None
+        beats = {rank: peer.beat for rank, peer in self._peers.items()}
+        found = find_divergence(self._rank, {**beats, self._rank: self._own})
+        return found and LostRank(*found, self._peers[found[0]].place)
 
     def _silent(self, limit: float) -> LostRank | None:
         """Return a rank that has not been heard of for some seconds."""

@@ -21,10 +21,12 @@ __all__ = [
     "Call",
     "StuckCalls",
     "call_of_torch",
+    "entry_of",
     "is_saving",
     "place_of",
     "place_of_thread",
     "stacks",
+    "thread_is_asleep",
     "waits_for_worker",
 ]
 
@@ -144,6 +146,26 @@ def _name_of(call: Call) -> str:
     return f"{owner}.{call.name}"
 
 
+def entry_of(calls: Sequence[Call]) -> str:
+    """Return the name of the function of ours or torch's that the user's code has called, or "".
+
+    Args:
+        calls: frames of the thread, innermost first.
+
+    Example:
+        >>> from accel_callbacks.distributed.stack import Call, entry_of
+        >>> entry_of([Call("train.py", 12, "main")])
+        ''
+    """
+    name = ""
+    for call in calls:
+        if call.path.startswith((*_OURS, _TORCH)):
+            name = call.name if call.name != "wrapper" else name
+        elif not call.path.startswith(_LIBRARIES):
+            break
+    return name
+
+
 def call_of_torch(calls: Sequence[Call]) -> bool:
     """Return whether a thread is in a call of torch.distributed.
 
@@ -188,17 +210,28 @@ class StuckCalls:
         return min((now - since for _, since in self._since.values()), default=0.0)
 
 
+def thread_is_asleep(thread: threading.Thread) -> bool:
+    """Return whether a thread waits in the kernel; False if only other systems know."""
+    fields = _fields_of(thread)
+    return bool(fields) and fields[0] in ("S", "D")
+
+
 def _processor_ticks(thread: threading.Thread) -> int | None:
     """Return the processor time of a thread, mostly in 1/100 s; None if only other systems know.
 
     A tick is coarse enough that the retries of the kernel on a dead mount make none.
     """
+    fields = _fields_of(thread)
+    return sum(map(int, fields[11:13])) if fields else None
+
+
+def _fields_of(thread: threading.Thread) -> list[str]:
+    """Return what Linux tells of a thread, from its state on; nothing elsewhere."""
     # Of a process that was forked, threading knows the id that this thread had in its parent.
     number = os.getpid() if thread is threading.main_thread() else thread.native_id
-    with suppress(OSError, ValueError):
-        fields = Path(f"/proc/self/task/{number}/stat").read_text().rpartition(")")[2]
-        return sum(map(int, fields.split()[11:13]))
-    return None
+    with suppress(OSError):
+        return Path(f"/proc/self/task/{number}/stat").read_text().rpartition(")")[2].split()
+    return []
 
 
 def is_saving(calls: Sequence[Call]) -> bool:

@@ -55,7 +55,7 @@ class PassEnds:
         self._group: Callable[[], object] = _reference(dist.group.WORLD)
         collectives.before_collectives("passes", WeakMethod(self.check))
         here = ref(self)
-        report_progress(lambda: () if (ends := here()) is None else ends._progress())
+        report_progress(lambda: () if (ends := here()) is None else ends._reported())
 
     def begin(self) -> None:
         """Note that a pass over a prepared loader begins, and training goes on."""
@@ -80,6 +80,10 @@ class PassEnds:
         first, batches_before, steps_before = self._origin
         since = batches - batches_before if epoch == first else batches
         return self._restarts, epoch, since, steps - steps_before
+
+    def _reported(self) -> tuple[int, ...]:
+        """Return the progress for the others; none where ranks need not be equally far."""
+        return self._progress() if self._trains_together() else ()
 
     def check(self, operation: str) -> None:
         """Wait until all ranks have ended their pass, where this one has and did not wait yet.

@@ -162,6 +162,14 @@ def test_what_stays_is_reported(name: str) -> None:
     assert migrate_script(UNTOUCHED[name]).left
 
 
+def test_a_save_on_the_main_process_alone_is_found() -> None:
+    script = "from accelerate import PartialState\n"
+    script += "if state.is_main_process:\n    accelerator.save_state('a')\n"
+    (finding,) = migrate_script(script).left
+    assert (finding.line, finding.name) == (3, "save_state")
+    assert "all processes have to call it here" in finding.text
+
+
 def test_findings_say_where_and_what() -> None:
     script = """\
 from accelerate import Accelerator, TERecipeKwargs

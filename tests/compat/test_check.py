@@ -92,6 +92,38 @@ def test_a_script_that_lacks_something_is_reported_with_its_lines(script, capsys
     ]
 
 
+SAVES = """
+from accelerate import Accelerator
+accelerator = Accelerator()
+for step in range(9):
+    if accelerator.is_main_process and step % 3 == 0:
+        if step:
+            accelerator.save_state(str(step))
+    if not accelerator.is_main_process:
+        pass
+    else:
+        accelerator.save_model(model, "weights")
+    if accelerator.sync_gradients:
+        accelerator.save_state("all")
+
+@accelerator.on_main_process
+def save():
+    accelerator.save_state("one")
+"""
+
+
+def test_calls_of_one_process_that_all_have_to_make_are_found(tmp_path, capsys):
+    (tmp_path / "train.py").write_text(SAVES)
+    assert main(["compat", "check", "--lacking", "--json", str(tmp_path)]) == 1
+    rows = json.loads(capsys.readouterr().out)
+    lines = {row["name"].rpartition(".")[2]: row["places"] for row in rows}
+    script = tmp_path / "train.py"
+    assert lines == {"save_model": [f"{script}:11"], "save_state": [f"{script}:7", f"{script}:17"]}
+    assert {row["status"] for row in rows} == {"alone"}
+    assert main(["compat", "check", str(tmp_path)]) == 1
+    assert "called on one process, and wait here for all:" in capsys.readouterr().out
+
+
 def test_a_script_that_lacks_nothing_is_right(tmp_path, capsys):
     (tmp_path / "train.py").write_text("from accelerate import Accelerator\nAccelerator()\n")
     assert main(["compat", "check", "--lacking", str(tmp_path)]) == 0
