@@ -176,8 +176,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 hook(loop.run, loop.model, self)
         elif stepped is not False:
             loop.count_later(self, stepped)
-        if loop.outer is None:
-            loop.own_batches.note_call(self)
+        if loop.after_step is not None:
+            loop.after_step(self)
         return result
 
     def _is_skipped(self, hooks: Iterable[Hook]) -> bool:

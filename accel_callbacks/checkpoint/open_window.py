@@ -109,7 +109,8 @@ def restore_window(training: TrainingState, saved: OpenWindow | None) -> None:
             parameter.grad = gradients.get(f"{index}.{name}")
     if saved is not None:
         window.position, window.divisor = saved.state["position"], saved.state["divisor"]
-        window.sync, window.touched = False, True
+        # Without a position, they are of a script that accumulates by itself.
+        window.sync, window.touched = window.position == 0, True
         window.normalizer.load_state_dict(saved.state["normalizer"])
     logged = None if saved is None else saved.state.get("logged")
     training.tracking.row.load_state_dict(logged, training.loop.run)

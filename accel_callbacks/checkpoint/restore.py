@@ -561,7 +561,8 @@ def _restore_position(load: _PendingLoad) -> None:
         run.resumed_without_model = _is_empty(part) and not selection.partial
     for index in load.indices["loaders"]:
         loader = training.loaders[index]
-        loader.load_state_dict(with_local_state(part["loaders"], load.local, str(index)))
+        state = with_local_state(part["loaders"], load.local, str(index))
+        loader.load_state_dict(state, strict=load.options.strict)
         if not part["run"]["epoch_open"]:
             loader.end_pass()
         elif loader.done:

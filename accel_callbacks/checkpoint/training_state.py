@@ -16,6 +16,7 @@ from accel_callbacks.checkpoint.registered import PreHooks, Registered
 from accel_callbacks.checkpoint.tensor_file import writable_folder
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.distributed.rng import capture_rng, devices_of
+from accel_callbacks.gradients import parameters_of
 from accel_callbacks.local_files import local_path
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.modeling.from_pretrained import pretrained_files
@@ -129,15 +130,16 @@ class TrainingState:
             return {**shared, "callbacks": {**shared["callbacks"], **savers}}, dict(local)
         position, local = self._capture_position()
         shared = {**self._capture_tensors(), **position}
-        if loop.window.is_open:
-            if self.strategy.keeps_gradients_apart:
-                raise RuntimeError(
-                    "save_state inside of a gradient window: the engine keeps its gradients, and "
-                    "they would be lost. Save after optimizer.step() has ended the window."
-                )
-            local["window"], gradients = self._open_window()
-            if gradients:
-                shared["window"] = {"gradients": gradients}
+        if loop.window.is_open and self.strategy.keeps_gradients_apart:
+            raise RuntimeError(
+                "save_state inside of a gradient window: the engine keeps its gradients, and they "
+                "would be lost. Save after optimizer.step() has ended the window."
+            )
+        local_gradients, sharded = self._waiting_gradients()
+        if loop.window.is_open or local_gradients or sharded:
+            local["window"] = self._open_window(local_gradients)
+            if sharded:
+                shared["window"] = {"gradients": sharded}
         return shared, local
 
     def _capture_tensors(self) -> dict[str, Any]:
@@ -257,32 +259,42 @@ class TrainingState:
         waiting = loader in self.loop.active and loader.trained and not self.loop.worked
         return loader.state_dict(again=waiting and len(self.optimizers) > 0)
 
-    def _open_window(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Return the state of an open window: a save may come in the middle of one.
+    def _waiting_gradients(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Return the gradients that wait for a step, those of this rank and those that are sharded.
 
-        Sharded gradients come apart: they are averaged over the ranks already, so any number of
-        ranks can go on with them.
+        These are all in an open window. Outside of one, a script may accumulate by itself: those of
+        optimizers that have not stepped since the batch began. Sharded ones are averaged over the
+        ranks already, so that any number of ranks can go on with them.
         """
-        gradients = {
-            f"{index}.{name}": gradient
-            for index, model in enumerate(self.models)
-            for name, gradient in self.strategy.open_gradients(model).items()
-        }
-        sharded = {
-            name: gradient
-            for name, gradient in gradients.items()
-            if collectives.is_sharded(gradient)
-        }
+        loop, strategy = self.loop, self.strategy
+        waiting = None  # all
+        if not loop.window.is_open:
+            left = [o for o in self.optimizers if o not in loop.stepped_in_batch()]
+            if not left or strategy.keeps_gradients_apart:
+                return {}, {}
+            waiting = {id(p) for optimizer in left for p in parameters_of([optimizer])}
+        gradients: dict[str, torch.Tensor] = {}
+        for index, model in enumerate(self.models):
+            found = strategy.open_gradients(model)
+            for name, parameter in strategy.unwrap(model).named_parameters():
+                # One without memory here is of another rank, which steps together with this one.
+                mine = waiting is None or id(parameter) in waiting or parameter.is_meta
+                if name in found and mine:
+                    gradients[f"{index}.{name}"] = found[name]
+        sharded = {name: g for name, g in gradients.items() if collectives.is_sharded(g)}
+        return {name: g for name, g in gradients.items() if name not in sharded}, sharded
+
+    def _open_window(self, gradients: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Return the state of an open window: a save may come in the middle of one."""
         window = self.loop.window
-        local = {
+        return {
             "position": window.position,
             "divisor": window.divisor,
             "normalizer": window.normalizer.state_dict(),
             "averaged_over": self.strategy.averaged_over,
-            "gradients": {name: gradients[name] for name in gradients if name not in sharded},
+            "gradients": gradients,
             "logged": self.tracking.row.state_dict(),
         }
-        return local, sharded
 
     def choose_weights(
         self, shared: dict[str, Any], url: str, *, trainable_only: bool = False

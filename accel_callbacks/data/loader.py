@@ -18,6 +18,7 @@ from accel_callbacks.data.order import Record
 from accel_callbacks.data.sources import Delivery, Source
 from accel_callbacks.distributed.processes import end_workers_at_exit, stopped_workers
 from accel_callbacks.distributed.remote_failure import remote_failure
+from accel_callbacks.errors import ResumeError
 from accel_callbacks.warning import warn
 
 __all__ = ["DataLoaderShard", "LoopEvents", "NoEvents", "keep_workers", "stop_workers"]
@@ -35,6 +36,10 @@ _LEGACY = (
     "the checkpoint is of an older version, which chose the orders of epochs itself: the open "
     "epoch goes on in its order, the next ones have the order of the loader's own sampler. "
     "DataLoaderConfiguration(seeded_order=True) keeps the orders of that version."
+)
+_OTHER_LENGTH = (
+    "the epoch that the checkpoint has cut does not go on exactly: {}. Give the dataset the size "
+    "of the save before the loop over the loader."
 )
 _inherited: list[Any] = []  # iterators whose workers belong to a process that was forked
 
@@ -181,6 +186,7 @@ class DataLoaderShard(DataLoader[Any]):
         self._continue = False
         self._skip_pass = self._nothing_left = False
         self._batches_done = 0  # of the resumed epoch
+        self._strict = False
         self._next_epoch: int | None = None
         self._start: int | None = None
         self._opened = 0
@@ -438,6 +444,11 @@ class DataLoaderShard(DataLoader[Any]):
             self.position = 0
         moves_on, start = self.moves_on, self._first_batch_of_pass()
         record = self._record if self._continue else None
+        if (problem := self._source.problem_of(record)) is not None:
+            text = _OTHER_LENGTH.format(problem)
+            if self._strict:
+                raise ResumeError(f"{text} Or load the checkpoint with strict=False.")
+            warn(text)
         self._continue, self._next_epoch, self._start, self._record = False, None, None, None
         self.finished = self._nothing_left = False
         self._synchronize()
@@ -566,13 +577,17 @@ class DataLoaderShard(DataLoader[Any]):
 
     def resume_problem(self, state: Mapping[str, Any]) -> str | None:
         """Return why a resume from this state cannot be exact, ``None`` if it is."""
-        problem = self._source.problem_of((state.get("order") or {}).get("record"))
-        if problem is not None:
-            return problem
         return self._source.problem(state.get("stream"))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state`` with the next ``for``."""
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = False) -> None:
+        """Continue from ``state`` with the next ``for``.
+
+        Args:
+            state: from :meth:`state_dict`.
+            strict: the pass raises ResumeError if its sampler has another length than it had, in
+                place of a warning. A dataset may be grown or cut up to then.
+        """
+        self._strict = strict
         self.seed = state["seed"]
         self.epoch = state["epoch"]
         self.position = state["position"]

@@ -29,7 +29,6 @@ import torch.distributed as dist
 
 from accel_callbacks import collectives
 from accel_callbacks.collectives.store import BoundedStore, read_keys
-from accel_callbacks.distributed.divergence import MainThread, Wait, find_divergence
 from accel_callbacks.distributed.flight_recorder import dump_hang
 from accel_callbacks.distributed.processes import (
     end_workers,
@@ -175,6 +174,9 @@ class Heartbeat:
         self._loads, self._saving, self._loading = StuckCalls(waits_for_worker), 0.0, 0.0
         self._peers = {peer: _Peer() for peer in range(world) if peer != rank}
         self._count, self._place, self._answered = 0, "", time.monotonic()
+        # Imported here, because one process has no heartbeat.
+        from accel_callbacks.distributed.divergence import MainThread, Wait
+
         self._main, self._wait = MainThread(self._trains), Wait()
         self._own: Mapping[str, Any] = {}  # heartbeat
         self._stopped, self._rounds = threading.Event(), threading.Condition()
@@ -398,6 +400,8 @@ class Heartbeat:
 
     def _diverged(self) -> LostRank | None:
         """Return a rank that waits for this one elsewhere, and will not come to where this is."""
+        from accel_callbacks.distributed.divergence import find_divergence
+
         if not self._wait.collective:
             return None
         self._everyone = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -177,6 +177,7 @@ class Loop:
             may start.
         replays: a past step of another process is run again, so that nothing is saved.
         recorded_rollbacks: in a replay, the checkpoints that the run went back to, by its steps.
+        after_step: called with each optimizer that has stepped, None if nobody is to know.
         before_work: called with the name of the first backward or step after a load, None if
             nothing is to be checked.
         borrowed: the checkpoint whose weights the models hold for an evaluation.
@@ -228,9 +229,11 @@ class Loop:
         self.stepped: tuple[torch.optim.Optimizer, ...] = ()
         self.unsettled: deque[tuple[torch.optim.Optimizer, StepFinding] | None] = deque()
         self.outer: DataLoaderShard | None = None
+        self._random_after_step: tuple[int, Any] | None = None  # of the batch of this index
         self.unprepared_steps = UnpreparedSteps(optimizers)
         self.require_prepared_steps: Callable[[], None] = lambda: None
         self.own_batches = OwnBatches(optimizers, schedulers)
+        self.after_step: Callable[[Any], None] | None = self.own_batches.note_call
         self.pass_ends: PassEnds | None = None
         self.keep_boundary: Callable[[], None] = lambda: None
         self.drain_votes: Callable[[], None] = lambda: None
@@ -597,7 +600,7 @@ load_state() takes the newest valid one.
             group.clear()
         self.settle_steps()
         self.stepped = ()
-        self.outer = None
+        self.outer, self.after_step = None, self.own_batches.note_call
         self.own_batches.drop()
         # After a load, the open window is the one that the checkpoint holds.
         if not self.run.awaits_training:
@@ -651,7 +654,7 @@ load_state() takes the newest valid one.
         self.active.append(loader)
         self._passed = True
         if outer:
-            self.random_at_stop = None
+            self.random_at_stop = self._random_after_step = self.after_step = None
             self.outer = self.used_loaders.training = loader
             self.own_batches.drop()  # its data comes from this loader
             self.check_parameters()
@@ -664,7 +667,7 @@ load_state() takes the newest valid one.
         if loader.passes != token:
             return False
         if self.outer is loader:
-            self.outer = None
+            self.outer, self.after_step = None, self.own_batches.note_call
             self.window.leave_loader()
         if loader in self.active:
             self.active.remove(loader)
@@ -703,7 +706,21 @@ load_state() takes the newest valid one.
         drawn in the unbroken run only after the rest of the epoch.
         """
         if self._cut_short and self.capture_random is not None:
-            self.random_at_stop = self.capture_random()
+            self.random_at_stop = self.random_after_step() or self.capture_random()
+
+    def keep_random_after_steps(self) -> None:
+        """Keep the state of random generators after each step of this pass."""
+
+        def keep(optimizer: Any) -> None:
+            if self.capture_random is not None:
+                self._random_after_step = self.run.batch_idx, self.capture_random()
+
+        self.after_step = keep
+
+    def random_after_step(self) -> Any:
+        """Return the state of random generators after the step of this batch, if it is kept."""
+        kept = self._random_after_step
+        return kept[1] if kept is not None and kept[0] == self.run.batch_idx else None
 
     # --- the step -----------------------------------------------------------------------------
 
@@ -760,6 +777,11 @@ load_state() takes the newest valid one.
         else:
             run._global_step += 1  # not through the property: this is the hot path
             self.stepped = (optimizer,)
+
+    def stepped_in_batch(self) -> Collection[torch.optim.Optimizer]:
+        """Return the prepared optimizers that have stepped since the current batch began."""
+        self.settle_steps()
+        return self.own_batches.stepped if self.own_batches.is_open else self.stepped
 
     def next_step(self, optimizer: torch.optim.Optimizer) -> int:
         """Return the global step, from 1, that an optimizer takes next."""

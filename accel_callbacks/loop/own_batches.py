@@ -99,6 +99,11 @@ class OwnBatches:
         self._stepped.clear()
 
     @property
+    def stepped(self) -> list[Any]:
+        """The optimizers and schedulers that stepped in the open batch."""
+        return list(self._stepped.values())
+
+    @property
     def waits(self) -> bool:
         """True if an optimizer has stepped in the open batch, and others have not yet."""
         return self.is_open and not self.in_block and bool(self._stepped)

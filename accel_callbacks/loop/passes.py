@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Generator, Iterator
 from functools import partial
+from opcode import opmap
 from time import perf_counter
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +26,9 @@ if TYPE_CHECKING:
     from accel_callbacks.loop.undecided_pass import UndecidedPass
 
 __all__ = ["Passes"]
+
+# Instructions by which a generator gets the items of another one: `for`, and `yield from`.
+_PASSES_ON = {opmap.get(name) for name in ("FOR_ITER", "SEND", "YIELD_FROM")}
 
 
 class Passes:
@@ -156,6 +163,7 @@ class Passes:
         if loop.pass_ends is not None:
             loop.pass_ends.begin()
         run.votes.withdraw("end_epoch")  # of the epoch before, whose end came first
+        begun = batches is not None
         if loader.continues and batches is None:
             # Imported here, because most passes begin at their start.
             from accel_callbacks.loop.resumed_pass import read_on
@@ -173,6 +181,10 @@ class Passes:
         # The dict stays the same object; its tuples are replaced when callbacks come and go.
         hooks = dispatch.hooks
         index, batch, peeked = -1, None, False
+        end_batch = self._end_batch
+        if loop.savers and not (begun or _is_iterated(sys._getframe())):
+            loop.keep_random_after_steps()
+            end_batch = self._end_asked_batch
         asked = perf_counter()
         try:
             for batch in batches:
@@ -195,7 +207,7 @@ class Passes:
                         break
                 yield batch
                 if dispatch.ends_batches or run.votes.asked or loop.deferred or saves.pending:
-                    if self._end_batch(batch, index) and not run.should_stop:
+                    if end_batch(batch, index) and not run.should_stop:
                         loader.end_pass()
                         break
                 else:
@@ -285,6 +297,15 @@ class Passes:
             return self.boundary.vote_within_epoch(last=loop.outer is None or loop.outer.on_last)
         return False
 
+    def _end_asked_batch(self, batch: Any, index: int) -> bool:
+        """End a batch in a loop that calls ``next``: its draws before that are of the next step."""
+        loop = self._loop
+        loop.random_at_stop = loop.random_after_step()
+        try:
+            return self._end_batch(batch, index)
+        finally:
+            loop.random_at_stop = None
+
     def _evaluation_pass(
         self, loader: DataLoaderShard, batches: Iterator[Any] | None = None
     ) -> Generator[Any, None, None]:
@@ -355,3 +376,20 @@ class Passes:
             raise
         finally:
             loop.leave(loader, token)
+
+
+def _is_iterated(frame: FrameType | None) -> bool:
+    """Return whether a generator is read by a ``for``, and not by calls of ``next``.
+
+    Args:
+        frame: of the generator. Generators that pass its items on may be around it, and objects
+            with ``__next__``.
+    """
+    while frame := frame.f_back if frame is not None else None:
+        code = frame.f_code
+        asks = code.co_code[frame.f_lasti]
+        if code.co_name != "__next__" and (
+            asks not in _PASSES_ON or not code.co_flags & inspect.CO_GENERATOR
+        ):
+            return asks == opmap["FOR_ITER"]
+    return True

@@ -55,7 +55,7 @@ class _SkipWatch:
     def __init__(self, loader: DataLoaderShard, loop: Loop) -> None:
         self._loader, self._loop = loader, loop
         self._done = self._idle = 0
-        self._called = False
+        self._called = self._ended = False
         self._check = self._refuse_skip  # one object, by which the loop's is known
 
     def batches(self) -> Iterator[Any]:
@@ -78,17 +78,19 @@ class _SkipWatch:
                     break
                 self._idle += 1
             else:
-                self._tell()
+                # Told at the first step of a later epoch: what only reads the rest loses nothing.
+                self._ended = self._idle > 0
         finally:
             for handle in handles:
                 handle.remove()
-            self._stop()
+            if not self._ended:
+                self._stop()
         yield from batches
 
     def _refuse_skip(self, action: str) -> None:
         """Raise if the script has skipped, before this backward or step is its first."""
         self._stop()
-        if self._idle == self._done:
+        if self._ended or self._idle == self._done:
             self._tell(f"{action}: ")
 
     def _tell(self, action: str = "") -> None:

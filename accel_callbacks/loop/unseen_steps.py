@@ -76,8 +76,8 @@ class UnseenSteps:
         self._note(owner)
         for hook in self._loop.dispatch.hooks["on_after_optimizer_step"]:
             hook(self._loop.run, self._loop.model, owner)
-        if self._loop.outer is None:
-            self._loop.own_batches.note_call(owner)
+        if self._loop.after_step is not None:
+            self._loop.after_step(owner)
         return True
 
     def _note(self, stepped: Any) -> None:

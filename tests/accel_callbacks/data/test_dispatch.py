@@ -307,6 +307,7 @@ def train(accel, loader, folder, save_at):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             accel.load_state(folder, strict=True)
+            assert accel.current_run.epochs_done == 0  # asked: the rest may be empty
     seen = []
     for batch in loader:
         seen.append(batch.tolist())

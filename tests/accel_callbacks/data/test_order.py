@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from accel_callbacks import Accelerator, DataLoaderConfiguration
+from accel_callbacks import Accelerator, DataLoaderConfiguration, ResumeError
 from accel_callbacks.data.order import Draws
 from tests.support.samplers import (
     BATCH,
@@ -447,11 +447,33 @@ def test_a_dataset_of_another_size_is_a_problem_that_a_strict_resume_refuses(tmp
     for _ in loader:
         accel.save_state(tmp_path / "c")
         break
-    accel, _ = make(COUNT + 1)
-    with pytest.raises(Exception, match="had 26 samples and has 27"):
-        accel.load_state(tmp_path / "c", strict=True)
+    accel, loader = make(COUNT + 1)
+    accel.load_state(tmp_path / "c", strict=True)
+    with pytest.raises(ResumeError, match=r"had 26 samples and has 27.*strict=False"):
+        next(iter(loader))
+    accel.load_state(tmp_path / "c")
     with pytest.warns(UserWarning, match="had 26 samples and has 27"):
-        accel.load_state(tmp_path / "c")
+        next(iter(loader))
+
+
+def test_a_dataset_that_grows_up_to_the_pass_goes_on_exactly_by_a_strict_resume(tmp_path, recwarn):
+    def make() -> tuple[Accelerator, Any, list[int]]:
+        torch.manual_seed(0)
+        accel, data = Accelerator(cpu=True), list(range(COUNT))
+        return accel, accel.prepare(DataLoader(data, BATCH, shuffle=True)), data
+
+    accel, loader, data = make()
+    list(loader)
+    data += range(COUNT, 2 * COUNT)
+    batches = iter(loader)
+    next(batches)
+    accel.save_state(tmp_path / "c")
+    expected = [batch.tolist() for batch in batches]
+    accel, loader, data = make()
+    accel.load_state(tmp_path / "c", strict=True)
+    data += range(COUNT, 2 * COUNT)
+    assert [batch.tolist() for batch in loader] == expected
+    assert not recwarn.list
 
 
 def test_a_sampler_that_is_not_told_the_epoch_is_warned_of_once(recwarn):

@@ -178,6 +178,7 @@ def train(accel, loader, folder, save_at):
     model, optimizer = accel.prepare(model, optimizer)
     if os.path.exists(folder) and save_at is None:
         accel.load_state(folder, strict=True)
+        assert accel.current_run.epochs_done == 0  # asked: the rest may be empty
     seen = []
     for batch in loader:
         seen.append(batch[: loader.kept[accel.process_index] if loader.kept else None].tolist())
