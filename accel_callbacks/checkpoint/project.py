@@ -91,6 +91,12 @@ class ProjectConfiguration:
             )
         self.set_directories(self.project_dir)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name in ("project_dir", "logging_dir"):
+            # Where it is now: the script may change its folder.
+            vars(self)[f"_{name}"] = absolute("." if value is None else value)
+
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
         """Put the project, and the trackers' files where they have no folder yet, into a folder.
 
@@ -107,8 +113,6 @@ class ProjectConfiguration:
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir
-        self._root = absolute("." if project_dir is None else project_dir)
-        self._log_folder = absolute(self._root if self.logging_dir is None else self.logging_dir)
 
     def count_from(self, number: int | None) -> None:
         """Number the next checkpoint after this one, if it has a number."""
@@ -118,7 +122,8 @@ class ProjectConfiguration:
     @property
     def root(self) -> str:
         """The project folder, from the root of the file system on, or its URL."""
-        return self._root
+        root: str = vars(self)["_project_dir"]
+        return root
 
     def path(self, *names: object) -> str:
         """Return a path (or URL) inside of the project folder.
@@ -145,7 +150,8 @@ class ProjectConfiguration:
     @property
     def log_folder(self) -> str:
         """The folder that trackers write to."""
-        return self._log_folder
+        folder: str = self.root if self.logging_dir is None else vars(self)["_logging_dir"]
+        return folder
 
 
 def path_in(root: str, *names: object) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import random
 import shutil
 import warnings
@@ -11,6 +10,7 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 
@@ -117,8 +117,11 @@ def flip_last_weight(folder: Path) -> None:
 
 
 def loads_the_newest(folders: list[str]) -> list:
-    accel, model, optimizer = job(1, project_dir=".")
-    os.chdir(folders[accel.process_index])  # one path, and what is there differs
+    accel, model, optimizer = job(1, project_dir="memory://of-each-process")
+    files = fsspec.filesystem("memory")  # one path, and what is there differs
+    if files.exists("/of-each-process"):
+        files.rm("/of-each-process", recursive=True)
+    files.put(folders[accel.process_index], "/of-each-process", recursive=True)
     with redirect_stderr(io.StringIO()) as said:
         path = accel.load_state()
     told = [line for line in said.getvalue().splitlines() if "passed over" in line]
