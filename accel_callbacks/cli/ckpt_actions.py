@@ -16,7 +16,7 @@ from typing import Any
 
 import checkpoint_io
 from accel_callbacks.cli.ckpt_copy import copy, place_of, refuse_held
-from accel_callbacks.cli.ckpt_deepspeed import DeepSpeedEntry, deepspeed_entry
+from accel_callbacks.cli.ckpt_deepspeed import DeepSpeedEntry, deepspeed_entry, unread
 from accel_callbacks.cli.parser import CommandError
 from accel_callbacks.local_files import split_path
 from accel_callbacks.terminal_text import age_of, printable, shape_of, size_of, table, to_json
@@ -27,6 +27,7 @@ from checkpoint_io.loader import manifest_of
 from checkpoint_io.storage import Store, open_store, protocol_of
 from checkpoint_io.weights import deepspeed_folder, open_weights
 
+_FAILED = {"damaged", "unreachable", "unreadable"}  # statuses of what is not known to be whole
 _LABELS = ("step", "run_name", "run_id")  # what save_state writes into the metadata
 
 
@@ -264,17 +265,17 @@ def _tensors(place: str, options: Mapping[str, Any]) -> Iterator[dict[str, Any]]
 
 
 def _verify(args: Namespace, options: Mapping[str, Any]) -> int:
-    """Verify a checkpoint, or all of a folder; return 1 if one is damaged or none is found."""
+    """Verify a checkpoint, or all of a folder; return 1 unless there is one and all are whole."""
     results = list(_verdicts(args, options))
     if args.json:
         print(to_json(results))
     statuses = {result["status"] for result in results}
-    return 0 if "ok" in statuses and "damaged" not in statuses else 1
+    return 0 if "ok" in statuses and not statuses & _FAILED else 1
 
 
 def _verdicts(args: Namespace, options: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     """Verify one checkpoint after the other, printing each result at once."""
-    paths = [args.place]
+    paths, known = [args.place], {}
     try:
         checkpoint_io.read_manifest(args.place, tensors=False, storage_options=options)
     except checkpoint_io.CheckpointNotFoundError as error:
@@ -284,12 +285,15 @@ def _verdicts(args: Namespace, options: Mapping[str, Any]) -> Iterator[dict[str,
             paths += [entry.path for entry in _deepspeed(surveyed, options)]
         if not paths:
             raise CommandError(str(error), exit_code=1) from error
+    except OSError as error:  # before long requests are tried again
+        known = {args.place: unread(args.place, error)}
     except checkpoint_io.CheckpointError:
         pass  # _verdict reports it
     for path in paths:
-        verdict = {"path": path, **_verdict(path, args.sizes_only, options)}
+        found = known.get(path) or _verdict(path, args.sizes_only, options)
+        verdict = {"path": path, **found}
         if not args.json:
-            stream = sys.stderr if verdict["status"] == "damaged" else sys.stdout
+            stream = sys.stderr if verdict["status"] in _FAILED else sys.stdout
             reason = f": {verdict['reason']}" if verdict["reason"] else ""
             print(printable(f"{verdict['status']} {path}{reason}"), file=stream)
         yield verdict
@@ -304,6 +308,8 @@ def _verdict(path: str, sizes_only: bool, options: Mapping[str, Any]) -> dict[st
         if other is not None:
             return other.verdict(sizes_only)
         return {"status": "unfinished", "reason": str(error)}
+    except OSError as error:
+        return unread(path, error)
     except checkpoint_io.CheckpointError as error:
         return {"status": "damaged", "reason": str(error)}
     return {"status": "ok", "reason": ""}

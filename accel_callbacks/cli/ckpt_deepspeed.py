@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import checkpoint_io
+from accel_callbacks.local_files import local_path
 from accel_callbacks.terminal_text import size_of
 from checkpoint_io.local_files import base_name
 from checkpoint_io.storage import open_store
@@ -72,9 +73,17 @@ class DeepSpeedEntry:
         try:
             if self.source is not None and not sizes_only:
                 self.source.verify()
+        except OSError as error:
+            return unread(self.path, error)
         except checkpoint_io.CheckpointError as error:
             return {"status": "damaged", "reason": str(error)}
         return {"status": "damaged" if self.source is None else "ok", "reason": self.reason}
+
+
+def unread(path: str, error: OSError) -> dict[str, str]:
+    """Return the verdict about a checkpoint whose files could not be read: it may be whole."""
+    status = "unreachable" if local_path(path) is None else "unreadable"
+    return {"status": status, "reason": str(error)}
 
 
 def deepspeed_entry(path: str, options: Mapping[str, Any]) -> DeepSpeedEntry | None:
@@ -84,5 +93,7 @@ def deepspeed_entry(path: str, options: Mapping[str, Any]) -> DeepSpeedEntry | N
         if deepspeed_folder(store, store.sizes().keys() - {"latest"}) is None:
             return None
         return DeepSpeedEntry(path, DeepSpeedSource(store), "")
+    except OSError:  # of a store that cannot be reached, nothing is known
+        raise
     except checkpoint_io.CheckpointError as error:
         return DeepSpeedEntry(path, None, str(error))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,8 +78,10 @@ def journal_folders(folder: str) -> list[str]:
             files = glob.glob(os.path.join(glob.escape(local), *names, _ATTEMPT))
             found |= {os.path.dirname(file) for file in files}
         return sorted(found)
-    from loggers.trackers.line_file import reaching
+    from loggers.trackers.line_file import list_names, reaching
 
+    with suppress(FileNotFoundError, NotADirectoryError):
+        list_names(folder)  # a search passes over what it cannot list
     with reaching(folder) as (fs, key):
         for names in patterns:
             urls = map(fs.unstrip_protocol, fs.glob("/".join((key.rstrip("/"), *names, _ATTEMPT))))
