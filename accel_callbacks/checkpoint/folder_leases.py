@@ -6,12 +6,15 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.config import OnConflict
+from accel_callbacks.errors import RemoteError
 from accel_callbacks.logging import notice
+from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
@@ -21,11 +24,15 @@ __all__ = ["Folder", "FolderLeases"]
 
 Folder = tuple[str, "Mapping[str, Any] | None"]  # path or URL, and its storage options
 
+_AGAIN = 60.0  # seconds after which a waiter says again for whom it waits
+
 
 class FolderLeases:
     """Holds the leases of the folders that a run writes to, on the main process.
 
-    Each is renewed by a thread of its own until it is released, or this process ends.
+    Each is renewed by a thread of its own until it is released, or this process ends. All jobs take
+    theirs in one order, and hold none while they wait for another, so that no two wait for each
+    other.
 
     Args:
         on_conflict: what to do if another process holds one; see ``ProjectConfiguration``.
@@ -34,6 +41,7 @@ class FolderLeases:
     Attributes:
         is_main_process: this process holds them.
         run: the run whose folders all ranks know to be held.
+        unguarded: folders in which no lease can be had, and why.
     """
 
     def __init__(self, on_conflict: OnConflict, *, is_main_process: bool = True) -> None:
@@ -41,7 +49,9 @@ class FolderLeases:
         self._on_conflict = on_conflict
         self.is_main_process = is_main_process
         self._leases: dict[str, Lease] = {}  # by the folder as it was named; some not held yet
-        self._told = ""
+        self.unguarded: dict[str, str] = {}
+        self._awaited = ""  # the folder in the way
+        self._told, self._told_at, self._began = "", 0.0, 0.0
         self._collected = weakref.finalize(self, _release_apart, self._leases)
         self._collected.atexit = False  # at its exit a process releases what it holds
 
@@ -58,7 +68,8 @@ class FolderLeases:
             run: named to whoever finds a folder held.
 
         Raises:
-            checkpoint_io.LeaseError: another process holds one, and ``"refuse"``.
+            checkpoint_io.LeaseError: another process holds one, and ``"refuse"``; or there is one
+                that cannot be read or taken, or that cannot be waited for.
         """
         wanted = list(folders)
         while (pause := self._attempt(wanted, run)) > 0:
@@ -81,53 +92,111 @@ class FolderLeases:
                 pause = self._attempt(wanted, run)
             except Exception as problem:
                 error = problem
-            text = None if error is None else str(error)
-            pause, text = collectives.broadcast_object((pause, text))
-            if text is not None:
-                from checkpoint_io import LeaseError
-
-                raise error or LeaseError(text)
+            told = None if error is None else (type(error).__name__, str(error))
+            pause, told = collectives.broadcast_object((pause, told))
+            if told is not None:
+                raise error or _error_of(*told)
             time.sleep(pause)
         self.run = run
 
     def _attempt(self, folders: list[Folder], run: TrainingRun) -> float:
-        """Take the leases that are free; return the seconds until the next try, 0 if all are held.
-
-        What prevents a lease other than its holder, such as a folder that may not be written, is
-        left to whoever writes there to report.
-        """
+        """Take all leases, or none; return the seconds until the next try, 0 if all are held."""
         if not self.is_main_process:
             return 0.0
-        require_neighbor("checkpoint_io")
-        from checkpoint_io import Lease, LeaseError
+        in_the_way = self._take_all(self._find(folders, run), run)
+        if in_the_way is None:
+            self._awaited = self._told = ""
+            return 0.0
+        self._awaited, lease, holder = in_the_way
+        self._require_order(self._awaited, lease, holder)
+        self._tell(self._awaited, holder)
+        return lease.pause
 
-        pauses = [0.0]
+    def _take_all(
+        self, wanted: list[tuple[str, Lease]], run: TrainingRun
+    ) -> tuple[str, Lease, LeaseHolder] | None:
+        """Take the leases; give all back where one is in the way, and return it with its holder."""
+        for url, lease in wanted:
+            # By itself: others that are taken at each try, and given back, are in the way of jobs.
+            if url == self._awaited and len(wanted) > 1:
+                if (holder := self._take(url, lease, run)) is not None:
+                    return url, lease, holder
+                lease.release()
+        with ExitStack() as taken:
+            for url, lease in wanted:
+                if (holder := self._take(url, lease, run)) is not None:
+                    return url, lease, holder
+                taken.callback(lease.release)
+            taken.pop_all()
+        return None
+
+    def _find(self, folders: list[Folder], run: TrainingRun) -> list[tuple[str, Lease]]:
+        """Return the leases that are not held yet, in the order of their folders for all jobs."""
+        require_neighbor("checkpoint_io")
+        from checkpoint_io import Lease
+
         for url, storage_options in folders:
-            if self.holds(url):  # or did: who has lost it does not take it back
-                continue
-            try:
-                lease = self._leases.get(url) or Lease(
+            if url not in self._leases:
+                self._leases[url] = Lease(
                     url, run_id=run.run_id, run_name=run.name, storage_options=storage_options
                 )
-                self._leases[url] = lease
-                holder = lease.attempt(self._on_conflict)
-            except LeaseError:
-                raise
-            except Exception:
-                continue
-            if holder is not None:
-                self._tell(url, holder)
-                pauses.append(lease.pause)
-        return max(pauses)
+        # Not those that were held and lost: who has lost a folder does not take it back.
+        wanted = {url: self._leases[url] for url, _ in folders if not self.holds(url)}
+        return sorted(wanted.items(), key=lambda item: item[1].url)
+
+    def _take(self, url: str, lease: Lease, run: TrainingRun) -> LeaseHolder | None:
+        """Take a lease, where one can be had; return who is in the way, None if nobody."""
+        from checkpoint_io import LeaseError
+
+        try:
+            holder = lease.attempt(self._on_conflict)
+        except LeaseError:
+            raise
+        except Exception as problem:  # each store has its own
+            self._warn(url, problem, run)
+            return None
+        self.unguarded.pop(url, None)
+        return holder
+
+    def _require_order(self, url: str, lease: Lease, holder: LeaseHolder) -> None:
+        """Raise if the holder may wait for a folder that this run has, and cannot give back now."""
+        from checkpoint_io import LeaseError
+
+        held = [
+            name
+            for name, other in self._leases.items()
+            if self.holds(name) and other.url > lease.url
+        ]
+        if held and self._on_conflict == "wait":
+            raise LeaseError(
+                f"{url} is in use by {holder}, which may wait for {held[0]}, that this run holds: "
+                "this run does not wait for it in its middle. End that run, or save to a folder of "
+                "this one"
+            )
 
     def _tell(self, url: str, holder: LeaseHolder) -> None:
-        """Print once which holder of a folder is waited for."""
+        """Print which holder of a folder is waited for: at first, and every minute."""
         waits = self._on_conflict == "wait"
         purpose = "for the end of" if waits else "to see whether it lives:"
-        text = f"{url}: waiting {purpose} {holder}"
-        if text != self._told:
-            self._told = text
-            notice(text)
+        text, now = f"{url}: waiting {purpose} {holder}", time.monotonic()
+        if not self._told:
+            self._began = now
+        if text != self._told or now - self._told_at >= _AGAIN:
+            minutes = int((now - self._began) // 60)
+            notice(f"{text}, for {minutes} min so far" if minutes else text)
+            self._told, self._told_at = text, now
+
+    def _warn(self, url: str, problem: Exception, run: TrainingRun) -> None:
+        """Say once, and in the run's journal, that nothing keeps other runs from a folder."""
+        if url in self.unguarded:
+            return
+        self.unguarded[url] = f"{type(problem).__name__}: {problem}"
+        run.note("unguarded", folder=url, problem=self.unguarded[url])
+        warn(
+            f"{url}: no lease can be had there ({self.unguarded[url]}). A second run that writes "
+            "there is not refused, and rows and checkpoints of the two would mix: allow this user "
+            "to create files there, or start no other run in that folder before this one has ended"
+        )
 
     def check(self) -> None:
         """Raise if another process has taken a folder over; called before a checkpoint is written.
@@ -174,3 +243,12 @@ def _release_apart(leases: dict[str, Lease]) -> None:
 def _release_all(leases: dict[str, Lease]) -> None:
     for lease in leases.values():
         lease.release()
+
+
+def _error_of(kind: str, text: str) -> Exception:
+    """Return the error that the main process has raised, as the other ranks raise it."""
+    from checkpoint_io import LeaseError
+
+    if kind == LeaseError.__name__:
+        return LeaseError(text)
+    return RemoteError(rank=0, where="taking the leases", details=f"{kind}: {text}")

@@ -79,6 +79,11 @@ def run(args: Namespace) -> int:
         for summary in runs:
             if summary.problem:
                 print(f"{summary.state}: {printable(summary.problem)}")
+            for place, why in summary.unguarded.items():
+                text = (
+                    f"{summary.run_id} had no lease in {place} ({why}), which kept no other run out"
+                )
+                print(f"unguarded: {printable(text)}")
     return 1 if any(summary.problem for summary in runs) else 0
 
 

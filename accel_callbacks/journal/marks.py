@@ -78,6 +78,7 @@ _OF_KINDS: Mapping[str, _Fields] = {
     "batch": {"step*": _is_count, "content*": _is_text},
     "save": {"path*": _is_text},
     "rollback": {"step*": _is_count, "path": _is_text},
+    "unguarded": {"folder*": _is_text, "problem*": _is_text},
     "control": {"number": _is_count, "action": _is_text, "command": _is_text},
     "commands": {"number*": _is_count},
 }

@@ -148,6 +148,8 @@ class Recorder:
         start["in_window"] = run.in_window
         hub.log_config({**start, "resumed_from": run.resumed_from, "world_size": run.world_size})
         run.noted = self._note_of_others
+        for url, problem in self._loop.leases.unguarded.items():
+            self.note("unguarded", folder=url, problem=problem)
         self._first_steps.tell_norms(self._note_norm)
         self._loop.dispatch.observe(self)
 

@@ -45,6 +45,7 @@ class RunSummary:
         best_step: at which step that was.
         config: settings by their dotted names.
         problem: why the journal cannot be read.
+        unguarded: folders in which the run could have no lease, and why.
     """
 
     folder: str
@@ -61,6 +62,7 @@ class RunSummary:
     best_step: int | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     problem: str = ""
+    unguarded: Mapping[str, str] = field(default_factory=dict)
 
 
 def journal_folders(folder: str) -> list[str]:
@@ -126,6 +128,11 @@ def _summary(journal: Journal, metric: str, highest: bool) -> RunSummary:
         best,
         best_step,
         flat_config(newest.get("config") or {}),
+        unguarded={
+            mark["folder"]: mark["problem"]
+            for attempt in journal.attempts
+            for mark in attempt.marks_of("unguarded")
+        },
     )
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,8 @@ import torch
 
 from accel_callbacks import Accelerator, ProjectConfiguration
 from accel_callbacks.callbacks import Checkpoint
+from accel_callbacks.checkpoint import folder_leases
+from accel_callbacks.checkpoint.folder_leases import FolderLeases
 from accel_callbacks.cli.main import main
 from checkpoint_io import CheckpointFolder, Lease, LeaseError
 from checkpoint_io.storage.lease import LEASE
@@ -152,6 +155,112 @@ def test_a_start_may_wait_for_the_end_of_the_other_and_resumes_it(start: Start) 
     assert first.train(4) == "at 4"
     assert first.end() == (0, "")
     assert second.answer() == "begun at 4"
+
+
+def test_who_waits_for_one_folder_holds_no_other(start: Start, tmp_path: Path) -> None:
+    """Two that wait may else hold one folder each, for ever."""
+    runs = tmp_path / "runs"
+    first = rival(runs / "checkpoints")
+    job = start("waits", on_conflict="wait")
+    assert f"{runs}/checkpoints: waiting for the end of" in job.process.stderr.readline()
+    assert holder(runs) is None
+    second = rival(runs)
+    first.communicate()
+    assert f"{runs}: waiting for the end of process {second.pid}" in job.process.stderr.readline()
+    assert holder(runs / "checkpoints") is None
+    second.communicate()
+    assert job.answer() == "begun at 0"
+    assert holder(runs).run_name == holder(runs / "checkpoints").run_name == "waits"
+
+
+class Clock:
+    """A clock that a wait moves on."""
+
+    def __init__(self, at: dict[int, Callable[[], Any]]) -> None:
+        self.now, self.at = 0.0, at
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for moment in [moment for moment in self.at if moment <= self.now]:
+            self.at.pop(moment)()
+
+
+def test_who_waits_says_so_at_first_and_every_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process = rival(tmp_path)
+    clock = Clock({150: process.communicate})
+    monkeypatch.setattr(folder_leases, "time", clock)
+    leases, run = FolderLeases("wait"), Accelerator(cpu=True).loop.run
+    leases.hold([(str(tmp_path), None)], run)
+    leases.release()
+    waiting = f"{tmp_path}: waiting for the end of process {process.pid} on "
+    told = [line.partition("waiting")[2] for line in capsys.readouterr().err.splitlines()]
+    assert [line.partition(", for ")[2] for line in told] == ["", "1 min so far", "2 min so far"]
+    assert all(waiting.endswith(f"waiting{line.partition(' on ')[0]} on ") for line in told)
+    process = rival(tmp_path)
+    clock.at[151] = process.communicate
+    leases.hold([(str(tmp_path), None)], run)
+    assert waiting.partition(" process")[0] in capsys.readouterr().err
+    leases.release()
+
+
+def test_nobody_waits_in_its_middle_for_who_may_wait_for_it(tmp_path: Path) -> None:
+    leases, run = FolderLeases("wait"), Accelerator(cpu=True).loop.run
+    leases.hold([(str(tmp_path / "b"), None)], run)
+    process = rival(tmp_path / "a")
+    with pytest.raises(
+        LeaseError, match=f"/a is in use by process {process.pid} .* may wait for .*/b"
+    ):
+        leases.hold([(str(tmp_path / "a"), None)], run)
+    process.communicate()
+    leases.hold([(str(tmp_path / "a"), None)], run)
+    leases.release()
+
+
+def test_a_refusal_keeps_nothing(tmp_path: Path) -> None:
+    leases, run = FolderLeases("refuse"), Accelerator(cpu=True).loop.run
+    process = rival(tmp_path / "b")
+    with pytest.raises(LeaseError):
+        leases.hold([(str(tmp_path / name), None) for name in "ab"], run)
+    assert holder(tmp_path / "a") is None
+    process.communicate()
+
+
+@pytest.mark.skipif(not Path("/sys/kernel").is_dir(), reason="needs a folder that takes no files")
+def test_where_no_lease_can_be_had_a_warning_says_so_once_and_accel_runs_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "checkpoints"
+    place.symlink_to("/sys/kernel/checkpoints")
+    config = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accel = Accelerator(cpu=True, project_config=config, log_with="jsonl")
+        with accel.run("unguarded"):
+            accel.log({"loss": 1.0})
+    told = [str(warning.message) for warning in caught if "no lease" in str(warning.message)]
+    assert len(told) == 1
+    assert told[0].startswith(f"{place}: no lease can be had there")
+    capsys.readouterr()
+    assert main(["runs", str(tmp_path)]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if "unguarded: " in line]
+    assert len(told) == 1
+    assert f" had no lease in {place} (" in told[0]
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+    assert str(place) in json.loads(capsys.readouterr().out)[0]["unguarded"]
+
+
+@pytest.mark.parametrize("record", ["[1]", "{}"])
+def test_a_damaged_record_is_told_before_anything_is_written(tmp_path: Path, record: str) -> None:
+    (tmp_path / LEASE).write_text(record)
+    accel = accelerator(tmp_path, log_with="jsonl")
+    with pytest.raises(LeaseError, match=f"{tmp_path}/{LEASE} says .* it is damaged"):
+        accel.run("digits").__enter__()
+    assert [path.name for path in tmp_path.iterdir()] == [LEASE]
 
 
 def test_of_two_that_start_at_once_one_is_refused(start: Start) -> None:
@@ -379,11 +488,16 @@ def test_ckpt_leaves_a_folder_alone_that_is_held(
         assert "which is alive: end that run first, or add --force; nothing was changed" in text
         assert content(tmp_path) == there
     assert main(["ckpt", "prune", folder.url, "--keep_last", "1", "--dry_run"]) == 0
+    process.communicate()
+    (tmp_path / "ck" / LEASE).write_text("[1]")
+    assert main(["ckpt", *map(str, actions[0])]) == 1
+    assert "it is damaged" in (text := capsys.readouterr().err)
+    assert "or add --force; nothing was changed" in text
+    assert content(tmp_path) == there
     for action in (actions[2], actions[0], actions[1]):
         assert main(["ckpt", *map(str, action), "--force"]) == 0
         assert content(tmp_path) != there
         there = content(tmp_path)
-    process.communicate()
 
 
 def test_an_unknown_way_to_act_is_refused_with_the_nearest() -> None:

@@ -107,6 +107,16 @@ def test_a_refusal_is_the_same_error_on_all_ranks(pool: Pool, tmp_path: Path) ->
     assert pool.run(start, str(tmp_path)) == [pool.processes[0].pid] * 2  # and gave it back
 
 
+def test_a_damaged_record_is_the_same_error_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / LEASE).write_text("[1]")
+    outcomes = pool.outcomes(start, str(tmp_path))
+    assert [kind for kind, _ in outcomes] == ["LeaseError"] * 2
+    texts = {text.partition("\n")[0] for _, text in outcomes}
+    assert len(texts) == 1
+    assert f"{tmp_path}/checkpoints/{LEASE} says which process " in texts.pop()
+
+
 def test_all_ranks_wait_for_the_end_of_the_other(pool: Pool, tmp_path: Path) -> None:
     lease = Lease(tmp_path / "checkpoints").acquire()
 
