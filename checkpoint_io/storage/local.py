@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import ModuleType
 
-from checkpoint_io.errors import CheckpointConflictError
+from checkpoint_io.errors import CheckpointConflictError, CheckpointWarning
 from checkpoint_io.local_files import make_folders, remove, replace, sync_file, sync_folder
 from checkpoint_io.storage import local_read
 from checkpoint_io.storage.base import (
@@ -29,6 +29,7 @@ from checkpoint_io.storage.local_write import (
     explained,
     open_output,
 )
+from checkpoint_io.warning import warn
 
 __all__ = ["LocalStore", "local_folder"]
 
@@ -364,7 +365,7 @@ def _locked(path: str) -> int:
 
 
 def _lock(descriptor: int, path: str) -> None:
-    """Take the lock without waiting; do nothing on a filesystem without locks."""
+    """Take the lock without waiting; only warn on a filesystem without locks."""
     if sys.platform == "win32":
         return
     import fcntl
@@ -376,6 +377,22 @@ def _lock(descriptor: int, path: str) -> None:
             raise _held_error(path) from None
         if error.errno not in _NO_LOCKS:
             raise
+        _tell_unlocked(path)
+
+
+def _tell_unlocked(path: str) -> None:
+    """Warn, once for each disk, that nothing keeps two savers apart there."""
+    disk = os.stat(path).st_dev
+    if disk not in _unlocked:
+        _unlocked.add(disk)
+        warn(
+            f"the disk of {path} has no file locks: two jobs that save to one path at the same "
+            "moment may both report success; give each job a folder of its own",
+            CheckpointWarning,
+        )
+
+
+_unlocked: set[int] = set()  # disks of which this process was told
 
 
 def _unlock(descriptor: int) -> None:
@@ -406,6 +423,7 @@ def _file_lock(path: str) -> Iterator[None]:
     except ImportError:
         descriptor = None
     if descriptor is None:
+        _tell_unlocked(folder or ".")
         yield
         return
     try:

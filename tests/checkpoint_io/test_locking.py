@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint_io import CheckpointConflictError
+from checkpoint_io import CheckpointConflictError, CheckpointWarning
 from checkpoint_io.storage.local import LocalStore
 from tests.support import warm
 
@@ -158,17 +158,25 @@ def test_lock_of_a_folder_removed_meanwhile_is_not_taken_for_ours(
 
 
 @pytest.mark.parametrize("number", [errno.ENOTSUP, errno.EINVAL, errno.EBADF, errno.ENOLCK])
-def test_filesystem_without_locks_goes_without(
+def test_filesystem_without_locks_goes_without_and_says_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def cannot(descriptor: int, operation: int) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", cannot)
+    monkeypatch.setattr("checkpoint_io.storage.local._unlocked", set())
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     store = LocalStore(str(tmp_path))
-    with store.lock(), store.lock():
-        store.replace("a", b"1", "a.tmp")
+
+    def write() -> None:
+        for _ in range(2):
+            with store.lock(), store.lock():
+                store.replace("a", b"1", "a.tmp")
+
+    with pytest.warns(CheckpointWarning, match="has no file locks: two jobs ") as caught:
+        write()
+    assert len(caught) == 1
     assert store.sizes() == {"a": 1}
     if before:
         assert len(os.listdir("/proc/self/fd")) == before
