@@ -52,6 +52,7 @@ class FirstSteps:
         run_backward: the backward of the strategy, noted as the Accelerator's own while it matters;
             None where it is ``loss.backward()``.
         clipping: the strategy, which clips, checked likewise.
+        trains: a prepared optimizer has had gradients.
         bare_steps: watches optimizers that are not prepared.
         added_parameters: compares prepared models with what they were.
 
@@ -81,6 +82,7 @@ class FirstSteps:
         self._calls: list[_Calls] = []
         self._warned: set[str] = set()
         self._note_norm: Callable[[torch.Tensor], None] | None = None
+        self.trains = False
         self._begin_checks()
 
     def watch(self, optimizer: torch.optim.Optimizer) -> OptimizerWatch:
@@ -201,11 +203,15 @@ class FirstSteps:
                     self.warn("weights", _WEIGHTS.format(name, differing[0]))
 
     def compare_inputs(self) -> None:
-        """Warn of an averaged model that all ranks call with the same inputs."""
-        for calls in self._calls:
-            if calls.inputs.end_step():
-                name = type(self.strategy.unwrap(calls.model)).__name__
-                self.warn("inputs", _INPUTS.format(self.strategy.data_world, name))
+        """Warn of an averaged model that all ranks call with the same inputs.
+
+        Where they call another one with their own share, as a critic with pictures, the same inputs
+        of this one, such as latents, are meant.
+        """
+        alike = [calls for calls in self._calls if calls.inputs.end_step()]
+        if alike and not any(calls.inputs.differ for calls in self._calls):
+            name = type(self.strategy.unwrap(alike[0].model)).__name__
+            self.warn("inputs", _INPUTS.format(self.strategy.data_world, name))
 
     def averaged(self) -> Iterator[torch.nn.Module]:
         """Yield the watched models."""
@@ -293,6 +299,7 @@ class OptimizerWatch:
         if not closure:
             self._first.strategy.check_step(optimizer)
         if self._passes:
+            self._first.trains = True
             self._check_window()
             self._check_scheduler(optimizer)
             self._check_backward()
@@ -397,6 +404,8 @@ class OptimizerWatch:
                 "it has no parameter of a prepared model: make it of model.parameters() of the "
                 "same object that is passed to prepare()"
             )
+        elif self._first.trains:
+            return  # another one trains, and the loss of this one may begin later
         else:
             cause = (
                 "none of its parameters had a gradient: call accel.backward(loss) before step(), "

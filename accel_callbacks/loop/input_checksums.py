@@ -22,6 +22,9 @@ class InputChecksums:
     Args:
         name: of the model's class.
         data_rank: rank among those that read different data.
+
+    Attributes:
+        differ: the ranks had different inputs.
     """
 
     def __init__(self, name: str, data_rank: int) -> None:
@@ -30,6 +33,7 @@ class InputChecksums:
         self._current: int | None = None
         self._steps: list[int] = []
         self._posted: collectives.Posted | None = None
+        self.differ = False
 
     def note(self, inputs: Any) -> None:
         """Add the inputs of one forward to those of the step."""
@@ -42,7 +46,8 @@ class InputChecksums:
         if self._posted is not None:
             posted, self._posted = self._posted.values(), None
             sums = dict(value.split(":") for value in posted or [])  # by data rank
-            return len(sums) > 1 and len(set(sums.values())) == 1
+            self.differ = len(set(sums.values())) > 1
+            return len(sums) > 1 and not self.differ
         if self._current is not None:
             self._steps.append(self._current)
             self._current = None

@@ -14,9 +14,12 @@ from accel_callbacks.warning import warn
 
 __all__ = ["LocalMetrics"]
 
-# A loss of training is rank 0's by custom, and a duration is each rank's own.
+# A loss of training is rank 0's by custom; a duration, or memory that was used, is each rank's own.
 _EVALUATION = re.compile(r"(^|[^a-z])(val|valid|validation|eval|evaluation|test|dev)([^a-z]|$)")
-_DURATION = re.compile(r"(^|[^a-z])(time|seconds?|secs?|s|ms|duration|speed|throughput)$")
+_OWN = re.compile(
+    r"(^|[^a-z])((time|seconds?|secs?|s|ms|duration|speed|throughput|bytes|[kmg]i?b)$"
+    r"|(memory|mem|rank|device|gpu|cpu)([^a-z]|$))"
+)
 
 
 class LocalMetrics:
@@ -44,7 +47,7 @@ class LocalMetrics:
             for name, value in values.items()
             if isinstance(value, (float, torch.Tensor))
             and _EVALUATION.search(name.lower())
-            and not _DURATION.search(name.lower())
+            and not _OWN.search(name.lower())
         }
         if metrics:
             # Of this evaluation: rank 0 may have logged an earlier one alone.
