@@ -6,7 +6,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch.utils.data import DataLoader
@@ -134,6 +134,9 @@ class DataLoaderShard(DataLoader[Any]):
         (True, [[0, 1], [2, 3], [4]])
     """
 
+    #: A class of the user's is among the bases, and its ``__iter__`` gets the batches.
+    has_own_iter = False
+
     def __init__(
         self,
         source: Source,
@@ -145,7 +148,8 @@ class DataLoaderShard(DataLoader[Any]):
         rng_types: Sequence[Any] = (),
         **options: Any,
     ) -> None:
-        super().__init__(**{**options, **source.loader_options()})
+        # Not of a class of the user's, which may be among the bases.
+        DataLoader.__init__(self, **{**options, **source.loader_options()})
         # What torch reads from, in place of what a script asks for and calls set_epoch of.
         self._read = {name: vars(self)[name] for name in _DESCRIBED}
         if origin is not None:
@@ -155,9 +159,10 @@ class DataLoaderShard(DataLoader[Any]):
                     self.batch_sampler, "described", self.batch_sampler
                 )
             self.__dict__.update(described)
+            if self.has_own_iter:
+                self.__dict__.update({**vars(origin), **vars(self)})
+        self._torch_iterator: Any = None  # of the current pass
         self._source = source
-        # Where torch's loader draws its base seed: None is the global generator.
-        self._user_generator: torch.Generator | None = options.get("generator")
         self._record: Record | None = None  # of the pass to be resumed
         self._drawn_early: torch.Generator | None = None
         # A loader that is zipped with one that was read to its end may not begin a pass at all.
@@ -198,7 +203,9 @@ class DataLoaderShard(DataLoader[Any]):
         self._before: tuple[Any, ...] = (-1, 0, False, None, False, None)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        fresh = not (self._in_resumed_epoch or self._continue or self._workers_known)
+        fresh = not (
+            self.has_own_iter or self._in_resumed_epoch or self._continue or self._workers_known
+        )
         if fresh and self.num_workers == 0 and self._source.base_seed_first:
             self._drawn_early = self._draw_base_seed()
         return self._events.iterate(self)
@@ -209,14 +216,15 @@ class DataLoaderShard(DataLoader[Any]):
         torch draws it in ``iter``, and all else of a pass at the first ``next``; it is the same
         but for loaders that are zipped.
         """
-        again = base_seed_generator(self._user_generator)
+        again = base_seed_generator(self.generator)
         if again is not None:
-            draw_base_seed(self._user_generator)
+            draw_base_seed(self.generator)
         return again
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**vars(self), "_events": NoEvents(), "_iterator": None}
-        state.pop("_workers_end", None)
+        for name in ("_workers_end", "_torch_iterator", "_delivered"):
+            state.pop(name, None)
         return state
 
     def __len__(self) -> int:
@@ -331,14 +339,16 @@ class DataLoaderShard(DataLoader[Any]):
         position = self.position
         self._first, self.batch_index = first, first - 1
         self.position = position
-        self._choose_generator()
+        generator = self._choose_generator()
         self._opened += 1
         self._last = False
         opened = self._opened
         # Hot path: written past torch's DataLoader.__setattr__, which checks every name.
         here = vars(self)
-        items = self._items()
-        pairs = self._source.deliver(items)
+        if self.has_own_iter:
+            pairs = self._changed(self._opened_late(generator))
+        else:
+            pairs = self._source.deliver(self._items(generator))
         if self._feed is not None:
             pairs = self._feed(pairs)
         if self.num_workers:
@@ -367,7 +377,10 @@ class DataLoaderShard(DataLoader[Any]):
             # then waits 5 s for each worker: see keep_workers.
             if self.num_workers and not self.persistent_workers:
                 # A script that ends does not wait for a batch that is not to be trained on.
-                _shut_down(items, owner, at_once=isinstance(sys.exc_info()[1], SystemExit))
+                items, at_once = self._torch_iterator, isinstance(sys.exc_info()[1], SystemExit)
+                if items is not None:
+                    _shut_down(items, owner, at_once=at_once)
+            self._torch_iterator = None
 
     def _wait_for(self, pairs: Iterator[tuple[Any, Delivery]]) -> Iterator[tuple[Any, Delivery]]:
         """Yield the pairs, with ``waits`` True until each has come."""
@@ -404,28 +417,26 @@ class DataLoaderShard(DataLoader[Any]):
         self._stream_before, self._stream = self._streams()
         self._delivery = None
 
-    def _choose_generator(self) -> None:
-        """Choose where torch's loader draws the base seed of this pass from."""
+    def _choose_generator(self) -> torch.Generator | None:
+        """Return where torch's loader draws the base seed of this pass from, None for globally."""
         known, self._workers_known = self._workers_known, False
         early, self._drawn_early = self._drawn_early, None
         if early is not None and self._source.draws_base_seed:
-            vars(self)["generator"] = early
-            return
+            return early
         if self._source.draws_base_seed and not known:
-            vars(self)["generator"] = self._user_generator
-            return
+            return cast(torch.Generator | None, self.generator)
         # A resumed pass has drawn it before the checkpoint, and several ranks need different ones.
         place = self.seed, self.epoch, self.position
-        vars(self)["generator"] = self._source.worker_generator(*place)
+        return self._source.worker_generator(*place)
 
-    def _items(self) -> Any:
+    def _items(self, generator: torch.Generator | None) -> Any:
         """Return torch's iterator, with its workers started."""
         if self._source.fresh_workers:
             stop_workers(self)
-        described = {name: vars(self)[name] for name in _DESCRIBED}
-        self.__dict__.update(self._read)
+        described = {name: vars(self)[name] for name in (*_DESCRIBED, "generator")}
+        self.__dict__.update(self._read, generator=generator)
         try:
-            items = super().__iter__()
+            self._torch_iterator = items = DataLoader.__iter__(self)
         finally:
             self.__dict__.update(described)
         if self.num_workers:
@@ -433,6 +444,14 @@ class DataLoaderShard(DataLoader[Any]):
         if self.persistent_workers:
             keep_workers(self)
         return items
+
+    def _opened_late(self, generator: torch.Generator | None) -> Iterator[tuple[Any, Delivery]]:
+        """Yield the batches, with torch's iterator made where the first is asked for."""
+        yield from self._source.deliver(self._items(generator))
+
+    def _changed(self, pairs: Iterator[tuple[Any, Delivery]]) -> Iterator[tuple[Any, Delivery]]:
+        """Yield the batches as the ``__iter__`` of a class of the user's changes them."""
+        raise NotImplementedError
 
     def _begin(self) -> None:
         self._before = (
@@ -452,7 +471,8 @@ class DataLoaderShard(DataLoader[Any]):
         self._continue, self._next_epoch, self._start, self._record = False, None, None, None
         self.finished = self._nothing_left = False
         self._synchronize()
-        workers_start = self._iterator is None and not self._workers_known
+        drawn = self._workers_known or self._drawn_early is not None
+        workers_start = self._iterator is None and not drawn
         self._source.begin(self.seed, self.epoch, self.position, record, workers_start)
         if moves_on:
             self._source.finish()

@@ -24,7 +24,7 @@ from accel_callbacks.data.loader import DataLoaderShard, LoopEvents, NoEvents, s
 from accel_callbacks.data.sampler import BatchSamplerShard, SeedableRandomSampler, mix_seed
 from accel_callbacks.data.shard import BatchPlan, SamplePlan, ShareSource
 from accel_callbacks.data.skip import LOADER_OPTIONS, SkipDataLoader, skip_first_batches
-from accel_callbacks.data.sources import Setting, Source, check_even
+from accel_callbacks.data.sources import Setting, Source, check_even, split_size
 
 __all__ = ["Loaders", "order_seed", "prepare_data_loader", "prepare_loader", "share_of"]
 
@@ -241,11 +241,15 @@ def prepare_loader(
     if not shards_itself:
         _refuse_sharded(loader)
     source = _source_of(loader, setting)
-    kind = DataLoaderShard
+    kind: type[DataLoaderShard] = DataLoaderShard
     if setting.config.dispatch_batches:
         from accel_callbacks.data.dispatch import DataLoaderDispatcher
 
         kind = DataLoaderDispatcher
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        from accel_callbacks.data.own_iter import class_with_iter
+
+        kind = class_with_iter(kind, loader, setting.world_size * setting.copies)
     return kind(source, events=events, feed=feed, seed=seed, **options)
 
 
@@ -285,7 +289,9 @@ def _open_shares(loader: DataLoader[Any], setting: Setting) -> Source:
     else:
         plan = BatchPlan(rank, world, split=config.split_batches, batch_size=size)
         sampler = batches
-    order = _seedable(sampler, config), batches is not None, config.seeds_orders, setting.copies
+    parts = world if config.split_batches else 1
+    seeded = config.seeds_orders
+    order = _seedable(sampler, config), batches is not None, seeded, setting.copies, parts
     if not config.dispatch_batches:
         source = ShareSource(loader, plan, *order)
         source.even_batches = config.even_batches
@@ -345,12 +351,7 @@ def share_of(batch_size: int | None, setting: Setting) -> int | None:
     """
     if batch_size is None or not setting.config.split_batches:
         return batch_size
-    if batch_size % setting.world_size:
-        raise ValueError(
-            f"split_batches=True splits a batch of {batch_size} over {setting.world_size} "
-            f"processes: give the loader a multiple of {setting.world_size} as its batch_size."
-        )
-    return batch_size // setting.world_size
+    return split_size(batch_size, setting.world_size)
 
 
 def _seedable(sampler: Any, config: DataLoaderConfiguration) -> Any:

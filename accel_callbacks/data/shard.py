@@ -34,7 +34,7 @@ from accel_callbacks.data.sampler import (
     set_seed_and_epoch,
     with_inner,
 )
-from accel_callbacks.data.sources import Delivery, Source, check_even
+from accel_callbacks.data.sources import Delivery, Source, check_even, split_size
 from accel_callbacks.warning import warn
 
 __all__ = [
@@ -339,10 +339,9 @@ class ShareSource(Source):
         batched: the loader has a batch size or a batch sampler.
         seeded: the order is a function of seed and epoch.
         copies: number of processes that read each share.
+        parts: number of ranks that share a batch of the batch sampler.
 
     Attributes:
-        batch_size: of one rank, ``None`` if unknown.
-        drop_last: that of the user's loader.
         sampler: the source of the order; may be replaced, for the next pass.
     """
 
@@ -354,16 +353,14 @@ class ShareSource(Source):
         batched: bool,
         seeded: bool = False,
         copies: int = 1,
+        parts: int = 1,
     ) -> None:
         self._loader = loader
-        self._copies = copies
-        self._plan = self._current = plan
+        self._copies, self._parts = copies, parts
+        self._latest = self._current = plan
         self.sampler = sampler
         self._batched = batched
         self._seeded = seeded
-        total = plan.total_batch_size
-        self.batch_size = None if total is None else total // plan.world_size
-        self.drop_last = plan.drop_last
         self._waiting: deque[Delivery] = deque()  # of the batches that are being read
         # Of the current pass: the sampler's draws, None if seeded; the whole order, if it is known.
         self._draws: Draws | None = None
@@ -379,6 +376,41 @@ class ShareSource(Source):
     def batch_sampler(self) -> Any:
         """The user's batch sampler, which this one shares out."""
         return self._loader.batch_sampler
+
+    @property
+    def _plan(self) -> SamplePlan | BatchPlan:
+        """The plan of the next pass: a script may change its batch sampler between epochs."""
+        plan, batches = self._latest, self.batch_sampler
+        size = getattr(batches, "batch_size", None)
+        if batches is not None and size is not None:
+            size = split_size(size, self._parts)
+            if isinstance(plan, BatchPlan):
+                plan = replace(plan, batch_size=size)
+            elif (plan.batch_size, plan.drop_last) != (size, batches.drop_last):
+                plan = replace(plan, batch_size=size, drop_last=batches.drop_last)
+        return plan
+
+    @_plan.setter
+    def _plan(self, plan: SamplePlan | BatchPlan) -> None:
+        self._latest = plan
+
+    @property
+    def batch_size(self) -> int | None:
+        """Batch size of one rank, ``None`` if unknown; may be set, for the next pass."""
+        return self._plan.batch_size
+
+    @batch_size.setter
+    def batch_size(self, size: int) -> None:
+        self.batch_sampler.batch_size = size * self._parts
+
+    @property
+    def drop_last(self) -> bool:
+        """True if a tail that does not fill a global batch is dropped; that of the loader."""
+        return self._plan.drop_last
+
+    @drop_last.setter
+    def drop_last(self, drop: bool) -> None:
+        self.batch_sampler.drop_last = drop
 
     @property
     def described(self) -> Any:
@@ -439,7 +471,7 @@ class ShareSource(Source):
     @property
     def base_seed_first(self) -> bool:
         """True if a pass from its start first draws the base seed, as in a plain loop."""
-        plain = not self._seeded and self._alone
+        plain = not self._seeded
         # Some samplers shuffle where __iter__ is called, which torch does before.
         return plain and not (self._is_asked and draws_again(self.sampler))
 

@@ -12,7 +12,7 @@ import torch
 from accel_callbacks.data.config import DataLoaderConfiguration
 from accel_callbacks.data.order import Generators, Record
 
-__all__ = ["Delivery", "Setting", "Source", "State", "check_even"]
+__all__ = ["Delivery", "Setting", "Source", "State", "check_even", "split_size"]
 
 #: A ``Delivery.state``, from which a pass continues.
 State = Mapping[str, Any]
@@ -206,6 +206,25 @@ class Source(ABC):
     def problem(self, state: State | None) -> str | None:
         """Return why a resume from this state cannot be exact, ``None`` if it is."""
         return None
+
+
+def split_size(batch_size: int, parts: int) -> int:
+    """Return the batch size of one of the ranks that share a batch.
+
+    Raises:
+        ValueError: it cannot be split evenly.
+
+    Example:
+        >>> from accel_callbacks.data.sources import split_size
+        >>> split_size(8, 2)
+        4
+    """
+    if batch_size % parts:
+        raise ValueError(
+            f"split_batches=True splits a batch of {batch_size} over {parts} processes: give the "
+            f"loader a multiple of {parts} as its batch_size."
+        )
+    return batch_size // parts
 
 
 def check_even(even: bool, *, ready: bool) -> None:
