@@ -77,6 +77,20 @@ def test_inputs_of_each_process_stay_without_a_word(pool, kind):
     assert pool.run(messages_of, "trained_on", kind) == [[], []]
 
 
+def adversarial(accel: Accelerator) -> None:
+    """A generator of latents that are alike on purpose, and a critic that reads its own share."""
+    generator, critic = parts(accel), parts(accel)
+    for batch in accel.prepare(DataLoader(ROWS, batch_size=4)):
+        latents = torch.randn(4, 4)
+        assert accel.gather(latents[:1, :1]).unique().numel() == 1
+        step(accel, *critic, batch)
+        step(accel, *generator, latents)
+
+
+def test_latents_that_are_alike_stay_without_a_word_beside_shares(pool):
+    assert pool.run(messages_of, "adversarial") == [[], []]
+
+
 def ends_of_steps(steps: list[float | None], data_rank_of: list[int]) -> list[bool]:
     """What each step ends with whose model is called with this value, or not at all."""
     accel = Accelerator(cpu=True, timeout=BOUND)
@@ -129,7 +143,8 @@ def evaluated(accel: Accelerator, how: str) -> None:
         alone = how == "on the main process" or (how.startswith("first on") and epoch == 0)
         if alone and not accel.is_main_process:
             continue
-        name = {"a loss of training": "train/epoch_loss", "a duration": "val/time"}.get(how)
+        names = {"a loss of training": "train/epoch_loss", "a duration": "val/time"}
+        name = names.get(how, "val/peak_memory_gb" if how == "memory" else None)
         more = {"val/error": total.item()} if how == "each its own" else {}
         accel.log({name or "val/loss": total.item(), "epoch": epoch, **more})
 
@@ -145,7 +160,8 @@ def test_a_metric_of_each_process_is_told_once(pool):
 @pytest.mark.parametrize(
     "how",
     [
-        *("gathered", "reduced", "a loss of training", "a duration", "before any evaluation"),
+        *("gathered", "reduced", "a loss of training", "a duration", "memory"),
+        "before any evaluation",
         "first on the main process",
         "on the main process",  # last: what one rank alone has posted, the next test would meet
     ],

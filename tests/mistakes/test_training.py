@@ -175,6 +175,21 @@ def model_of_the_script_beside(accel: Accelerator) -> None:
             optimizer.zero_grad()
 
 
+def second_loss_begins_later(accel: Accelerator) -> None:
+    """As a critic's, after a warm-up of the generator."""
+    first, second = prepared(accel), prepared(accel)
+    for index in range(12):
+        for model, optimizer in (first, second):
+            if model is first[0] or index > 8:
+                accel.backward(model(X).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_an_optimizer_whose_loss_begins_later_is_silent():
+    assert_silent(second_loss_begins_later)
+
+
 @pytest.mark.parametrize("loop", [guarded_by_hand, sharpness_aware, model_of_the_script_beside])
 def test_optimizers_that_step_at_the_right_time_are_silent(loop):
     assert_silent(loop, gradient_accumulation_steps=4)
