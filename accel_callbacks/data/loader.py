@@ -119,6 +119,7 @@ class DataLoaderShard(DataLoader[Any]):
         padded: samples of the current global batch as read, repetitions included.
         done: training has read it to its end in the current epoch of the run.
         kept: see :class:`accel_callbacks.data.sources.Delivery`.
+        batches_done: of a resumed epoch, before the save.
         counted_done: after a resume, the script counts an epoch as done of which nothing is left.
         rereads: a resumed epoch is read from its first batch.
         waits: True while a pass waits for the batch that its workers read.
@@ -134,8 +135,8 @@ class DataLoaderShard(DataLoader[Any]):
         (True, [[0, 1], [2, 3], [4]])
     """
 
-    #: A class of the user's is among the bases, and its ``__iter__`` gets the batches.
-    has_own_iter = False
+    # A class of the user's is among the bases, and its ``__iter__`` gets the batches.
+    _has_own_iter = False
 
     def __init__(
         self,
@@ -159,7 +160,7 @@ class DataLoaderShard(DataLoader[Any]):
                     self.batch_sampler, "described", self.batch_sampler
                 )
             self.__dict__.update(described)
-            if self.has_own_iter:
+            if self._has_own_iter:
                 self.__dict__.update({**vars(origin), **vars(self)})
         self._torch_iterator: Any = None  # of the current pass
         self._source = source
@@ -190,7 +191,7 @@ class DataLoaderShard(DataLoader[Any]):
         self.passes = 0
         self._continue = False
         self._skip_pass = self._nothing_left = False
-        self._batches_done = 0  # of the resumed epoch
+        self.batches_done = 0  # of the resumed epoch
         self._strict = False
         self._next_epoch: int | None = None
         self._start: int | None = None
@@ -204,7 +205,7 @@ class DataLoaderShard(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         fresh = not (
-            self.has_own_iter or self._in_resumed_epoch or self._continue or self._workers_known
+            self._has_own_iter or self._in_resumed_epoch or self._continue or self._workers_known
         )
         if fresh and self.num_workers == 0 and self._source.base_seed_first:
             self._drawn_early = self._draw_base_seed()
@@ -258,7 +259,7 @@ class DataLoaderShard(DataLoader[Any]):
         if not (self._continue and self._nothing_left):
             return False
         start = self._first_batch_of_pass()
-        return self.counted_done if start is None else start < self._batches_done
+        return self.counted_done if start is None else start < self.batches_done
 
     def _first_batch_of_pass(self) -> int | None:
         """Return where in its epoch the next pass begins, None for where the loader is."""
@@ -345,7 +346,7 @@ class DataLoaderShard(DataLoader[Any]):
         opened = self._opened
         # Hot path: written past torch's DataLoader.__setattr__, which checks every name.
         here = vars(self)
-        if self.has_own_iter:
+        if self._has_own_iter:
             pairs = self._changed(self._opened_late(generator))
         else:
             pairs = self._source.deliver(self._items(generator))
@@ -614,7 +615,7 @@ class DataLoaderShard(DataLoader[Any]):
         self.finished = state["finished"]
         self.trained = state["trained"]
         self.done, self._nothing_left = state["done"], state["last"]
-        self._batches_done = state.get("batches", 1)  # older versions saved none
+        self.batches_done = state.get("batches", 1)  # older versions saved none
         self._stream, self._delivery = state.get("stream"), None
         self._source.restore(self._stream)
         # Only training is continued; an evaluation starts over.

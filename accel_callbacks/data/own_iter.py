@@ -36,7 +36,7 @@ _LIBRARIES = ("torch.", "torchdata.", "accel_callbacks.")
 class _OwnIter(DataLoaderShard):
     """A loader whose batches go through the ``__iter__`` of the user's class."""
 
-    has_own_iter = True
+    _has_own_iter = True
     _user: type[DataLoader[Any]]
     _kind: type[DataLoaderShard]
 

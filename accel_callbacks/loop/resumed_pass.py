@@ -8,10 +8,12 @@ from typing import Any
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.errors import ResumeError
 from accel_callbacks.loop.loop import Loop
+from accel_callbacks.loop.run import length_of
 from accel_callbacks.warning import warn
 
 __all__ = ["read_on"]
 
+_MOST = 0.75  # of the batches
 _SKIPPED = (
     "{} after load_state {} not trained on, and {} lost: the prepared loader "
     "had gone on after the {} that were done before. Leave out the script's own skip (`if step < "
@@ -36,8 +38,20 @@ def read_on(loader: DataLoaderShard, loop: Loop) -> Iterator[Any]:
         if run.epoch_open and not loop.epochs_counted:
             loop.end_epoch(run.current_epoch, counted=False)
         return loader.batches()
-    trains = loader.resumes and len(loop.optimizers) > 0
+    trains = loader.resumes and len(loop.optimizers) > 0 and not _leaves_batches_out(loader, loop)
     return _SkipWatch(loader, loop).batches() if trains else loader.batches()
+
+
+def _leaves_batches_out(loader: DataLoaderShard, loop: Loop) -> bool:
+    """Return whether the script took fewer steps than it read batches, as of those without labels.
+
+    It leaves them out after a load too, and some may be the first ones. A few steps that fp16 has
+    skipped are no sign.
+    """
+    length = length_of(loader)
+    before = loader.epoch * length if length != float("inf") else 0
+    steps = (loop.run.global_step + 1) * loop.window.num_steps  # one may be under way
+    return steps < _MOST * (before + loader.batches_done)
 
 
 class _SkipWatch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import pytest
 import torch
@@ -142,3 +143,32 @@ def test_a_skip_in_a_window_that_the_checkpoint_holds_open_is_an_error(tmp_path)
                 loop(done)
         else:
             loop(done)
+
+
+def test_batches_without_labels_at_the_end_of_an_epoch_are_no_skip(tmp_path):
+    def train(save_at=None):
+        torch.manual_seed(0)
+        accel = Accelerator(cpu=True)
+        net = torch.nn.Linear(1, 1)
+        model, optimizer, loader = accel.prepare(
+            net, torch.optim.SGD(net.parameters(), 0.1), DataLoader(torch.arange(12.0)[:, None], 1)
+        )
+        if save_at is None:
+            accel.load_state(tmp_path)
+        seen = []
+        for batch in (batch for _ in range(2) for batch in loader):
+            if int(batch) % 4 > 1:  # it has no label
+                continue
+            accel.backward(model(batch).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(int(batch))
+            if len(seen) == save_at:
+                accel.save_state(tmp_path)
+                break
+        return seen
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert train(save_at=6) == [0, 1, 4, 5, 8, 9]
+        assert train() == [0, 1, 4, 5, 8, 9]
