@@ -92,8 +92,11 @@ class _SkipWatch:
                     break
                 self._idle += 1
             else:
-                # Told at the first step of a later epoch: what only reads the rest loses nothing.
+                # An error at the first step of a later epoch, as one that only reads the rest loses
+                # nothing; and told now, as no step may follow.
                 self._ended = self._idle > 0
+                if 1 < self._idle <= self._done:
+                    warn(self._lost())
         finally:
             for handle in handles:
                 handle.remove()
@@ -110,10 +113,14 @@ class _SkipWatch:
     def _tell(self, action: str = "") -> None:
         """Raise for batches that were not trained on; warn of a single one."""
         if self._idle > 1:
-            text = _SKIPPED.format(f"the first {self._idle} batches", "were", "are", self._done)
-            raise ResumeError(f"{action}{text}")
+            raise ResumeError(f"{action}{self._lost()}")
         if self._idle == 1:
-            warn(_SKIPPED.format("1 batch", "was", "is", self._done))
+            warn(self._lost())
+
+    def _lost(self) -> str:
+        if self._idle == 1:
+            return _SKIPPED.format("1 batch", "was", "is", self._done)
+        return _SKIPPED.format(f"the first {self._idle} batches", "were", "are", self._done)
 
     def _note_call(self, *_: Any) -> None:
         self._called = True

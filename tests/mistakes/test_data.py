@@ -233,9 +233,10 @@ def test_a_skip_of_what_the_loader_has_skipped_is_an_error(tmp_path, done):
     text = f"the first {lost} batches after load_state were not"
 
     def loop() -> None:
-        for step, batch in enumerate(loader):
-            if step >= done:
-                train_on(accel, model, optimizer, batch)
+        for epoch in range(2):
+            for step, batch in enumerate(loader):
+                if epoch > 0 or step >= done:
+                    train_on(accel, model, optimizer, batch)
 
     with pytest.raises(ResumeError, match=text):
         loop()
@@ -247,9 +248,10 @@ def test_a_single_batch_that_is_skipped_is_told(tmp_path, done):
     accel, model, optimizer, loader = resumed_at(done, tmp_path)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for step, batch in enumerate(loader):
-            if step >= done:
-                train_on(accel, model, optimizer, batch)
+        for epoch in range(2):
+            for step, batch in enumerate(loader):
+                if epoch > 0 or step >= done:
+                    train_on(accel, model, optimizer, batch)
     (warning,) = caught
     assert warning.filename == __file__
     assert str(warning.message).startswith("1 batch after load_state was not trained on")

@@ -91,6 +91,8 @@ def resume(folder: Path, recipe: str, place: str, alias: bool) -> list[list[int]
 def rest_of(whole: list[list[int]], recipe: str, place: str, alias: bool) -> list[list[int]] | None:
     """Return what is to be trained on: as on Accelerate, else the rest; None for an error.
 
+    Without a step to come, in the last epoch, the error is a warning.
+
     Args:
         whole: the batches of the unbroken run.
         recipe: how the script resumes.
@@ -101,5 +103,5 @@ def rest_of(whole: list[list[int]], recipe: str, place: str, alias: bool) -> lis
     if recipe == "none" and alias:  # it begins its epoch anew
         return whole[done // BATCHES * BATCHES :]
     if recipe == "continue" and not alias and done % BATCHES:
-        return None
+        return [] if place == "late" else None
     return whole[done:]

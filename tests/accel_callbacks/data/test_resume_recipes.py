@@ -26,6 +26,9 @@ def test_no_batch_is_lost_in_silence(tmp_path, recipe, place, alias):
     if expected is None:
         with pytest.raises(ResumeError, match="after load_state were not trained on, and are lost"):
             resume(tmp_path, recipe, place, alias)
+    elif not expected:  # no step follows
+        with pytest.warns(UserWarning, match="after load_state were not trained on, and are lost"):
+            assert resume(tmp_path, recipe, place, alias) == []
     else:
         assert resume(tmp_path, recipe, place, alias) == expected
 
