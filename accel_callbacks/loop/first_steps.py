@@ -404,7 +404,7 @@ class OptimizerWatch:
                 "it has no parameter of a prepared model: make it of model.parameters() of the "
                 "same object that is passed to prepare()"
             )
-        elif self._first.trains:
+        elif self._first.trains and not self._passes:
             return  # another one trains, and the loss of this one may begin later
         else:
             cause = (

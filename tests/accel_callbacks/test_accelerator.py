@@ -185,8 +185,8 @@ def test_a_trigger_is_seen_once_and_by_its_own_accelerator():
 
 def test_where_logs_go_and_whether_there_are_several_devices():
     accel = Accelerator(cpu=True, project_config=ProjectConfiguration("runs", logging_dir="logs"))
-    assert accel.logging_dir == "logs"
-    assert Accelerator(cpu=True, project_dir="runs").logging_dir == "runs"
+    assert accel.logging_dir == os.path.abspath("logs")
+    assert Accelerator(cpu=True, project_dir="runs").logging_dir == os.path.abspath("runs")
     assert accel.multi_device is False
 
 

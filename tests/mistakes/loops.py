@@ -1132,4 +1132,4 @@ def an_optimizer_that_steps_within_backward(accel: Accelerator) -> int:
     for _ in range(2):
         for batch in data:
             accel.backward(loss_of(model, batch))
-    return 0
+    return 2 * len(data)
