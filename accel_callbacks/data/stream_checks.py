@@ -32,6 +32,8 @@ _WORLD = {
     *("WORLD_SIZE", "get_world_size", "world_size", "_world_size", "world", "num_replicas"),
     *("num_processes", "data_world"),
 }
+# What draws values, and not an order or places in a buffer.
+_DRAWN = {"rand", "randn", "rand_like", "randn_like", "normal", "normal_", "standard_normal"}
 # They read ranks in each dataset, and what is divided already is refused by prepare().
 _KNOWN = {"torch", "datasets", "typing", "builtins"}
 # What a worker reads of itself to take its part.
@@ -43,6 +45,8 @@ _TELLING = {"id", "num_workers", "seed"}
 
 def may_divide(dataset: Any) -> bool:
     """Return whether the code of a dataset's class names both its rank and the number of ranks.
+
+    One that draws its samples, and holds nothing to read from, has no part to take.
 
     Example:
         >>> from accel_callbacks.data.stream_checks import may_divide
@@ -58,7 +62,17 @@ def may_divide(dataset: Any) -> bool:
             for member in vars(kind).values():
                 code = getattr(getattr(member, "__func__", member), "__code__", None)
                 names |= set() if code is None else _names_in(code)
-    return bool(names & _RANK and names & _WORLD)
+    held = getattr(dataset, "__dict__", {}).values()
+    drawn = names & _DRAWN and not any(map(_may_hold_samples, held))
+    return bool(names & _RANK and names & _WORLD and not drawn)
+
+
+def _may_hold_samples(value: Any) -> bool:
+    """Return whether samples may come from a value, which for a number or a shape they do not."""
+    plain = (bool, int, float, torch.dtype, torch.device, torch.Generator, type(None))
+    if isinstance(value, tuple):
+        return any(map(_may_hold_samples, value))
+    return not isinstance(value, plain)
 
 
 def _names_in(code: CodeType) -> set[str]:

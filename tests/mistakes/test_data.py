@@ -139,9 +139,25 @@ class NoisyLines(IterableDataset):
         return (index + torch.rand(1, generator=generator) for index in range(16))
 
 
+class Synthetic(IterableDataset):
+    """Samples that are drawn, for each process others."""
+
+    def __init__(self, shape: tuple[int, ...] = (1,), lines: Any = None) -> None:
+        self.shape, self.count, self.lines = shape, 16, lines
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        generator = torch.Generator().manual_seed(7 * world + rank)
+        for index in range(self.count):
+            if self.lines is None or index % world == rank:
+                yield torch.randn(self.shape, generator=generator)
+
+
 def stream_loop(how: str, workers: int) -> None:
     accel = accelerator()
     dataset = NoisyLines() if how == "noise" else Lines(how)
+    if "synthetic" in how:
+        dataset = Synthetic(lines=[1.0] * 16 if how == "synthetic noise on lines" else None)
     net = torch.nn.Linear(1, 1)
     model, optimizer, loader = accel.prepare(
         *(net, torch.optim.SGD(net.parameters(), 0.001)),
@@ -161,7 +177,12 @@ def test_a_stream_that_the_script_divides_is_told_once(pool, workers):
     assert second == [text]
 
 
-@pytest.mark.parametrize("how", ["whole", "noise"])
+def test_noise_on_lines_that_the_script_divides_is_told(pool):
+    (text,), _ = pool.run(messages_of, "stream_loop", "synthetic noise on lines", 0)
+    assert text.startswith("True Synthetic reads other samples on each process")
+
+
+@pytest.mark.parametrize("how", ["whole", "noise", "synthetic"])
 def test_a_whole_stream_is_divided_in_silence(pool, how):
     assert pool.run(messages_of, "stream_loop", how, 0) == [[], []]
 
