@@ -113,10 +113,10 @@ def class_with_iter(
     batches = loader.batch_sampler
     if ranks > 1 and batches is not None and length_of(batches) is None:
         raise ValueError(_NO_END.format(type(loader).__name__, type(batches).__name__))
-    return _combined(kind, type(loader))
+    return _combine(kind, type(loader))
 
 
-def _combined(kind: type[DataLoaderShard], user: type[DataLoader[Any]]) -> type[DataLoaderShard]:
+def _combine(kind: type[DataLoaderShard], user: type[DataLoader[Any]]) -> type[DataLoaderShard]:
     if (kind, user) not in _classes:
         members = {"_kind": kind, "_user": user, "__module__": __name__, "__doc__": user.__doc__}
         bases = _OwnIter, kind, user, _Delivered
@@ -125,5 +125,5 @@ def _combined(kind: type[DataLoaderShard], user: type[DataLoader[Any]]) -> type[
 
 
 def _blank(kind: type[DataLoaderShard], user: type[DataLoader[Any]]) -> DataLoaderShard:
-    made = _combined(kind, user)
+    made = _combine(kind, user)
     return made.__new__(made)

@@ -94,8 +94,6 @@ def find_divergence(rank: int, beats: Mapping[int, Mapping[str, Any]]) -> tuple[
         elsewhere = waits[peer].collective and waits[peer].call != mine.call
         if not (elsewhere or _is_ahead(beats[peer]["progress"], progress)):
             return None
-    if not others:
-        return None
     return others[0], (
         f"went on without {mine.call}, in which rank {rank} waits for it: call {mine.call} on all "
         "processes, and not on one, as under `if accel.is_main_process:`"

@@ -394,11 +394,11 @@ class Heartbeat:
                 fate = f"has been in one call of a save for {stuck:.0f} s (its storage hangs?)"
                 self._lose(LostRank(rank, fate, peer.place))
                 return
-        silent = self._silent(self._timeout) or self._diverged()
+        silent = self._silent(self._timeout) or self._divergence()
         if silent is not None:
             self._lose(silent)
 
-    def _diverged(self) -> LostRank | None:
+    def _divergence(self) -> LostRank | None:
         """Return a rank that waits for this one elsewhere, and will not come to where this is."""
         from accel_callbacks.distributed.divergence import find_divergence
 

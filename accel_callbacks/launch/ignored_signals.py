@@ -27,14 +27,14 @@ def keep_ignored_signals() -> Iterator[None]:
     starts = [context._start for context in contexts]
     try:
         for context, start in zip(contexts, starts, strict=True):
-            context._start = _ignoring(ignored, start)
+            context._start = _start_of(ignored, start)
         yield
     finally:
         for context, start in zip(contexts, starts, strict=True):
             context._start = start
 
 
-def _ignoring(ignored: Sequence[int], start: Callable[[Any], None]) -> Callable[[Any], None]:
+def _start_of(ignored: Sequence[int], start: Callable[[Any], None]) -> Callable[[Any], None]:
     """Return a start of processes, called once torch's handlers are set, that ignores signals."""
 
     def ignore_and_start(context: Any) -> None:

@@ -55,7 +55,7 @@ class PassEnds:
         self._group: Callable[[], object] = _reference(dist.group.WORLD)
         collectives.before_collectives("passes", WeakMethod(self.check))
         here = ref(self)
-        report_progress(lambda: () if (ends := here()) is None else ends._reported())
+        report_progress(lambda: () if (ends := here()) is None else ends._report())
 
     def begin(self) -> None:
         """Note that a pass over a prepared loader begins, and training goes on."""
@@ -81,7 +81,7 @@ class PassEnds:
         since = batches - batches_before if epoch == first else batches
         return self._restarts, epoch, since, steps - steps_before
 
-    def _reported(self) -> tuple[int, ...]:
+    def _report(self) -> tuple[int, ...]:
         """Return the progress for the others; none where ranks need not be equally far."""
         return self._progress() if self._trains_together() else ()
 
