@@ -56,6 +56,8 @@ def _wandb_records(path: Path) -> Iterator[Any]:
             pos += left
             continue
         _, size, kind = struct.unpack("<IHB", data[pos : pos + 7])
+        if pos + 7 + size > len(data):  # the service is writing it
+            return
         parts += data[pos + 7 : pos + 7 + size]
         pos += 7 + size
         if size == 0 and kind == 0:
