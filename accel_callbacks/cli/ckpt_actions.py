@@ -25,7 +25,7 @@ from checkpoint_io.folder import remove_all, remove_checkpoint
 from checkpoint_io.format import MANIFEST, save_id_of
 from checkpoint_io.loader import manifest_of
 from checkpoint_io.storage import Store, open_store, protocol_of
-from checkpoint_io.weights import deepspeed_folder, open_weights
+from checkpoint_io.weights import deepspeed_folder, open_weights, sizes_of
 
 _FAILED = {"damaged", "unreachable", "unreadable"}  # statuses of what is not known to be whole
 _LABELS = ("step", "run_name", "run_id")  # what save_state writes into the metadata
@@ -130,7 +130,7 @@ def _list(args: Namespace, options: Mapping[str, Any]) -> int:
 def _instead(place: str, options: Mapping[str, Any]) -> str:
     """Return a hint if the place is itself a checkpoint."""
     store = open_store(place, options)
-    present = store.sizes()
+    present = sizes_of(store)
     is_checkpoint = MANIFEST in present or deepspeed_folder(store, present) is not None
     return f": it is one, `accel ckpt show {place}` lists its tensors" if is_checkpoint else ""
 

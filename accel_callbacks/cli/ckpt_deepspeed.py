@@ -12,7 +12,7 @@ from accel_callbacks.local_files import local_path
 from accel_callbacks.terminal_text import size_of
 from checkpoint_io.local_files import base_name
 from checkpoint_io.storage import open_store
-from checkpoint_io.weights import DeepSpeedSource, deepspeed_folder
+from checkpoint_io.weights import DeepSpeedSource, deepspeed_folder, sizes_of
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def deepspeed_entry(path: str, options: Mapping[str, Any]) -> DeepSpeedEntry | N
     """Return the checkpoint of DeepSpeed in a folder itself; ``latest`` is not followed."""
     try:
         store = open_store(path, options)
-        if deepspeed_folder(store, store.sizes().keys() - {"latest"}) is None:
+        if deepspeed_folder(store, sizes_of(store).keys() - {"latest"}) is None:
             return None
         return DeepSpeedEntry(path, DeepSpeedSource(store), "")
     except OSError:  # of a store that cannot be reached, nothing is known

@@ -295,7 +295,7 @@ def _header(path: str) -> Mapping[str, StoredTensor]:
     from checkpoint_io.weights.source import WeightFile
 
     folder, name = os.path.split(path)
-    _, slots = read_header(WeightFile(LocalStore(folder), name, name))
+    _, slots = read_header(WeightFile.at(LocalStore(folder), name))
     return {
         key: StoredTensor(path, slot.begin, DTYPES[slot.dtype], tuple(slot.shape))
         for key, slot in slots.items()

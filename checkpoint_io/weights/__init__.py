@@ -9,3 +9,4 @@ from checkpoint_io.weights.merge import merge_weights as merge_weights
 from checkpoint_io.weights.source import Destination as Destination
 from checkpoint_io.weights.source import Rows as Rows
 from checkpoint_io.weights.source import WeightInfo as WeightInfo
+from checkpoint_io.weights.source import sizes_of as sizes_of

@@ -25,7 +25,7 @@ from checkpoint_io.sharding.boxes import overlapping
 from checkpoint_io.sharding.dtensor import is_dtensor, local_of
 from checkpoint_io.sharding.planner import plan_reads
 from checkpoint_io.storage.open import RangeReader, Store, child_name
-from checkpoint_io.weights.source import Wanted, WeightFile, WeightInfo
+from checkpoint_io.weights.source import Wanted, WeightFile, WeightInfo, sizes_of
 from checkpoint_io.weights.torch_pickle import (
     Name,
     Record,
@@ -107,7 +107,7 @@ class DcpSource:
 
     def _read_piece(self, name: str, piece: _Piece) -> torch.Tensor:
         """Read one piece; raise CorruptCheckpointError unless it is as the metadata describes."""
-        file = WeightFile(self._store, piece.file, piece.file)
+        file = WeightFile.at(self._store, piece.file)
         with file.open() as reader:
             value = read_restricted(_Part(reader, piece.begin, piece.end), file.where)
         expected = self.infos[name].dtype, piece.sizes
@@ -139,8 +139,8 @@ class _Part:
 
 def _read_metadata(store: Store) -> Record:
     """Return the content of `.metadata`."""
-    file = WeightFile(store, DCP_METADATA, DCP_METADATA)
-    metadata = read_inert(file.read_bytes(MAX_HEADER), file.where)
+    file = WeightFile.at(store, DCP_METADATA)
+    metadata = file.parse(read_inert, MAX_HEADER)
     if not isinstance(metadata, Record) or not metadata.kind.endswith(".Metadata"):
         raise CorruptCheckpointError(
             f"{file.where} is not the metadata of torch.distributed.checkpoint"
@@ -209,7 +209,7 @@ def _storage(metadata: Record, location: str) -> dict[tuple[str, tuple[int, ...]
 
 def _check_files(pieces: Iterable[_Piece], store: Store) -> None:
     """Raise CorruptCheckpointError if files are too short for the pieces that they should hold."""
-    present, claimed = store.sizes(), Counter[str]()
+    present, claimed = sizes_of(store), Counter[str]()
     for piece in pieces:
         url, size = f"{store.url}/{piece.file}", present.get(piece.file)
         claimed[piece.file] += piece.end - piece.begin
@@ -218,6 +218,7 @@ def _check_files(pieces: Iterable[_Piece], store: Store) -> None:
                 f"{url} is missing, though {DCP_METADATA} names it: copy all files again"
             )
         if piece.end > size or claimed[piece.file] > size:
+            WeightFile.at(store, piece.file).require_content()
             raise CorruptCheckpointError(
                 f"{url} is cut off, or not of this folder: by {DCP_METADATA} it holds "
                 f"{max(piece.end, claimed[piece.file])} bytes, and it has {size}; copy it again"

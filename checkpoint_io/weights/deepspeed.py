@@ -23,7 +23,7 @@ from checkpoint_io.format.safetensors import as_bytes
 from checkpoint_io.progress import TransferProgress
 from checkpoint_io.storage.base import is_child_name
 from checkpoint_io.storage.open import Store
-from checkpoint_io.weights.source import Destination, Wanted, WeightFile, WeightInfo
+from checkpoint_io.weights.source import Destination, Wanted, WeightFile, WeightInfo, sizes_of
 from checkpoint_io.weights.torch_archive import StoredTensor, TorchArchive, entries_of
 from checkpoint_io.weights.torch_pickle import described, natural_numbers, refuse_repetition
 
@@ -55,7 +55,7 @@ def deepspeed_folder(store: Store, present: Collection[str]) -> Store | None:
         return store
     if _LATEST not in present:
         return None
-    file = WeightFile(store, _LATEST, _LATEST)
+    file = WeightFile.at(store, _LATEST)
     try:
         tag = file.read_bytes(256).decode("utf-8").strip()
     except (CorruptCheckpointError, UnicodeDecodeError):
@@ -63,7 +63,7 @@ def deepspeed_folder(store: Store, present: Collection[str]) -> Store | None:
     if not is_child_name(tag):
         return None
     tagged = store.child(tag)
-    return tagged if any(map(_is_model, tagged.sizes())) else None
+    return tagged if any(map(_is_model, sizes_of(tagged))) else None
 
 
 def _is_model(name: str) -> re.Match[str] | None:
@@ -139,7 +139,7 @@ class DeepSpeedSource:
         self.infos: dict[str, WeightInfo] = {}
         self.tied: dict[str, str] = {}
         self._stored: dict[str, _Stored] = {}
-        names = store.sizes()
+        names = sizes_of(store)
         self.nbytes = sum(names.values())
         _refuse_split(names, self.where)
         self._optimizers = [TorchArchive(file) for file in _files(store, names, _OPTIMIZER)]
@@ -153,7 +153,7 @@ class DeepSpeedSource:
                 counts = states[0]["partition_count"]
                 self.ranks = max(natural_numbers(counts if isinstance(counts, list) else [counts]))
                 self.stage = 3 if _GROUPS[3] in states[0] else 2
-            _require_ranks(self._optimizers, self.ranks)
+            _require_ranks(self._optimizers, self.ranks, self.where)
         kind = _PARTITIONED if self.stage == 3 else _WHOLE
         self._models = [TorchArchive(file) for file in _files(store, names, kind)]
         _require_ranks(self._models, self.ranks if self.stage == 3 else 1, self.where)
@@ -308,15 +308,14 @@ def _files(store: Store, names: Iterable[str], kind: re.Pattern[str]) -> list[We
     """Return the files of a kind by rank."""
     ranks = {name: match for name in names if (match := kind.fullmatch(name))}
     ordered = sorted(ranks, key=lambda name: int(ranks[name]["rank"] or 0))
-    return [WeightFile(store, name, name) for name in ordered]
+    return [WeightFile.at(store, name) for name in ordered]
 
 
-def _require_ranks(archives: Sequence[TorchArchive], count: int, location: str = "") -> None:
+def _require_ranks(archives: Sequence[TorchArchive], count: int, location: str) -> None:
     """Raise CorruptCheckpointError unless there is a file of each rank."""
     labels = [archive.file.label for archive in archives]
     kinds = [re.sub(r"(?<=zero_pp_rank_)\d+", "N", label) for label in labels]
     if len(labels) != count or len(set(kinds)) != 1 or len(set(labels)) != count:
-        location = archives[0].file.store.url if archives else location
         raise CorruptCheckpointError(
             f"{location}: {count} ranks have written it, and files of {len(labels)} are there "
             f"({', '.join(labels[:3]) or 'none'}): copy all files again"

@@ -5,27 +5,28 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import Any
 
 from checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError
+from checkpoint_io.format import json as jsonio
 from checkpoint_io.format.names import MANIFEST, save_id_of
 from checkpoint_io.format.safetensors import MAX_HEADER
 from checkpoint_io.loader.lazy import TensorView, open_checkpoint
 from checkpoint_io.local_files import local_path, split_path
 from checkpoint_io.progress import TransferProgress
-from checkpoint_io.storage.local import LocalStore, local_folder
+from checkpoint_io.storage.local import local_folder
 from checkpoint_io.storage.open import Store, open_store
 from checkpoint_io.weights.dcp import DCP_METADATA, DcpSource
 from checkpoint_io.weights.deepspeed import DeepSpeedSource, deepspeed_folder
 from checkpoint_io.weights.safetensors import SafetensorsSource
-from checkpoint_io.weights.source import Wanted, WeightFile, WeightInfo, WeightSource
+from checkpoint_io.weights.source import Wanted, WeightFile, WeightInfo, WeightSource, sizes_of
 from checkpoint_io.weights.torch_pickle import TorchSource
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TORCH_SINGLE = "pytorch_model.bin"
 TORCH_INDEX = "pytorch_model.bin.index.json"
-_BLOB = re.compile(r"(?:\.\./)+blobs/([0-9a-f]{40}(?:[0-9a-f]{24})?)", re.ASCII)
 _SAFETENSORS = re.compile(r"[^/\\\0]+\.safetensors", re.ASCII)
 _TORCH = re.compile(r"[^/\\\0]+\.(?:bin|pt|pth|ckpt)", re.ASCII)
 _INDEX = re.compile(r"[^/\\\0]+\.json", re.ASCII)
@@ -39,43 +40,42 @@ def open_weights(
 
     Raises:
         CheckpointNotFoundError: there are none.
-        CorruptCheckpointError: they are damaged, or refer to files outside of their folder.
+        CorruptCheckpointError: they are damaged, or an index refers to files outside of its folder.
     """
     text = os.fspath(url)
     folder, name = _split(text)
     if name is None:
         return _open_folder(open_store(text, storage_options), model_index, storage_options)
     store = open_store(folder, storage_options)
-    present = _files_of(store)
-    if name not in present:
-        present[name] = _linked_file(store, text, name)
-    return _open_file(store, present, name)
+    if name not in sizes_of(store):
+        raise CheckpointNotFoundError(f"no file {text}: check the path")
+    return _open_file(store, name)
 
 
 def _split(text: str) -> tuple[str, str | None]:
     """Return folder and file name of a path or URL; None for the file if it names a folder."""
     folder, name = split_path(text)
-    looks_like_file = any(kind.fullmatch(name) for kind in (_SAFETENSORS, _TORCH, _INDEX))
-    path = local_path(text)
-    is_folder = path is not None and os.path.isdir(path)
-    return (folder or ".", name) if looks_like_file and not is_folder else (text, None)
+    is_file = any(kind.fullmatch(name) for kind in (_SAFETENSORS, _TORCH, _INDEX))
+    if (path := local_path(text)) is not None:
+        is_file = os.path.isfile(path) or (is_file and not os.path.isdir(path))
+    return (folder or ".", name) if is_file else (text, None)
 
 
 def _open_folder(
     store: Store, model_index: int, storage_options: Mapping[str, Any] | None
 ) -> WeightSource:
     """Open the weights in a folder; formats that need no unpickling come first."""
-    present = _files_of(store)
+    present = sizes_of(store)
     for name in (SINGLE, INDEX):
         if name in present:
-            return _open_file(store, present, name)
+            return _open_file(store, name)
     if MANIFEST in present:
         return CheckpointSource(store.url, model_index, storage_options)
     if DCP_METADATA in present:
         return DcpSource(store)
     for name in (TORCH_SINGLE, TORCH_INDEX):
         if name in present:
-            return _open_file(store, present, name)
+            return _open_file(store, name)
     if (tagged := deepspeed_folder(store, present)) is not None:
         return DeepSpeedSource(tagged)
     for kind in (r".+\.index\.json", r".+\.safetensors", r".+\.(?:bin|pt|pth)"):
@@ -86,33 +86,41 @@ def _open_folder(
             if re.fullmatch(kind, n) and not save_id_of(n) and not _SHARD.fullmatch(n)
         ]
         if len(names) == 1:
-            return _open_file(store, present, names[0])
+            return _open_file(store, names[0])
     listed = ", ".join(sorted(present)[:5]) or "no files"
+    tracked = any(name.endswith(".dvc") for name in present)
+    advice = "run `dvc pull` there" if tracked else "check the path, or name the file"
     raise CheckpointNotFoundError(
         f"no {SINGLE} and no {INDEX} in {store.url}, and no single other file of weights "
-        f"(it has {listed}): check the path, or name the file"
+        f"(it has {listed}): {advice}"
     )
 
 
-def _open_file(store: Store, present: Mapping[str, WeightFile], name: str) -> WeightSource:
+def _open_file(store: Store, name: str) -> WeightSource:
     """Open one file, or the files that an index names."""
-    url = f"{store.url}/{name}"
-    if _SAFETENSORS.fullmatch(name):
-        return SafetensorsSource(url, [present[name]])
-    if _TORCH.fullmatch(name):
-        return TorchSource(url, [present[name]])
-    weight_map = _weight_map(present[name])
-    labels = sorted(set(weight_map.values()))
-    files = [present.get(label) or WeightFile(store, label, label) for label in labels]
-    if all(map(_SAFETENSORS.fullmatch, labels)):
-        return SafetensorsSource(url, files, weight_map)
-    return TorchSource(url, files, weight_map)
+    file = WeightFile.at(store, name)
+    if _INDEX.fullmatch(name):
+        weight_map = _weight_map(file)
+        labels = sorted(set(weight_map.values()))
+        files = [WeightFile.at(store, label) for label in labels]
+        if all(_is_below(label, _SAFETENSORS) for label in labels):
+            return SafetensorsSource(file.where, files, weight_map)
+        return TorchSource(file.where, files, weight_map)
+    is_torch = _TORCH.fullmatch(name) or not (_SAFETENSORS.fullmatch(name) or _is_header(file))
+    return TorchSource(file.where, [file]) if is_torch else SafetensorsSource(file.where, [file])
+
+
+def _is_header(file: WeightFile) -> bool:
+    """Return whether a file begins as safetensors do: the length of the header, then the header."""
+    with file.open() as reader:
+        return bytes(reader.read(0, min(9, reader.size)))[8:] == b"{"
 
 
 def _weight_map(file: WeightFile) -> dict[str, str]:
-    """Return the map of an index from names to files; refuse paths, and mixed formats."""
-    document = file.read_json(MAX_HEADER)
-    weight_map = document.get("weight_map") if isinstance(document, dict) else None
+    """Return the map of an index from names to files; refuse mixed formats, and ways out."""
+    document = file.parse(jsonio.loads, MAX_HEADER)
+    # some writers leave the map bare
+    weight_map = document.get("weight_map", document) if isinstance(document, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptCheckpointError(
             f"{file.where}: it has no weight_map, so it is no index of weights"
@@ -121,67 +129,21 @@ def _weight_map(file: WeightFile) -> dict[str, str]:
     if file.label.endswith(".safetensors.index.json"):
         kinds = [_SAFETENSORS]  # an index of a safe format must not lead to pickles
     for kind in kinds:
-        if all(isinstance(n, str) and kind.fullmatch(n) for n in weight_map.values()):
+        if all(isinstance(n, str) and _is_below(n, kind) for n in weight_map.values()):
             return weight_map
     names = sorted(set(map(repr, weight_map.values())))
     raise CorruptCheckpointError(
         f"{file.where}: its weight_map is not usable: it names {', '.join(names[:3]):.300}, and "
-        "only plain names of files in the same folder and of its own format are followed"
+        "only files of its own format are followed, in its folder or in folders there"
     )
 
 
-def _files_of(store: Store) -> dict[str, WeightFile]:
-    """Return a folder's files by name, including the links in a snapshot of the hub's cache."""
-    present = {name: WeightFile(store, name, name) for name in store.sizes()}
-    if (path := local_folder(store)) is not None:
-        for name, (folder, blob) in _blobs_of(path).items():
-            present[name] = WeightFile(LocalStore(folder), blob, name)
-    return present
-
-
-def _linked_file(store: Store, text: str, name: str) -> WeightFile:
-    """Return the target of a link that the caller has named."""
-    # links are not followed in general; but the user, and not the content of a folder, named this
-    path = local_folder(store)
-    if path is not None and os.path.islink(os.path.join(path, name)):
-        folder, target = os.path.split(os.path.realpath(os.path.join(path, name)))
-        return WeightFile(LocalStore(folder), target, name)
-    raise CheckpointNotFoundError(f"no file {text}: check the path")
-
-
-def _blobs_of(folder: str) -> dict[str, tuple[str, str]]:
-    """Return folder and name of the blob of each file in a snapshot of the hub's cache.
-
-    The files of a snapshot are relative links into the `blobs` folder of the same repository.
-    """
-    folder = os.path.abspath(folder)
-    head, found_snapshots, _ = folder.rpartition(f"{os.sep}snapshots{os.sep}")
-    if not found_snapshots:
-        return {}
-    blobs = os.path.join(head, "blobs")
-    blobs_by_name = {}
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return {}
-    for name in names:
-        if (blob := _blob(folder, name, blobs)) is not None:
-            blobs_by_name[name] = (blobs, blob)
-    return blobs_by_name
-
-
-def _blob(folder: str, name: str, blobs: str) -> str | None:
-    """Return the name of the blob that a link points to, None if it points anywhere else."""
-    try:
-        target = os.readlink(os.path.join(folder, name))
-    except OSError:  # not a link
-        return None
-    match = _BLOB.fullmatch(target.replace(os.sep, "/"))
-    if match is None or os.path.normpath(os.path.join(folder, target)) != os.path.join(
-        blobs, match[1]
-    ):
-        return None
-    return match[1]
+def _is_below(label: str, kind: re.Pattern[str]) -> bool:
+    """Return whether a path of an index stays in its folder, and ends in a name of this kind."""
+    # an index is downloaded text: it must not choose which files of this machine are read
+    path = PurePosixPath(label)
+    leads_out = path.is_absolute() or ".." in path.parts or os.path.splitdrive(label)[0]
+    return not leads_out and not set(label) & {"\\", "\0"} and bool(kind.fullmatch(path.name))
 
 
 class CheckpointSource:

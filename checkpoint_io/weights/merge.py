@@ -26,7 +26,7 @@ from checkpoint_io.weights.dcp import DCP_METADATA, DcpSource
 from checkpoint_io.weights.deepspeed import deepspeed_folder
 from checkpoint_io.weights.find import INDEX, SINGLE, open_weights
 from checkpoint_io.weights.save import plan_files, write_files
-from checkpoint_io.weights.source import WeightInfo, WeightSource
+from checkpoint_io.weights.source import WeightInfo, WeightSource, sizes_of
 from checkpoint_io.weights.torch_pickle import TorchSource
 
 
@@ -114,7 +114,7 @@ def _open(
         if part is None:
             return open_weights(url, model_index, options)
         store = open_store(url, options)
-        if DCP_METADATA not in store.sizes():
+        if DCP_METADATA not in sizes_of(store):
             raise CheckpointNotFoundError(
                 f"{url} has no {DCP_METADATA} of torch.distributed.checkpoint, so no part {part!r}"
             )
@@ -132,7 +132,7 @@ def _near(url: str, options: Mapping[str, Any] | None) -> str:
             return f"; it is a folder of checkpoints, of which {newest.path} is the newest"
         store = open_store(url, options)
         signs = {SINGLE, INDEX, DCP_METADATA, MANIFEST}
-        files = {name: store.child(name).sizes() for name in store.folders()}
+        files = {name: sizes_of(store.child(name)) for name in store.folders()}
         names = [
             name
             for name, present in files.items()
@@ -147,6 +147,8 @@ def _check_destination(source: WeightSource, store: Store, overwrite: bool) -> N
     """Raise CheckpointConflictError for the source itself, and for a folder that is in use."""
     folder, _ = split_path(source.where)
     places = {source.where.rstrip("/"), folder.rstrip("/") or folder}
+    # what links lead to is read until the end
+    places.update(file.store.url for file in getattr(source, "files", []))
     destination = store.url.rstrip("/") or store.url
     if local_folder(store) is not None:
         places, destination = (

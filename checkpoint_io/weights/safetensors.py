@@ -29,8 +29,8 @@ from checkpoint_io.weights.source import (
     Wanted,
     WeightFile,
     WeightInfo,
-    check_weight_map,
     plain_bytes,
+    shard_of_each,
 )
 
 _SPAN = 16 * 1024 * 1024  # most bytes of one request
@@ -56,10 +56,10 @@ class SafetensorsSource:
     Args:
         url: of the files, for messages.
         files: the files; their headers are read immediately.
-        weight_map: names to labels of files, from an index; other tensors are ignored.
+        weight_map: names to labels of files, from an index.
 
     Raises:
-        CorruptCheckpointError: a header is damaged, or lacks a tensor that the index names.
+        CorruptCheckpointError: a header is damaged, or none has a tensor that the index names.
     """
 
     def __init__(
@@ -72,14 +72,12 @@ class SafetensorsSource:
         # at once where each read is a round trip
         local = files and local_folder(files[0].store) is not None
         headers = mapped(read_header, files, 1 if local else _AT_ONCE)
-        for number, (metadata, slots) in enumerate(headers):
-            label = files[number].label
-            for key, slot in slots.items():
-                if weight_map is None or weight_map.get(key) == label:
-                    self._slots[key] = (number, slot)
+        labels, stored = [file.label for file in files], [slots for _, slots in headers]
+        for key, number in shard_of_each(url, labels, stored, weight_map).items():
+            self._slots[key] = (number, stored[number][key])
+        for metadata, slots in headers:
             # `save_model` notes tied names as metadata; any other text there names no tensor
             self.tied.update((k, kept) for k, kept in metadata.items() if kept in slots)
-        check_weight_map(url, weight_map, self._slots.keys())
         self.tied = {
             key: kept
             for key, kept in self.tied.items()

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from checkpoint_io.errors import CorruptCheckpointError
-from checkpoint_io.format import json as jsonio
 from checkpoint_io.format.safetensors import as_bytes
 from checkpoint_io.progress import TransferProgress
 from checkpoint_io.sharding.dtensor import is_dtensor, local_of
 from checkpoint_io.sharding.planner import ReadBox, plan_reads
+from checkpoint_io.storage.local import LocalStore, local_folder
 from checkpoint_io.storage.open import RangeReader, Store
 
 STAGING = 64 * 1024 * 1024  # bytes of host memory for rows that are converted or moved
+_MAX_POINTER = 32 * 1024  # bytes; git-annex reads no longer ones, and those of Git LFS have 1024
+_POINTERS = {
+    b"version https://git-lfs.github.com/spec/": ("Git LFS", "git lfs pull"),
+    b"/annex/objects/": ("git-annex", "git annex get"),
+}
 Wanted = Sequence[tuple[str, torch.Tensor]]
 
 
@@ -55,16 +62,29 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True)
 class WeightFile:
-    """A file of weights; `label` is its name in messages and in an index."""
+    """A file of weights in a store.
+
+    `label` is its name in an index, and `where` its location for messages: of a link, not those of
+    the file that it leads to.
+    """
 
     store: Store
     name: str
     label: str
+    where: str
 
-    @property
-    def where(self) -> str:
-        """The location, for messages."""
-        return f"{self.store.url}/{self.label}"
+    @classmethod
+    def at(cls, store: Store, label: str) -> WeightFile:
+        """Return a file of a folder, or of folders in it ("a/b"); a link leads to its target."""
+        where = f"{store.url}/{label}"
+        *folders, name = PurePosixPath(label).parts
+        for folder in folders:
+            store = store.child(folder)
+        path = os.path.join(local_folder(store) or "", name)
+        if local_folder(store) is not None and os.path.islink(path):
+            folder, name = os.path.split(os.path.realpath(path))
+            store = LocalStore(folder)
+        return cls(store, name, label, where)
 
     @contextmanager
     def open(self) -> Iterator[RangeReader]:
@@ -73,35 +93,110 @@ class WeightFile:
             manager = self.store.open(self.name)
             reader = manager.__enter__()
         except FileNotFoundError:
-            raise CorruptCheckpointError(
-                f"{self.where} is missing, though it is listed there: copy all files again"
-            ) from None
+            raise CorruptCheckpointError(f"{self.where} {self._absence()}") from None
         try:
             yield reader
+        except CorruptCheckpointError as error:
+            if (text := _pointer(reader)) is None:
+                raise
+            raise CorruptCheckpointError(f"{self.where} {text}") from error
         finally:
             manager.__exit__(None, None, None)
 
-    def read_json(self, limit: int) -> Any:
-        """Return the content of a file of strict JSON, of `limit` bytes at most."""
-        return jsonio.loads(self.read_bytes(limit), self.where)
+    def _absence(self) -> str:
+        """Return what is wrong with a file that is not there, and what to do."""
+        if not os.path.islink(self.where):
+            return "is missing, though it is listed there: copy all files again"
+        annexed = os.path.join("annex", "objects") in self.store.url
+        fetch = "run `git annex get` there" if annexed else "fetch that file, or copy with `cp -L`"
+        return (
+            f"is a link to {os.path.join(self.store.url, self.name)}, which is not there: {fetch}"
+        )
+
+    def parse(self, parse: Callable[[bytes, str], Any], limit: int) -> Any:
+        """Return what a function makes of the content, `limit` bytes at most, and the location."""
+        with self.open() as reader:
+            return parse(self._content(reader, limit), self.where)
 
     def read_bytes(self, limit: int) -> bytes:
         """Return the content of a file of `limit` bytes at most."""
         with self.open() as reader:
-            if reader.size > limit:
-                raise CorruptCheckpointError(
-                    f"{self.where}: {reader.size} bytes is more than such a file has"
-                )
-            return bytes(reader.read(0, reader.size))
+            return self._content(reader, limit)
+
+    def _content(self, reader: RangeReader, limit: int) -> bytes:
+        if reader.size > limit:
+            raise CorruptCheckpointError(
+                f"{self.where}: {reader.size} bytes is more than such a file has"
+            )
+        return bytes(reader.read(0, reader.size))
+
+    def require_content(self) -> None:
+        """Raise CorruptCheckpointError if the file was not downloaded, and only stands there."""
+        with self.open() as reader:
+            if (text := _pointer(reader)) is not None:
+                raise CorruptCheckpointError(f"{self.where} {text}")
 
 
-def check_weight_map(url: str, weight_map: Mapping[str, str] | None, stored: Set[str]) -> None:
-    """Raise CorruptCheckpointError if the shards lack a tensor that the index names."""
-    if absent := (weight_map or {}).keys() - stored:
+def _pointer(reader: RangeReader) -> str | None:
+    """Return what to do if a file stands for one that was not downloaded, else None."""
+    length = max(map(len, _POINTERS))
+    if not length <= reader.size <= _MAX_POINTER:
+        return None
+    head = bytes(reader.read(0, length))
+    for begin, (system, command) in _POINTERS.items():
+        if head.startswith(begin):
+            return f"is a pointer of {system} and not the file itself: run `{command}` there"
+    return None
+
+
+def sizes_of(store: Store) -> dict[str, int]:
+    """Return the sizes of a folder's files by name, with those that links lead to.
+
+    A link to nothing counts as a file, so that reading it tells what is wrong.
+    """
+    # Who has put a link into a folder could have put the file there. It is the text of an index
+    # that must not lead out of the folder, see find.py.
+    sizes = store.sizes()
+    if (folder := local_folder(store)) is not None:
+        for name in os.listdir(folder) if os.path.isdir(folder) else ():
+            path = os.path.join(folder, name)
+            if os.path.islink(path) and (os.path.isfile(path) or not os.path.exists(path)):
+                sizes[name] = os.path.getsize(path) if os.path.exists(path) else 0
+    return sizes
+
+
+def shard_of_each(
+    url: str,
+    labels: Sequence[str],
+    stored: Sequence[Iterable[str]],
+    weight_map: Mapping[str, str] | None,
+) -> dict[str, int]:
+    """Return the number of the shard that each tensor is taken from.
+
+    The index decides between shards that hold tensors of one name; where it names none of them, the
+    last one counts, as in Accelerate.
+
+    Args:
+        url: of the shards, for messages.
+        labels: their names in the index.
+        stored: the names of the tensors in each.
+        weight_map: the index.
+
+    Raises:
+        CorruptCheckpointError: no shard holds a tensor that the index names.
+    """
+    named = weight_map or {}
+    shards: dict[str, int] = {}
+    for number, names in enumerate(stored):
+        for name in names:
+            if name not in shards or labels[shards[name]] != named.get(name):
+                shards[name] = number
+    if absent := named.keys() - shards.keys():
         raise CorruptCheckpointError(
             f"{url}: the shards do not hold {', '.join(sorted(absent)[:3])}, though the "
             "index names them; save the model again"
         )
+    return shards
 
 
 class Rows(NamedTuple):

@@ -34,7 +34,7 @@ from checkpoint_io.weights.source import (
     Wanted,
     WeightFile,
     WeightInfo,
-    check_weight_map,
+    shard_of_each,
 )
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
@@ -53,8 +53,8 @@ class TorchSource:
         weight_map: names to labels of files, from an index.
 
     Raises:
-        CorruptCheckpointError: a file is damaged, holds more than tensors, or lacks a tensor that
-            the index names.
+        CorruptCheckpointError: a file is damaged or holds more than tensors, or none has a tensor
+            that the index names.
     """
 
     def __init__(
@@ -63,11 +63,9 @@ class TorchSource:
         self.where = url
         self.tied: dict[str, str] = {}
         self._state: dict[str, torch.Tensor] = {}
-        for file in files:
-            for key, tensor in read_torch_file(file).items():
-                if weight_map is None or weight_map.get(key) == file.label:
-                    self._state[key] = tensor
-        check_weight_map(url, weight_map, self._state.keys())
+        labels, stored = [file.label for file in files], [read_torch_file(file) for file in files]
+        for key, number in shard_of_each(url, labels, stored, weight_map).items():
+            self._state[key] = stored[number][key]
         storages = [tensor.untyped_storage() for tensor in self._state.values()]
         held = {storage.data_ptr(): storage.nbytes() for storage in storages}
         wanted = sum(tensor.nbytes for tensor in self._state.values())
@@ -125,7 +123,7 @@ def load_restricted(file: str | os.PathLike[str] | IO[bytes], map_location: Any 
             location = os.fspath(file)
             folder, name = split_path(location)
             store = open_store(folder or ".")
-            reader = stack.enter_context(WeightFile(store, name, name).open())
+            reader = stack.enter_context(WeightFile.at(store, name).open())
             stream: IO[bytes] = io.BufferedReader(RangeFile(reader), _READ_AHEAD)
         else:
             stream, location = file, str(getattr(file, "name", "the open file"))

@@ -83,8 +83,10 @@ def test_a_zip_of_something_else_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["../x.safetensors", "/x.safetensors", "a/b.safetensors", "..\\x.safetensors", 3, None]
-)
+    "name",
+    ["../x.safetensors", "/x.safetensors", "a/../../x.safetensors", "/a/x.safetensors",
+     "a/..\\..\\x.safetensors", "..\\x.safetensors", "a\0/x.safetensors", "a/", 3, None],
+)  # fmt: skip
 @pytest.mark.parametrize("index", [f"{SINGLE}.index.json", "pytorch_model.bin.index.json"])
 def test_an_index_stays_in_its_folder(tmp_path: Path, index: str, name: Any) -> None:
     folder = tmp_path / "folder"
