@@ -10,6 +10,7 @@ __all__ = [
     "HOOKS",
     "IMPORTS",
     "OPTIONS",
+    "PACKAGES",
     "PRECISIONS",
     "REMOVED",
     "advice",
@@ -28,6 +29,29 @@ _STEPS = "End the loop where run.global_step has reached it, or with callbacks=[
 _CHECKPOINT = 'Give callbacks=[Checkpoint(every_n_epochs=1, monitor="val/loss")].'
 _RESUME = "`with accel.run():` resumes the newest; else call accel.load_state(path)."
 _BATCHES = "Leave the loop over the loader with `break`, or iterate islice(loader, n)."
+
+#: Packages of which Accelerate has a function ``is_..._available``, by the name in it.
+PACKAGES: Mapping[str, str] = {
+    **{
+        name: name
+        for name in (
+            *("aim", "boto3", "clearml", "comet_ml", "datasets", "deepspeed", "dvclive"),
+            *("matplotlib", "mlflow", "msamp", "pandas", "peft", "pynvml", "pytest", "rich"),
+            *("schedulefree", "swanlab", "tensorboard", "timm", "torch_xla", "torchao"),
+            *("torchdata", "torchvision", "trackio", "transformer_engine", "transformers"),
+            *("triton", "wandb"),
+        )
+    },
+    "bnb": "bitsandbytes",
+    "hpu": "habana_frameworks",
+    "lomo": "lomo_optim",
+    "megatron_lm": "megatron",
+    "mlu": "torch_mlu",
+    "musa": "torch_musa",
+    "neuron": "torch_neuronx",
+    "npu": "torch_npu",
+    "sdaa": "torch_sdaa",
+}
 
 #: Arguments of ``Trainer`` and ``Fabric``, and of older Accelerators.
 OPTIONS: Mapping[str, str] = {

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import accel_callbacks
 from accel_callbacks._lazy import lazy_names
+from accel_callbacks.foreign_names import PACKAGES
 
 _HOME = {
     "AlignDevicesHook": "compat.hooks",
@@ -108,8 +109,9 @@ _HOME = {
     "slice_tensors": "compat.operations",
 }
 _SHARED = [name for name in accel_callbacks.__all__ if name != "__version__"]
+_CHECKS = [f"is_{package}_available" for package in PACKAGES]
 
-__all__ = sorted([*_HOME, *_SHARED])
+__all__ = sorted([*_HOME, *_SHARED, *_CHECKS])
 
 # Type checkers see what the modules of the table have, so that no name is listed twice.
 if TYPE_CHECKING:
@@ -139,13 +141,10 @@ _get, _ = lazy_names(__name__, {name: f".{home}" for name, home in _HOME.items()
 def __getattr__(name: str) -> Any:
     if name in _SHARED:
         return getattr(accel_callbacks, name)
-    if name not in _HOME:
+    if name in _CHECKS:
         from accel_callbacks.compat.packages import available_check
 
-        try:
-            return available_check(name)
-        except AttributeError:
-            pass
+        return available_check(name)
     return _get(name)
 
 

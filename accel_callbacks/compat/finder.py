@@ -15,6 +15,7 @@ from typing import Any
 
 from accel_callbacks.compat.children import child_variables
 from accel_callbacks.compat.names import MODULES, resolve
+from accel_callbacks.compat.public_names import public_names
 
 __all__ = ["VERSION", "install", "is_installed"]
 
@@ -49,11 +50,16 @@ class _AliasModule(ModuleType):
     """A module of Accelerate, whose names come from the table when they are first asked for."""
 
     def __getattr__(self, name: str) -> Any:
+        if name == "__all__":  # only a star import asks for it
+            return public_names(self.__name__)
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         value = resolve(self.__name__, name)
         setattr(self, name, value)
         return value
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *public_names(self.__name__)})
 
 
 class AliasFinder(MetaPathFinder, Loader):

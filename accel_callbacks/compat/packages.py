@@ -9,6 +9,8 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+from accel_callbacks.foreign_names import PACKAGES
+
 __all__ = [
     "compare_versions",
     "is_bf16_available",
@@ -28,48 +30,6 @@ _OPERATIONS: dict[str, Callable[[Any, Any], bool]] = {
     "!=": operator.ne,
     ">=": operator.ge,
     ">": operator.gt,
-}
-
-_KNOWN = (
-    "aim",
-    "boto3",
-    "clearml",
-    "comet_ml",
-    "datasets",
-    "deepspeed",
-    "dvclive",
-    "matplotlib",
-    "mlflow",
-    "msamp",
-    "pandas",
-    "peft",
-    "pynvml",
-    "pytest",
-    "rich",
-    "schedulefree",
-    "swanlab",
-    "tensorboard",
-    "timm",
-    "torch_xla",
-    "torchao",
-    "torchdata",
-    "torchvision",
-    "trackio",
-    "transformer_engine",
-    "transformers",
-    "triton",
-    "wandb",
-)
-_OTHER_NAMES = {
-    "bnb": "bitsandbytes",
-    "hpu": "habana_frameworks",
-    "lomo": "lomo_optim",
-    "megatron_lm": "megatron",
-    "mlu": "torch_mlu",
-    "musa": "torch_musa",
-    "neuron": "torch_neuronx",
-    "npu": "torch_npu",
-    "sdaa": "torch_sdaa",
 }
 
 
@@ -94,10 +54,9 @@ def available_check(name: str) -> Callable[..., bool]:
         AttributeError: there is no such function.
     """
     short = name.removeprefix("is_").removesuffix("_available")
-    package = short if short in _KNOWN else _OTHER_NAMES.get(short)
-    if package is None or name != f"is_{short}_available":
+    if short not in PACKAGES or name != f"is_{short}_available":
         raise AttributeError(name)
-    return functools.partial(_is_available, package, short)
+    return functools.partial(_is_available, PACKAGES[short], short)
 
 
 def _is_available(

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import re
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,9 @@ def public_objects() -> dict[str, dict[str, Any]]:
     for package in PACKAGES:
         module = importlib.import_module(package)
         names = [name for name in sorted(module.__all__) if not name.startswith("_")]
-        named = {name: getattr(module, name) for name in names}
+        # Functions made for a name, as `is_wandb_available`, have no docstring of their own.
+        values = {name: getattr(module, name) for name in names}
+        named = {key: value for key, value in values.items() if not isinstance(value, partial)}
         objects[package] = {
             name: value for name, value in named.items() if id(value) not in documented
         }

@@ -17,6 +17,7 @@ import accel_callbacks.callbacks
 import accel_callbacks.offload
 import accel_callbacks.utils
 
+ROOT = Path(__file__).resolve().parents[2]
 LAZY = [accel_callbacks, accel_callbacks.callbacks, accel_callbacks.offload]
 lazy = pytest.mark.parametrize("package", LAZY, ids=lambda package: package.__name__)
 
@@ -164,6 +165,28 @@ def test_models_are_taken_out_of_their_wrappers():
     assert "forward" in vars(layer)
     assert utils.extract_model_from_parallel(prepared, False) is layer
     assert "forward" not in vars(layer)
+
+
+LAZY_PACKAGES = [
+    path.parent.relative_to(ROOT).as_posix().replace("/", ".")
+    for path in sorted(ROOT.glob("accel_callbacks/**/__init__.py"))
+    if "lazy_names(" in path.read_text(encoding="utf-8")
+]
+
+
+@pytest.mark.parametrize("name", [*LAZY_PACKAGES, "accel_callbacks.utils"])
+def test_names_made_on_demand_are_in_all_in_dir_and_among_the_members(name):
+    package = importlib.import_module(name)
+    members = dict(inspect.getmembers(package))
+    assert {*package.__all__} <= {*dir(package)}
+    assert {*package.__all__} <= {*members}
+
+
+def test_a_star_import_of_utils_has_the_checks_for_packages():
+    names: dict[str, object] = {}
+    exec("from accel_callbacks.utils import *", names)
+    assert names["is_wandb_available"]() in (True, False)
+    assert "no_such_name" not in names
 
 
 def test_the_version_is_that_of_the_distribution():

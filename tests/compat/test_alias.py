@@ -95,6 +95,36 @@ def test_checks_for_a_package_are_there_and_a_name_that_nobody_has_is_not(tmp_pa
     assert "cannot import name 'no_such_name' from 'accelerate.utils'" in said
 
 
+def test_a_star_gives_the_names_of_accelerate_and_so_do_dir_and_getmembers(tmp_path):
+    said = run(
+        tmp_path,
+        """
+        import sys
+        assert "torch" not in sys.modules
+        from accelerate import *
+        from accelerate.utils import *
+        from accelerate.tracking import *
+
+        assert Accelerator and skip_first_batches and init_empty_weights and PartialState
+        assert set_seed and ProjectConfiguration and gather_object and is_wandb_available
+        assert TensorBoardTracker and filter_trackers
+        try:
+            TERecipeKwargs()
+        except NotImplementedError as error:
+            print(str(error)[:31])
+        import importlib, inspect
+        from accel_callbacks.compat.names import MODULES
+
+        for name in sorted(MODULES):
+            module = importlib.import_module(name)
+            members = dict(inspect.getmembers(module))
+            assert {*module.__all__} <= {*dir(module)} and {*module.__all__} <= {*members}, name
+        print(len(importlib.import_module("accelerate.utils").__all__) > 200)
+        """,
+    )
+    assert said == "accelerate.utils.TERecipeKwargs\nTrue\n"
+
+
 @pytest.mark.first
 def test_a_script_for_accelerate_runs_as_it_is(tmp_path):
     said = run(
