@@ -37,6 +37,7 @@ from checkpoint_io.storage.open import FsspecStore, open_store
 from checkpoint_io.storage.retry import RetryPolicy
 from tests.servers import sftp_server
 from tests.support import warm
+from tests.support.bound import patience
 
 
 @pytest.fixture(scope="module")
@@ -296,7 +297,7 @@ def test_sftp_connection_that_broke_is_made_anew(sftp: Remote) -> None:
 @pytest.mark.slow
 def test_sftp_server_that_stalls_is_given_up() -> None:
     pytest.importorskip("paramiko")
-    policy = RetryPolicy(attempts=1, read_timeout=3.0)
+    policy = RetryPolicy(attempts=1, read_timeout=patience(3))
     with sftp_server() as (url, options, process):
         store = open_store(f"{url}/x", options, retry=policy)
         store.probe()

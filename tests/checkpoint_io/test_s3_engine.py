@@ -32,6 +32,7 @@ from tests.checkpoint_io.scripted_s3 import (
 )
 from tests.servers import S3Server, s3_server
 from tests.support import warm
+from tests.support.bound import patience
 
 pytestmark = pytest.mark.s3
 pytest.importorskip("s3fs")
@@ -41,7 +42,7 @@ PART = 5 * MIB  # the least that stores take for a part
 SHORT = 64 << 10
 QUICK = RetryPolicy(attempts=4, base_delay=0.01, max_delay=0.02, read_timeout=600.0)
 #: For what is stalled; it also gives up what is only slow, but not that often.
-HASTY = replace(QUICK, attempts=20, read_timeout=0.5)
+HASTY = replace(QUICK, attempts=20, read_timeout=patience(0.5))
 
 
 @pytest.fixture(scope="module", params=["moto", pytest.param("seaweedfs", marks=pytest.mark.slow)])

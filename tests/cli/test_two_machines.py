@@ -289,11 +289,12 @@ from datetime import timedelta
 from pathlib import Path
 import fsspec, torch
 from accel_callbacks import Accelerator
+from tests.support.bound import patience
 from tests.support.gated_files import GatedFileSystem
 
 fsspec.register_implementation("gated", GatedFileSystem)
 folder, background = Path(sys.argv[1]), sys.argv[2] == "background"
-accel = Accelerator(cpu=True, timeout=timedelta(seconds=12))
+accel = Accelerator(cpu=True, timeout=timedelta(seconds=patience(12)))
 model = accel.prepare(torch.nn.Linear(4, 4))
 own = str(folder / f"gate{accel.process_index}")
 with accel.run("demo", resume=False):

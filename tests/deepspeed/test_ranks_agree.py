@@ -15,6 +15,7 @@ from accel_callbacks import Accelerator, DeepSpeedPlugin, DistributedDataParalle
 from accel_callbacks.distributed.topology import destroy_topology
 from tests.deepspeed.jobs import PATIENCE, engine, finish
 from tests.mistakes.test_ranks_agree import STEPS, UNUSED, Counted, Heads, batch_of
+from tests.support.bound import patience
 from tests.support.rounding import assert_reordered
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -183,9 +184,9 @@ def test_ranks_that_use_other_parameters_are_told_which(pool):
             assert advice in text, job
 
 
-def change_alone() -> None:
+def change_alone(seconds: float) -> None:
     """Use another weight than before on one rank, within a short timeout."""
-    accel = Accelerator(cpu=True, timeout=timedelta(seconds=20), **engine("zero2"))
+    accel = Accelerator(cpu=True, timeout=timedelta(seconds=seconds), **engine("zero2"))
     model: Any = Heads()
     model, optimizer = accel.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for names in ("aa", "aa", "ab"):
@@ -194,7 +195,7 @@ def change_alone() -> None:
 
 
 def test_one_rank_that_changes_what_it_uses_says_so_before_the_timeout(fresh_pool):
-    (one, cause), (other, text) = fresh_pool.outcomes(change_alone)
+    (one, cause), (other, text) = fresh_pool.outcomes(change_alone, patience(20))
     assert (one, other) == ("RemoteError", "RuntimeError")
     told = "'b.weight' has a gradient on rank 1, where it had none before"
     assert told in text

@@ -16,7 +16,7 @@ from accel_callbacks import (
     ParallelismConfig,
     TorchDynamoPlugin,
 )
-from tests.support.bound import BOUND
+from tests.support.bound import BOUND, patience
 from tests.support.rounding import assert_reordered
 from tests.support.sharded import whole
 
@@ -257,7 +257,7 @@ def test_ranks_that_use_other_parameters_are_told_which(pool, steps, name, has, 
 
 def test_one_rank_that_changes_what_it_uses_says_so_before_the_timeout(fresh_pool):
     steps = [["a"], ["a"], ["a", "ab"]]
-    timeout = timedelta(seconds=20)
+    timeout = timedelta(seconds=patience(20))
     (one, text), (other, cause) = fresh_pool.outcomes(
         trained_heads, "fsdp", steps, None, 1, timeout
     )

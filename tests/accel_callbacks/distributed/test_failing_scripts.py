@@ -229,15 +229,16 @@ from accel_callbacks import Accelerator
 from accel_callbacks.collectives import all_objects
 from accel_callbacks.distributed import abort
 sys.path.insert(0, sys.argv[1])
+from bound import patience
 from gated_files import Gate
 
 how, folder = sys.argv[2:]
-abort._SAVE_TIMEOUT = 1.0 if how == "cut off" else 8.0
+abort._SAVE_TIMEOUT = patience(1 if how == "cut off" else 8)
 # Both are there before they join: the timeout, which has to pass, is short.
 Path(folder, f"ready-{os.environ['RANK']}").touch()
 while len(list(Path(folder).glob("ready-*"))) < 2:
     time.sleep(0.01)
-accel = Accelerator(cpu=True, timeout=timedelta(seconds=4))
+accel = Accelerator(cpu=True, timeout=timedelta(seconds=patience(4)))
 other = all_objects(os.getpid(), operation="test")[1]
 model = accel.prepare(torch.nn.Linear(1, 1))
 gate = Gate(folder)
@@ -252,8 +253,8 @@ try:
         if how == "cut off":
             gate.open()
         elif accel.process_index == 1:
-            time.sleep(7)  # longer than the other waits
-            abort.threading.Timer(12, gate.open).start()
+            time.sleep(patience(7))  # longer than the other waits
+            abort.threading.Timer(patience(12), gate.open).start()
         accel.wait_for_everyone()
 finally:
     if how == "cut off":

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import warm
-from tests.support.bound import OUTLASTING
+from tests.support.bound import OUTLASTING, patience
 from tests.support.loss import loss_of
 from tests.support.ports import free_port
 
@@ -76,11 +76,12 @@ class Struck:
     def __init__(self, case: Case, folder: Path) -> None:
         self.case, self.folder = case, folder
         port = free_port()
-        self.processes = [self._start(rank, port) for rank in range(case.world)]
+        timeout = patience(case.timeout)
+        self.processes = [self._start(rank, port, timeout) for rank in range(case.world)]
 
-    def _start(self, rank: int, port: int) -> warm.Popen:
+    def _start(self, rank: int, port: int, timeout: float) -> warm.Popen:
         case = self.case
-        words = [case.place, case.fault, str(case.rank), str(self.folder), str(case.timeout)]
+        words = [case.place, case.fault, str(case.rank), str(self.folder), str(timeout)]
         environment = {
             **os.environ,
             "PYTHONPATH": str(ROOT),

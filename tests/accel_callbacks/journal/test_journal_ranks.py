@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,10 @@ import torch
 from accel_callbacks import Accelerator
 from accel_callbacks.callbacks import Checkpoint
 from accel_callbacks.cli.main import main
-from accel_callbacks.journal import Journal
+from accel_callbacks.journal import Journal, recorder
 from accel_callbacks.journal.rank_means import rank_means
 from accel_callbacks.journal.samples import samples_of
+from accel_callbacks.loop import passes
 from tests.support import warm
 from tests.support.bound import BOUND
 from tests.support.pool import Pool
@@ -53,34 +53,33 @@ def test_the_samples_of_a_step_are_told_by_rank(pool: Pool, tmp_path: Path) -> N
 
 
 def train_with_a_slow_rank(folder: str) -> None:
-    """Train four steps, in which rank 1 takes a tenth of a second longer than rank 0."""
-    accel = Accelerator(cpu=True, project_dir=folder, timeout=BOUND)
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    data = torch.utils.data.DataLoader(torch.arange(16.0)[:, None], batch_size=2)
-    model, optimizer, data = accel.prepare(model, optimizer, data)
-    with accel.run("slow") as run:
-        for batch in data:
-            loss = model(batch).mean()
-            there = Path(folder, f"there-{run.global_step}")
-            if accel.is_main_process:
-                there.touch()
-            else:
-                while not there.exists():
-                    time.sleep(0.001)
-                time.sleep(0.1)
-            accel.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
+    """Train four steps by a clock on which rank 1 takes a second longer than rank 0."""
+    now = 0.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorder, "time", lambda: now)
+        patch.setattr(passes, "perf_counter", lambda: now)
+        accel = Accelerator(cpu=True, project_dir=folder, timeout=BOUND)
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        data = torch.utils.data.DataLoader(torch.arange(16.0)[:, None], batch_size=2)
+        model, optimizer, data = accel.prepare(model, optimizer, data)
+        with accel.run("slow"):
+            for batch in data:
+                began, loss = now, model(batch).mean()
+                now += 0.0 if accel.is_main_process else 1.0
+                accel.backward(loss)
+                now = began + 1.0  # rank 0 has waited in the backward
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 def test_the_wait_for_a_slow_rank_is_told(pool: Pool, tmp_path: Path) -> None:
     pool.run(train_with_a_slow_rank, str(tmp_path))
     fast, slow = rank_means(Journal.read(tmp_path))
-    assert slow.own_s > 0.1
-    assert fast.wait_s > slow.wait_s
+    assert (fast.own_s, slow.own_s) == (0.0, 1.0)
+    assert (fast.wait_s, slow.wait_s) == (1.0, 0.0)
     # The time of a step tells nothing: both have the wait in it.
-    assert fast.step_s > 0.1
+    assert fast.step_s == slow.step_s > 0
 
 
 JOB = """

@@ -30,7 +30,7 @@ from accel_callbacks import (
 from accel_callbacks.callbacks import EMA
 from accel_callbacks.collectives import sharded
 from accel_callbacks.distributed.topology import destroy_topology
-from tests.support.bound import BOUND
+from tests.support.bound import BOUND, patience
 from tests.support.rounding import assert_reordered
 
 pytestmark = [
@@ -412,10 +412,10 @@ def test_weights_load_into_a_sharded_model(pools, layout, tmp_path):
         assert results == [wanted] * 3
 
 
-def gathers_on_one_rank(layout: str, debug: bool, then: str) -> None:
+def gathers_on_one_rank(layout: str, debug: bool, then: str, seconds: float) -> None:
     """Only the main process calls, as scripts for DDP may; the others go on."""
     destroy_topology()  # the group of other tests has a longer timeout
-    accel = accelerator(layout, timeout=timedelta(seconds=8), debug=debug)
+    accel = accelerator(layout, timeout=timedelta(seconds=seconds), debug=debug)
     model = accel.prepare(Net())
     if accel.is_main_process:
         accel.get_state_dict(model)
@@ -426,7 +426,9 @@ def gathers_on_one_rank(layout: str, debug: bool, then: str) -> None:
 
 
 def test_debug_mode_names_the_rank_that_does_not_gather(pools):
-    for kind, text in pools("fsdp2").outcomes(gathers_on_one_rank, "fsdp2", True, "wait"):
+    for kind, text in pools("fsdp2").outcomes(
+        gathers_on_one_rank, "fsdp2", True, "wait", patience(8)
+    ):
         assert kind == "DistributedOperationException"
         assert re.search(r"process 0: get_state_dict\(all_ranks=False\) at test_fsdp", text)
         assert "process 1: wait_for_everyone()" in text
@@ -438,7 +440,7 @@ def test_debug_mode_names_the_rank_that_does_not_gather(pools):
 def test_a_rank_that_does_not_gather_is_named_within_the_timeout(pools, then):
     pool = pools("fsdp2")
     try:
-        kind, text = pool.outcomes(gathers_on_one_rank, "fsdp2", False, then)[0]
+        kind, text = pool.outcomes(gathers_on_one_rank, "fsdp2", False, then, patience(8))[0]
     finally:
         pool.restart()
     assert kind != "ok"

@@ -12,7 +12,7 @@ import torch
 
 from accel_callbacks import Accelerator, FullyShardedDataParallelPlugin
 from accel_callbacks.distributed.topology import destroy_topology
-from tests.support.bound import BOUND
+from tests.support.bound import BOUND, patience
 from tests.support.sharded import Network, accelerator, batch_of, step
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -134,7 +134,7 @@ PLACES = {
 )
 def test_the_error_names_the_rank_that_does_not_come_and_its_place(pool, then, run):
     try:
-        outcomes = pool.outcomes(under_an_if, then, run, 8.0)
+        outcomes = pool.outcomes(under_an_if, then, run, patience(8))
     finally:
         pool.restart()
     kind, text = outcomes[0]

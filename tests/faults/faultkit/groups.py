@@ -15,6 +15,7 @@ from faultkit.interpose import Interposer
 from faultkit.states import local_of, state_of, whole
 from faultkit.trouble import Trouble, from_the
 from faultkit.victims import RUN, join_group, save_step
+from tests.support.bound import patience
 
 
 def save_as_group(
@@ -81,7 +82,7 @@ def save_with_a_stopped_rank(
     link: Connection, rank: int, size: int, rendezvous: str, url: str, step: int
 ) -> None:
     """Save together; rank 1 is stopped before its first write."""
-    group = join_group(rank, size, rendezvous, timeout=timedelta(seconds=4))
+    group = join_group(rank, size, rendezvous, timeout=timedelta(seconds=patience(4)))
     stop = from_the("write", 0, lambda call: os.kill(os.getpid(), signal.SIGSTOP), repeat=False)
     with Interposer(url, before=stop if rank == 1 else None):
         save_step(url, step, rank=rank, group=group, numel=20_000)
