@@ -384,9 +384,10 @@ def _record(
         record.flops += counter.total - totals_at_entry.pop()
         record.outputs = record.outputs or _shapes_in(output)
 
+    # A TorchScript module runs hooks, but its own methods that register them raise.
     for handle in (
-        module.register_forward_pre_hook(before, with_kwargs=True),
-        module.register_forward_hook(after),
+        torch.nn.Module.register_forward_pre_hook(module, before, with_kwargs=True),
+        torch.nn.Module.register_forward_hook(module, after),
     ):
         stack.callback(handle.remove)
 

@@ -90,7 +90,9 @@ class ReplayRecorder(Recorder):
             for name, module in prepared.named_modules():
                 if fnmatchcase(name, self._request.modules):
                     place = f"activations/{number}/{name or 'model'}"
-                    self._handles.append(module.register_forward_hook(self._keeper(place)))
+                    # A TorchScript module runs hooks, but its own method that registers one raises.
+                    handle = torch.nn.Module.register_forward_hook(module, self._keeper(place))
+                    self._handles.append(handle)
 
     def _keeper(self, place: str) -> Any:
         def keep(module: torch.nn.Module, inputs: Any, output: Any) -> None:

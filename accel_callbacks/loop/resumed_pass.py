@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.errors import ResumeError
 from accel_callbacks.loop.loop import Loop
@@ -76,9 +78,10 @@ class _SkipWatch:
         """Yield the rest of the epoch."""
         loader, loop = self._loader, self._loop
         batches = loader.batches()
-        # A hook would be compiled into a model that was compiled in place.
+        # A hook would be compiled into a model that was compiled in place. Of Module, as the
+        # method of a TorchScript module raises.
         handles = [
-            model.register_forward_pre_hook(self._note_call)
+            torch.nn.Module.register_forward_pre_hook(model, self._note_call)
             for model in loop.models
             if getattr(model, "_compiled_call_impl", None) is None
         ]

@@ -73,9 +73,10 @@ class UndecidedPass:
             if not torch.is_grad_enabled():
                 choose(False)
 
-        # A hook would be compiled into a model that was compiled in place.
+        # A hook would be compiled into a model that was compiled in place. Of Module, as the
+        # method of a TorchScript module raises.
         handles = [
-            model.register_forward_pre_hook(note_call)
+            torch.nn.Module.register_forward_pre_hook(model, note_call)
             for model in loop.models
             if getattr(model, "_compiled_call_impl", None) is None
         ]

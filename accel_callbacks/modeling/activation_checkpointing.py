@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 )
 
 from accel_callbacks.errors import nearest
-from accel_callbacks.modeling.compile import regions
+from accel_callbacks.modeling.compile import refuse_scripted, regions
 
 __all__ = ["CheckpointedForward", "apply_activation_checkpointing", "checkpoint_with"]
 
@@ -100,9 +100,10 @@ def apply_activation_checkpointing(
             f"{doubled[0]!r}), and would be computed three times: call "
             "model.gradient_checkpointing_disable() first, or leave this one out."
         )
+    picked = chosen[every - 1 :: every] if every else []
+    refuse_scripted((block for _, block in picked), "activation checkpointing")
     for module in model.modules():
         _release(module)
-    picked = chosen[every - 1 :: every] if every else []
     for _, block in picked:
         block.forward = CheckpointedForward(block.forward, context_fn, preserve_rng_state, offload)
     return [name for name, _ in picked]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from types import CodeType, FunctionType
 from typing import Any
@@ -17,6 +18,7 @@ __all__ = [
     "compile_model",
     "is_compiled",
     "original",
+    "refuse_scripted",
     "regions",
     "release",
     "uncompile",
@@ -27,9 +29,11 @@ _MARK = "_compiled_by_prepare"
 
 def original(model: torch.nn.Module) -> torch.nn.Module:
     """Return the module that ``torch.compile`` has wrapped, else the model itself."""
-    # Recognized by the name of its child: an isinstance check would import dynamo.
-    inner = model._modules.get("_orig_mod")
-    return model if inner is None else inner
+    # Its class, without an import of dynamo: any module may have a child of that name.
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if isinstance(model, getattr(dynamo, "OptimizedModule", ())):
+        return model.get_submodule("_orig_mod")
+    return model
 
 
 def adopt(model: torch.nn.Module) -> torch.nn.Module:
@@ -46,12 +50,25 @@ def compile_model(model: torch.nn.Module, plugin: TorchDynamoPlugin) -> None:
     release(model)
     if not plugin.compiles or _compiled(model) is not None:  # already compiled by the user
         return
+    refuse_scripted([model], "torch.compile")
     blocks = list(regions(model)) if plugin.use_regional_compilation else []
+    blocks = [block for block in blocks if not isinstance(block, torch.jit.ScriptModule)]
     codes: dict[type, CodeType] = {}
     for module in blocks or [model]:
         call = torch.compile(_entry(module, codes), **plugin.compile_kwargs())
         setattr(call, _MARK, True)
         _set_compiled(module, call)
+
+
+def refuse_scripted(modules: Iterable[torch.nn.Module], task: str) -> None:
+    """Raise for a TorchScript module, whose layers Python neither calls nor changes."""
+    for module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{task}: {type(module).__name__} is a TorchScript module, whose layers "
+                "Python does not call: pass the module as it was before torch.jit.script or "
+                "torch.jit.trace."
+            )
 
 
 def regions(model: torch.nn.Module) -> Iterator[torch.nn.Module]:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
+from accel_callbacks.modeling.compile import refuse_scripted
 from accel_callbacks.offload.align import unalign
 from accel_callbacks.offload.assignment import Assignment, Weight
 from accel_callbacks.offload.origins import Origin, Origins, detach
@@ -35,6 +36,8 @@ def spread(
     known, skipped = _checked_origins(assignment, origins, state_dict or {})
     on_disk = [a.weight for a in assignment.on_disk if a.weight.name not in skipped]
     held = [a.weight for a in assignment.held if a.weight.name not in skipped]
+    slots = (slot for weight in (*on_disk, *held) for slot in weight.slots)
+    refuse_scripted((slot.module for slot in slots), "offload")
     fresh = {
         weight.name: _as_tensor(known.get(weight.name, weight.tensor))
         for weight in on_disk

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from accel_callbacks.collectives import tensors_in
 from accel_callbacks.strategies.reduction import explain_unfinished
 
 __all__ = ["DistributedDataParallel"]
@@ -89,28 +90,32 @@ class DistributedDataParallel(TorchDDP):
         value = getattr(inner, name)
         if name in self._forward_methods:
             return functools.partial(self._call_method, name)
-        if inspect.ismethod(value) and value.__self__ is inner:
+        if isinstance(value, torch.ScriptMethod) or (
+            inspect.ismethod(value) and value.__self__ is inner
+        ):
             return self._checked(name, value)
         return value
 
     def _call_method(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapper with a method of the model inside in place of its forward."""
         inner = self.module
+        attributes = vars(inner)  # a traced module would set the attribute of another one
         before = inner._compiled_call_impl
 
         # In place of the compiled call, which torch asks for before hooks and the forward.
         def redirected(*args: Any, **kwargs: Any) -> Any:
-            inner._compiled_call_impl = before
+            attributes["_compiled_call_impl"] = before
             return getattr(inner, name)(*args, **kwargs)
 
-        inner._compiled_call_impl = redirected
+        attributes["_compiled_call_impl"] = redirected
         try:
             return self(*args, **kwargs)
         finally:
-            inner._compiled_call_impl = before
+            attributes["_compiled_call_impl"] = before
 
     def _checked(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         """Return a method that raises where it runs trained layers past the wrapper."""
+        scripted = isinstance(method, torch.ScriptMethod)  # its layers run no hooks
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -124,15 +129,22 @@ class DistributedDataParallel(TorchDDP):
 
             handle = register_module_forward_pre_hook(refuse)
             try:
-                return method(*args, **kwargs)
+                result = method(*args, **kwargs)
             finally:
                 handle.remove()
+            if scripted and _is_differentiable(result) and not _is_differentiable((args, kwargs)):
+                raise RuntimeError(_unmarked(type(self.module).__name__, name))
+            return result
 
         return call
 
 
 def _is_trained(module: torch.nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+
+
+def _is_differentiable(data: Any) -> bool:
+    return any(tensor.requires_grad for tensor in tensors_in(data))
 
 
 def _unmarked(model: str, name: str) -> str:

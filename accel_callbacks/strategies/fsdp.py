@@ -21,7 +21,7 @@ from accel_callbacks.gradients import has_gradients, local_part, parameters_of
 from accel_callbacks.logging import notice
 from accel_callbacks.modeling.absent_weights import absent_weights
 from accel_callbacks.modeling.activation_checkpointing import checkpoint_with
-from accel_callbacks.modeling.compile import await_collectives, is_compiled
+from accel_callbacks.modeling.compile import await_collectives, is_compiled, refuse_scripted
 from accel_callbacks.modeling.empty_weights import init_empty_weights
 from accel_callbacks.modeling.from_pretrained import weights_on_rank_0
 from accel_callbacks.modeling.initial_weights import InitialWeights, whole_parameters_freed
@@ -301,6 +301,13 @@ class FSDP(Sharding):
 
         options = self.options
         whole = ignored_parameters(model, options)
+        left = set(map(id, whole))
+        sharded = (
+            module
+            for module in model.modules()
+            if any(id(parameter) not in left for parameter in module.parameters(recurse=False))
+        )
+        refuse_scripted((model, *sharded), "FSDP")
         self._place_whole(model, whole)
         common = {"mesh": mesh, "offload_policy": self._offload_policy(), **_ignoring(whole)}
         common |= _around_packed(model, mesh)

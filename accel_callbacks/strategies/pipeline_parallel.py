@@ -25,6 +25,7 @@ from accel_callbacks.gradients import (
     scale_gradients,
     total_norm,
 )
+from accel_callbacks.modeling.compile import refuse_scripted
 from accel_callbacks.modeling.initial_weights import whole_parameters_freed
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.ddp import DistributedDataParallelKwargs
@@ -256,6 +257,7 @@ class PipelineParallel(Sharding):
         if model in self._owners:
             raise ValueError(f"{type(model).__name__} is cut into stages already.")
         options = options.checked(self._ranks, model)
+        refuse_scripted(model.modules(), "a pipeline")
         self._refuse_shared(model)
         _refuse_spread(model)
         refuse_distributed(model)

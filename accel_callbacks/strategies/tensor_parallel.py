@@ -11,7 +11,7 @@ import torch
 
 from accel_callbacks import collectives
 from accel_callbacks.gradients import local_part
-from accel_callbacks.modeling.compile import await_collectives
+from accel_callbacks.modeling.compile import await_collectives, refuse_scripted
 from accel_callbacks.modeling.empty_weights import init_empty_weights
 from accel_callbacks.modeling.from_pretrained import weights_on_rank_0
 from accel_callbacks.modeling.initial_weights import InitialWeights, whole_parameters_freed
@@ -75,6 +75,7 @@ class TensorParallel(Sharding):
     def check(self, model: torch.nn.Module) -> None:
         """Refuse a model without a plan, before it is changed."""
         if not is_cut(model):
+            refuse_scripted(model.modules(), "tensor parallelism")
             self._refuse_shared(model)
             refuse_spread(model)
             required_plan(model, self.parallelism)

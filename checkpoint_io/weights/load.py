@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -305,11 +306,14 @@ class ModelTargets:
 
 def _bare(model: torch.nn.Module) -> torch.nn.Module:
     """Return the module inside wrappers that add a prefix to every name."""
+    # Whoever has wrapped a model by torch.compile has imported dynamo.
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    compiled: Any = getattr(dynamo, "OptimizedModule", ())
     while True:
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), torch.nn.Module):
-            model = inner
+        elif isinstance(model, compiled):
+            model = model._orig_mod
         else:
             return model
 
