@@ -33,8 +33,10 @@ from accel_callbacks.collectives.nested import (
 from accel_callbacks.collectives.object_exchange import exchange, send_object
 from accel_callbacks.collectives.sharded import full_tensor, is_sharded
 from accel_callbacks.errors import nearest
+from accel_callbacks.warning import warn
 
 __all__ = [
+    "NestedTensorWarning",
     "broadcast",
     "broadcast_tensor",
     "compare",
@@ -55,6 +57,10 @@ __all__ = [
 T = TypeVar("T")
 
 _REDUCTIONS = ("sum", "mean", "max", "min", "none")
+
+
+class NestedTensorWarning(UserWarning):
+    """A nested tensor was not padded."""
 
 
 def gather(tensor: T, *, debug: bool | None = None) -> T:
@@ -195,7 +201,7 @@ def pad_across_processes(
 
     Args:
         tensor: a tensor, a numpy array or a nested structure; tensors may differ between processes
-            along ``dim``. Numbers are not changed.
+            along ``dim``. Numbers and nested tensors are not changed.
         dim: the dimension to pad, from the end if negative; tensors without it are not changed.
         pad_index: the value to fill with.
         pad_first: put the padding in front instead of behind.
@@ -210,6 +216,9 @@ def pad_across_processes(
         TypeError: as for :func:`gather`.
         DistributedOperationException: in debug mode, if the calls of the processes differ.
 
+    Warns:
+        UserWarning: there is a nested tensor.
+
     Example:
         >>> import torch
         >>> from accel_callbacks import pad_across_processes
@@ -218,7 +227,7 @@ def pad_across_processes(
     """
 
     def text_of(tensor: torch.Tensor) -> str:
-        shape: list[object] = list(tensor.shape)
+        shape: list[object] = ["*"] if tensor.is_nested else list(tensor.shape)
         if _has(tensor, dim):
             shape[dim] = "*"
         return whole(tensor, shape)
@@ -236,6 +245,12 @@ def pad_across_processes(
         lengths = [each.shape[dim] for each in values_in(tensor) if _has(each, dim)]
         sizes = compare("pad_across_processes", contents(tensor, text_of), lengths)
     refuse_others("pad_across_processes", tensor, "gather_object")
+    if any(each.is_nested for each in values_in(tensor)):
+        warn(
+            "a nested tensor has no size to pad, so it stays as it is, and cannot be gathered: "
+            "convert it with .to_padded_tensor(0) first.",
+            NestedTensorWarning,
+        )
     if sizes is None:
         return tensor
     largest = map(max, zip(*sizes, strict=True))
@@ -243,7 +258,7 @@ def pad_across_processes(
 
 
 def _has(tensor: torch.Tensor, dim: int) -> bool:
-    return -tensor.dim() <= dim < tensor.dim()
+    return not tensor.is_nested and -tensor.dim() <= dim < tensor.dim()
 
 
 def _padder(

@@ -12,6 +12,7 @@ import torch
 
 from accel_callbacks.collectives import is_sharded
 from accel_callbacks.collectives.nested import find_batch_size
+from accel_callbacks.collectives.tensors import NestedTensorWarning
 from accel_callbacks.compat.packages import (
     available_check,
     compare_versions,
@@ -159,8 +160,7 @@ def move_to_device(state: Any, device: Any) -> Any:
     return send_to_device(state, device)
 
 
-class CannotPadNestedTensorWarning(UserWarning):
-    """A nested tensor was not padded."""
+CannotPadNestedTensorWarning = NestedTensorWarning
 
 
 # --- decorators, and functions of nothing -----------------------------------------------------

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import warnings
 
 import pytest
 import torch
 
-from accel_callbacks import PartialState
+from accel_callbacks import PartialState, pad_across_processes
 from accel_callbacks.compat.models import copy_tensor_to_devices, prepare_pippy
 from accel_callbacks.compat.twins import Accelerator
 
@@ -41,6 +42,21 @@ def test_a_pipeline_for_inference_returns_what_the_model_does(pool):
 def test_a_tensor_of_one_process_is_copied_to_all(pool):
     text = "copy_tensor_to_devices: no process has a tensor; pass it on one."
     assert pool.run(copied) == [([0, 1, 2], text)] * 2
+
+
+def padded():
+    rank = PartialState(cpu=True).process_index
+    ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(1 + rank)])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = pad_across_processes({"ragged": ragged, "even": torch.ones(1 + rank)})
+    assert result["ragged"] is ragged
+    return result["even"].tolist(), [warning.category.__name__ for warning in caught]
+
+
+def test_beside_a_nested_tensor_the_others_are_padded(pool):
+    warned = ["NestedTensorWarning"]
+    assert pool.run(padded) == [([1.0, 0.0], warned), ([1.0, 1.0], warned)]
 
 
 def saved(folder):
