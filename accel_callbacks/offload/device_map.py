@@ -71,7 +71,8 @@ def infer_auto_device_map(
         fallback_allocation: accepted for Accelerate; gaps are always filled.
 
     Warns:
-        UserWarning: no placement keeps the budgets; the map leaves no room for what it offloads.
+        UserWarning: no placement keeps the budgets; the map leaves no room for what it offloads. Or
+            no accelerator has room for any of the model while it runs.
 
     Example:
         >>> import torch
@@ -122,12 +123,21 @@ def planned_device_map(
 
 
 def _fitted(weights: Weights, memory: Mapping[Device, int], offload_buffers: bool) -> Plan:
-    """Return the plan of a map; warn if it does not fit, where Accelerate stays silent."""
+    """Return the plan of a map; warn if it does not fit, or uses no accelerator."""
     try:
-        return plan(weights, memory, "sequential", prefetch=0, offload_buffers=offload_buffers)
+        fitted = plan(weights, memory, "sequential", prefetch=0, offload_buffers=offload_buffers)
     except PlanError as error:
         warn(f"{error} The map leaves no room to run what it offloads.")
         return error.plan
+    fast = [device for device, nbytes in memory.items() if device not in _STORES and nbytes > 0]
+    if fast and weights.nbytes and fitted.execution_device == "cpu":
+        way = "" if offload_buffers else "pass offload_buffers=True, "
+        warn(
+            f"all of the model runs on the CPU, since {fast[0]} has no room for the largest layer "
+            f"and the buffers that are to stay there: raise its max_memory, {way}or split larger "
+            "classes."
+        )
+    return fitted
 
 
 def get_balanced_memory(

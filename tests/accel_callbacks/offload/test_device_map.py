@@ -45,7 +45,7 @@ def mapped(seed: int) -> tuple[dict[str, Any], bool]:
         found = infer_auto_device_map(
             one.model, one.memory, [WHOLE], offload_buffers=one.offload_buffers
         )
-    return found, not caught
+    return found, not any("leaves no room" in str(warning.message) for warning in caught)
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (30, 60))])
@@ -231,3 +231,18 @@ def test_tied_modules_count_with_a_module() -> None:
 def test_verbose_prints_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     infer_auto_device_map(Small(), {0: 136, 1: 100}, verbose=True)
     assert "linear2    1      100 B  1       does not fit 0" in capsys.readouterr().out
+
+
+def test_a_map_says_that_no_accelerator_is_used() -> None:
+    model = Small()
+    model.batchnorm.register_buffer("table", torch.zeros(75))  # 300 bytes, needed where it runs
+    with pytest.warns(UserWarning, match=r"runs on the CPU, since 0 has.*offload_buffers=True"):
+        assert infer_auto_device_map(model, {0: 390, "cpu": 900}) == {"": "cpu"}
+    with pytest.warns(UserWarning, match=r"raise its max_memory, or split larger classes"):
+        infer_auto_device_map(model, {0: 300, "cpu": 900}, offload_buffers=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        infer_auto_device_map(model, {0: 460, "cpu": 900})
+        infer_auto_device_map(model, {"cpu": 900})
+        infer_auto_device_map(model, {0: 0, "cpu": 900})
+        infer_auto_device_map(nn.ReLU(), {0: 9, "cpu": 900})
