@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from accel_callbacks.distributed.topology import own_accelerator
 from accel_callbacks.launch.environment import changed_environment
 from accel_callbacks.launch.machine import gpu_drivers, nvidia_smi
 from accel_callbacks.launch.peer_access import nccl_workarounds
+from accel_callbacks.terminal_text import listed
 from accel_callbacks.warning import warn
 
 __all__ = [
@@ -101,12 +103,23 @@ def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    """Return the lines of an environment file, without values that such a file cannot have."""
-    return [
-        f"{key}={value}\n"
+    """Return the lines of an environment file, without values that such a file cannot have.
+
+    Warns:
+        UserWarning: there are such values; it names their variables.
+    """
+    usable = {
+        key: value
         for key, value in current_env.items()
         if key and value and _FORBIDDEN.isdisjoint(key + value)
-    ]
+    }
+    if lost := [key for key in current_env if key not in usable]:
+        # Not the values, which may be secrets.
+        warn(
+            f"the environment file is without {listed(map(repr, lost))}: its lines have no empty "
+            "values, spaces, line breaks, semicolons, < or >. Set them on the other machines."
+        )
+    return [f"{key}={value}\n" for key, value in usable.items()]
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
@@ -264,7 +277,7 @@ def get_free_port() -> int:
 
 def check_os_kernel() -> None:
     """Warn where the kernel is a Linux before 5.5, under which processes may hang."""
-    release = platform.release().split("-")[0].split(".")
-    numbers = tuple(int(part) for part in release[:2] if part.isdecimal())
-    if sys.platform == "linux" and numbers < _FIRST_KERNEL:
-        warn(f"Linux {platform.release()} is older than 5.5, and processes may hang: update it.")
+    machine = platform.uname()
+    version = re.match(r"(\d+)\.(\d+)", machine.release)
+    if machine.system == "Linux" and version and tuple(map(int, version.groups())) < _FIRST_KERNEL:
+        warn(f"Linux {machine.release} is older than 5.5.0, and processes may hang: update it.")

@@ -72,7 +72,9 @@ class AliasFinder(MetaPathFinder, Loader):
         if fullname not in MODULES:
             return None
         is_package = any(name.startswith(f"{fullname}.") for name in MODULES)
-        return ModuleSpec(fullname, self, origin=__file__, is_package=is_package)
+        spec = ModuleSpec(fullname, self, origin=__file__, is_package=is_package)
+        spec.has_location = True  # so that modules have a `__file__`, which reports print
+        return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return an empty module."""

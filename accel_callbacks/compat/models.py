@@ -26,6 +26,7 @@ from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.precision import AutocastKwargs
 from accel_callbacks.state import AcceleratorState, PartialState
 from accel_callbacks.strategies.units import find_units
+from accel_callbacks.terminal_text import listed
 from accel_callbacks.warning import warn
 
 __all__ = [
@@ -411,13 +412,24 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
 
     Args:
         state_dict: names to tensors, from which those that share memory are removed.
+
+    Warns:
+        UserWarning: there are such tensors; it names them.
     """
     storages: dict[Any, str] = {}
+    removed = {}
     for name, tensor in list(state_dict.items()):
         if isinstance(tensor, torch.Tensor):
             first = storages.setdefault(id_tensor_storage(tensor), name)
             if first != name:
+                removed[name] = first
                 del state_dict[name]
+    if removed:
+        pairs = listed(f"{name!r} (that of {first!r})" for name, first in removed.items())
+        warn(
+            f"weights without tensors that share memory with another one: {pairs}. Tie them again "
+            "after loading, or write all names by save(), which copies."
+        )
     return {
         name: value.contiguous() if isinstance(value, torch.Tensor) else value
         for name, value in state_dict.items()

@@ -40,6 +40,7 @@ _CLOSED = frozenset(home for home in _HOMES if home.startswith(_ROOM))
 _OTHER_NAMES = {
     "DataLoaderAdapter": "accel_callbacks.data.loader:DataLoaderShard",
     "DataLoaderStateMixin": "accel_callbacks.data.loader:DataLoaderShard",
+    "is_compiled_module": f"{_ROOM}.wrappers:has_original",
     "main": "accel_callbacks.cli.main:main",
     "on_main_process": "accel_callbacks.tracking.general_tracker:on_main_process",
     # Not among the homes: they import `loggers`, which a file beside the script may hide.

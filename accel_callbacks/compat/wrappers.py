@@ -11,7 +11,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from accel_callbacks.modeling.compile import original, uncompile
 from accel_callbacks.precision import Precision
 
-__all__ = ["PrecisionType", "extract_model_from_parallel", "is_compiled_module"]
+__all__ = ["PrecisionType", "extract_model_from_parallel", "has_original", "is_compiled_module"]
+
+_PARALLEL = (DistributedDataParallel, DataParallel)
 
 
 class PrecisionType(str, Enum):
@@ -42,6 +44,15 @@ def is_compiled_module(module: torch.nn.Module) -> bool:
     return original(module) is not module or module._compiled_call_impl is not None
 
 
+def has_original(module: Any) -> bool:
+    """Return whether a module has an ``_orig_mod``, as what ``torch.compile(module)`` returns.
+
+    By this name of Accelerate's, ``is_compiled_module``, scripts decide to read that attribute,
+    which a model that is compiled in place does not have.
+    """
+    return isinstance(module, torch.nn.Module) and original(module) is not module
+
+
 def extract_model_from_parallel(
     model: torch.nn.Module,
     keep_fp32_wrapper: bool = True,
@@ -52,8 +63,10 @@ def extract_model_from_parallel(
 
     Args:
         model: the model, wrapped or not.
-        keep_fp32_wrapper: keep the autocast around its forward.
-        keep_torch_compile: keep it compiled.
+        keep_fp32_wrapper: keep the autocast around its forward; if ``False``, the forward is again
+            the one before, or the one that a script has kept as ``model._original_forward``.
+        keep_torch_compile: keep it compiled: what ``torch.compile`` returned around it is returned,
+            or one with the same options if data parallelism was in between.
         recursive: unwrap the modules inside of it too, in place.
 
     Example:
@@ -63,24 +76,41 @@ def extract_model_from_parallel(
         >>> extract_model_from_parallel(layer) is layer
         True
     """
-    inner: Any = original(model)
-    if isinstance(inner, (DistributedDataParallel, DataParallel)):
-        if inner is not model and keep_torch_compile:
-            return model  # the compiled module is the wrapper
-        inner = inner.module
-    model = original(inner)
+    inner: Any = model
+    compiled: Any = None
+    while True:
+        if (module := original(inner)) is not inner:
+            compiled, inner = inner, module
+        elif isinstance(inner, _PARALLEL):
+            inner = inner.module
+        else:
+            break
     if not keep_torch_compile:
-        uncompile(model)
+        uncompile(inner)
     if not keep_fp32_wrapper:
-        model = Precision(torch.device("cpu")).unwrap(model)
+        inner = Precision(torch.device("cpu")).unwrap(inner)
+        _restore_forward(inner)
     if recursive:
-        _unwrap_inside(model)
-    return model
+        _unwrap_inside(inner)
+    if compiled is not None and keep_torch_compile:
+        inner = compiled if original(compiled) is inner else compiled.dynamo_ctx(inner)
+    unwrapped: torch.nn.Module = inner
+    return unwrapped
+
+
+def _restore_forward(model: torch.nn.Module) -> None:
+    """Restore the forward that a script has kept before it wrapped it."""
+    forward = vars(model).pop("_original_forward", None)
+    if forward is None:
+        return
+    vars(model).pop("forward", None)
+    if model.forward != forward:  # it was not that of the class
+        vars(model)["forward"] = forward
 
 
 def _unwrap_inside(model: torch.nn.Module) -> None:
     for name, child in list(model.named_children()):
-        while isinstance(child, (DistributedDataParallel, DataParallel)):
+        while isinstance(child, _PARALLEL):
             child = child.module
             setattr(model, name, child)
         _unwrap_inside(child)

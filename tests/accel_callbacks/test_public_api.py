@@ -159,7 +159,8 @@ def test_models_are_taken_out_of_their_wrappers():
     assert utils.is_compiled_module(compiled)
     assert not utils.is_compiled_module(layer)
     assert utils.extract_model_from_parallel(torch.nn.DataParallel(layer)) is layer
-    assert utils.extract_model_from_parallel(compiled) is layer
+    assert utils.extract_model_from_parallel(compiled) is compiled
+    assert utils.extract_model_from_parallel(compiled, keep_torch_compile=False) is layer
     prepared = accel_callbacks.Accelerator(cpu=True, mixed_precision="bf16").prepare(layer)
     assert utils.extract_model_from_parallel(prepared)(torch.ones(1, 1)).dtype is torch.float32
     assert "forward" in vars(layer)

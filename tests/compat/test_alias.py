@@ -49,6 +49,22 @@ def test_what_packages_use_of_accelerate_is_there(package):
     assert lacking == []
 
 
+def test_modules_have_a_file_that_shows_which_library_it_is(tmp_path):
+    said = run(
+        tmp_path,
+        """
+        import importlib.util, inspect, os
+        import accelerate, accelerate.utils.operations
+
+        for module in (accelerate, accelerate.utils.operations):
+            assert inspect.getfile(module) == module.__file__
+            assert importlib.util.find_spec(module.__name__).origin == module.__file__
+            print(os.path.isfile(module.__file__), "accel_callbacks" in module.__file__)
+        """,
+    )
+    assert said == "True True\n" * 2
+
+
 @pytest.mark.parametrize("name", sorted(NOT_PROVIDED))
 def test_what_is_not_provided_is_imported_and_says_why_on_use(name):
     placeholder = resolve("accelerate.utils", name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,9 @@ from checkpoint_io import CorruptCheckpointError
 
 def name(key: str, module: str = "accelerate.utils"):
     return resolve(module, key)
+
+
+extract = name("extract_model_from_parallel")
 
 
 # --- names ------------------------------------------------------------------------------------
@@ -201,7 +205,8 @@ def test_weights_of_a_file_by_a_device_map(tmp_path):
 def test_weights_that_share_memory_are_written_once():
     shared = torch.ones(2, 3)
     weights = {"a": shared, "b": shared, "c": torch.ones(2, 3).T, "d": "text"}
-    cleaned = name("clean_state_dict_for_safetensors")(weights)
+    with pytest.warns(UserWarning, match=r"another one: 'b' \(that of 'a'\)\. Tie them again"):
+        cleaned = name("clean_state_dict_for_safetensors")(weights)
     assert list(cleaned) == ["a", "c", "d"]
     assert cleaned["c"].is_contiguous()
 
@@ -301,3 +306,67 @@ def test_autocast_is_that_of_the_run(monkeypatch):
 
 def test_each_reason_says_what_to_do_instead():
     assert all(len(reason) > 40 for reason in NOT_PROVIDED.values())
+
+
+def test_a_nested_tensor_stays_without_padding():
+    ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
+    with pytest.warns(name("CannotPadNestedTensorWarning"), match="to_padded_tensor"):
+        padded = name("pad_across_processes")({"ragged": ragged, "even": torch.ones(1)})
+    assert padded["ragged"] is ragged
+
+
+class Model(torch.nn.Linear):
+    """A class that can be pickled."""
+
+
+def test_a_forward_that_a_script_wrapped_is_restored():
+    model = Model(1, 1)
+    model._original_forward = model.forward
+    model.forward = name("convert_outputs_to_fp32")(model.forward)
+    assert extract(model) is model
+    assert vars(model).keys() >= {"forward", "_original_forward"}
+    assert extract(model, keep_fp32_wrapper=False) is model
+    assert vars(model).keys().isdisjoint({"forward", "_original_forward"})
+    assert torch.equal(pickle.loads(pickle.dumps(model)).weight, model.weight)
+
+
+def test_a_forward_of_the_instance_is_restored_too():
+    model = Model(1, 1)
+    of_instance = lambda inputs: inputs + 1  # noqa: E731
+    model._original_forward = of_instance
+    model.forward = name("convert_outputs_to_fp32")(of_instance)
+    assert extract(model, keep_fp32_wrapper=False).forward is of_instance
+
+
+def test_what_is_compiled_stays_so_without_its_parallel_wrappers():
+    calls = []
+
+    def backend(graph, inputs):
+        calls.append(len(inputs))
+        return graph.forward
+
+    model = Model(1, 1)
+    compiled = torch.compile(model, backend=backend)
+    assert extract(compiled) is compiled
+    assert extract(torch.nn.DataParallel(compiled)) is compiled
+    outside = extract(torch.compile(torch.nn.DataParallel(model), backend=backend))
+    assert type(outside) is type(compiled)
+    assert outside._orig_mod is model
+    assert torch.equal(outside(torch.ones(1)), model(torch.ones(1)))
+    assert calls
+    both = torch.compile(torch.nn.DataParallel(compiled), backend=backend)
+    assert extract(both) is compiled
+    assert extract(both, keep_torch_compile=False) is model
+
+
+def test_what_is_inside_of_a_compiled_model_is_found_by_its_name_there():
+    is_compiled = name("is_compiled_module")
+
+    def inside(model):
+        return model._orig_mod if is_compiled(model) else model
+
+    layer = Model(1, 1)
+    assert inside(torch.compile(layer, backend="eager")) is layer
+    prepared = Accelerator(cpu=True, dynamo_backend="eager").prepare(layer)
+    assert inside(prepared) is layer
+    assert layer._compiled_call_impl is not None

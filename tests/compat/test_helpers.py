@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import platform
 import socket
+import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 
 from accel_callbacks.compat import helpers
 from accel_callbacks.compat.environment import (
+    check_os_kernel,
     convert_dict_to_env_variables,
     is_port_in_use,
     str_to_bool,
@@ -87,7 +91,24 @@ def test_modules_come_after_those_inside_of_them():
 
 def test_lines_of_an_environment_file():
     given = {"A": "1", "B": "two words", "C": "", "D": "x"}
-    assert convert_dict_to_env_variables(given) == ["A=1\n", "D=x\n"]
+    with pytest.warns(UserWarning, match="without 'B', 'C': its lines have no") as caught:
+        assert convert_dict_to_env_variables(given) == ["A=1\n", "D=x\n"]
+    assert "two words" not in str(caught[0].message)  # which may be a secret
+
+
+@pytest.mark.parametrize(
+    ("system", "release", "is_old"),
+    [("Linux", "4.18.0-553.el8", True), ("Linux", "5.4.19+", True), ("Linux", "5.15+", False),
+     ("Linux", "6.8.0-45-generic", False), ("Linux", "rolling", False), ("Darwin", "4.0.1", False)],
+)  # fmt: skip
+def test_a_kernel_under_which_processes_may_hang(monkeypatch, system, release, is_old):
+    machine = SimpleNamespace(system=system, release=release)
+    monkeypatch.setattr(platform, "uname", lambda: machine)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check_os_kernel()
+    texts = [f"Linux {release} is older than 5.5.0, and processes may hang: update it."]
+    assert [str(warning.message) for warning in caught] == (texts if is_old else [])
 
 
 def test_a_truth_value_that_is_none():
