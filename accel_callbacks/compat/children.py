@@ -1,4 +1,4 @@
-"""The variables by which processes that this one starts stand in for Accelerate too."""
+"""Variables of Accelerate: those that children get, and those that count as this library's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from accel_callbacks.config import launched_options
 
-__all__ = ["child_variables"]
+__all__ = ["child_variables", "own_variables"]
 
 _STARTUP = os.path.join(os.path.dirname(os.path.abspath(__file__)), "startup")
 _PREFIXES = {  # of Accelerate's variables, by those of this library; the longer ones first
@@ -66,3 +66,21 @@ def _translated(name: str) -> str | None:
         if name.startswith(prefix):
             return f"{foreign}{name.removeprefix(prefix)}"
     return None
+
+
+def own_variables(environment: Mapping[str, str], *groups: str) -> dict[str, str]:
+    """Return what Accelerate's variables are here, of the options that only it has set.
+
+    Args:
+        environment: of this process.
+        *groups: groups of options beside those of the Accelerator itself, such as
+            ``"parallelism"``.
+    """
+    own: dict[str, str] = {}
+    for name, option in launched_options(environment).items():
+        group, _, _ = name.rpartition(".")
+        foreign = option.foreign or _translated(option.variable) or ""
+        is_asked = not group or group in groups
+        if is_asked and environment.get(foreign) and option.variable not in environment:
+            own[option.variable] = environment[foreign]
+    return own

@@ -48,6 +48,7 @@ _TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
 _FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
 _FORBIDDEN = frozenset(";\n<> ")  # in lines of an environment file
 _PREFIX = "ACCELERATE_"
+_DEBUG = "ACCEL_DEBUG"
 _PURGES = "_accelerate_is_purged_environment_wrapped"
 _FIRST_FP8 = (8, 9)
 _FIRST_KERNEL = (5, 5)
@@ -194,6 +195,19 @@ def _purged(function: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(purged, _PURGES, True)
     return purged
+
+
+_first_debug: list[str | None] = []  # the variable before a script has set it
+
+
+def set_debug(debug: bool | None) -> None:
+    """Let ranks compare what they hold before each collective, or not; None undoes it."""
+    if not _first_debug:
+        _first_debug.append(os.environ.get(_DEBUG))
+    if debug is None:
+        _restore({_DEBUG: _first_debug.pop()})
+    else:
+        os.environ[_DEBUG] = str(int(debug))
 
 
 def _restore(before: Mapping[str, str | None]) -> None:

@@ -32,7 +32,7 @@ _ROOM = "accel_callbacks.compat"
 TWINS = f"{_ROOM}.twins"
 # In this order: what others reach into, what is the same, what is in terms of it.
 _HOMES = (
-    *(TWINS, "accel_callbacks", "accel_callbacks.utils"),
+    *(TWINS, f"{_ROOM}.handlers", f"{_ROOM}.loggers", "accel_callbacks", "accel_callbacks.utils"),
     *(f"{_ROOM}.{name}" for name in ("helpers", "environment", "constants", "models", "commands")),
 )
 _CLOSED = frozenset(home for home in _HOMES if home.startswith(_ROOM))

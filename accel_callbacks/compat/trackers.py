@@ -18,6 +18,7 @@ from accel_callbacks.tracking.general_tracker import (
 )
 from accel_callbacks.tracking.media import table_of
 from accel_callbacks.tracking.trackers import chosen_trackers
+from accel_callbacks.warning import warn
 
 __all__ = [
     "LOGGER_TYPE_TO_CLASS",
@@ -227,6 +228,7 @@ LOGGER_TYPE_TO_CLASS: dict[str, type[Any]] = {
     )
 }
 _BUILT_IN = frozenset(LOGGER_TYPE_TO_CLASS)
+_FOLDER = "requires_logging_directory"
 
 
 def register_tracker_class(tracker_class: type[Any]) -> None:
@@ -237,13 +239,22 @@ def register_tracker_class(tracker_class: type[Any]) -> None:
             ``requires_logging_directory``.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is something else, or its name is empty.
+
+    Warns:
+        UserWarning: the name is that of another class, in whose place it is from now on.
     """
-    required = ("name", "requires_logging_directory")
-    if not is_general(tracker_class) or not all(hasattr(tracker_class, key) for key in required):
+    lacks_name = not getattr(tracker_class, "name", None)
+    if not is_general(tracker_class) or lacks_name or not hasattr(tracker_class, _FOLDER):
         raise ValueError(
             f"{tracker_class!r} cannot be registered: it must be a subclass of GeneralTracker with "
             "`name` and `requires_logging_directory`."
+        )
+    before = LOGGER_TYPE_TO_CLASS.get(tracker_class.name)
+    if before not in (None, tracker_class):
+        warn(
+            f"log_with={tracker_class.name!r} is {tracker_class.__qualname__} from now on, and was "
+            f"{before.__qualname__}: give it another name to use both."
         )
     LOGGER_TYPE_TO_CLASS[tracker_class.name] = tracker_class
 
@@ -255,6 +266,23 @@ def registered(log_with: Any) -> Any:
     return [
         classes.get(choice, choice) if isinstance(choice, str) else choice for choice in choices
     ]
+
+
+def with_project_folder(
+    log_with: Sequence[Any], project_name: str, init_kwargs: Mapping[str, Mapping[str, Any]]
+) -> Mapping[str, Mapping[str, Any]]:
+    """Return the options of trackers, with TensorBoard's files in a folder of the project's name.
+
+    Args:
+        log_with: trackers, and names of some.
+        project_name: as of ``init_trackers``.
+        init_kwargs: options by the name of the tracker.
+    """
+    name = TensorBoardTracker.name
+    names = [choice for choice in log_with if isinstance(choice, str)]
+    if name not in names and not ("all" in names and name in get_available_trackers()):
+        return init_kwargs
+    return {**init_kwargs, name: {"subdir": project_name, **init_kwargs.get(name, {})}}
 
 
 def _is_own(name: str, kind: type[Any]) -> bool:
@@ -287,6 +315,6 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
     chosen_trackers(choices, {})  # raises for an unknown name
     for choice in choices:
         kind = LOGGER_TYPE_TO_CLASS.get(choice) if isinstance(choice, str) else choice
-        if logging_dir is None and getattr(kind, "requires_logging_directory", False):
+        if logging_dir is None and getattr(kind, _FOLDER, False):
             raise ValueError(f"{choice} writes files: pass logging_dir= with their folder.")
     return [choice for index, choice in enumerate(choices) if choice not in choices[:index]]

@@ -20,6 +20,8 @@ from accel_callbacks.collectives.metrics import is_joinable
 from accel_callbacks.collectives.nested import is_container, is_tensor, leaves, map_leaves
 from accel_callbacks.compat import checkpoints
 from accel_callbacks.compat.beside import remove_leftovers, save_beside
+from accel_callbacks.compat.children import own_variables
+from accel_callbacks.compat.environment import parse_flag_from_env, patch_environment, set_debug
 from accel_callbacks.compat.helpers import get_sampler
 from accel_callbacks.compat.names import NotProvided
 from accel_callbacks.compat.stand_in import StandIn
@@ -29,7 +31,12 @@ from accel_callbacks.data.config import checked_rng_types
 from accel_callbacks.data.device import device_feed
 from accel_callbacks.data.prepare import prepare_loader
 from accel_callbacks.data.sources import Setting
-from accel_callbacks.distributed.topology import destroy_topology, is_initialized, own_accelerator
+from accel_callbacks.distributed.topology import (
+    destroy_topology,
+    is_initialized,
+    own_accelerator,
+    select_device,
+)
 from accel_callbacks.local_files import local_path
 from accel_callbacks.optimizer import AcceleratedOptimizer as _AcceleratedOptimizer
 from accel_callbacks.plugins import fsdp
@@ -82,18 +89,61 @@ class _Shared:
         return {"initialized": True} if is_initialized() else {}
 
 
+# What scripts have assigned, which all handles of a class share, by the class.
+_assigned: dict[type[Any], dict[str, Any]] = {}
+_OWN = frozenset({"_config", "_strategy", "topology"})
+
+
 class PartialState(state.PartialState):
-    """The rank and device of this process, as ``accelerate.state`` has it."""
+    """The rank and device of this process, as ``accelerate.state`` has it.
+
+    What a script assigns to one handle, all have, until the state is reset.
+    """
 
     _shared_state = _Shared()
 
+    def __init__(self, cpu: bool | None = None, **kwargs: Any) -> None:
+        with patch_environment(**own_variables(os.environ)):
+            super().__init__(_runs_on_cpu() or cpu, **kwargs)
+
+    def __getattribute__(self, name: str) -> Any:
+        for kind in type(self).__mro__ if _assigned else ():
+            if name in (values := _assigned.get(kind, {})):
+                return values[name]
+        return super().__getattribute__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+            return
+        _assigned.setdefault(type(self), {})[name] = value
+        if name == "debug":
+            set_debug(bool(value))
+
     @classmethod
     def _reset_state(cls) -> None:
+        if any("debug" in values for values in _assigned.values()):
+            set_debug(None)
+        _assigned.clear()
         destroy_topology()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By what both libraries construct it with: checkpoints of a Trainer have one.
         return PartialState, (True if self.device.type == "cpu" else None,)
+
+
+def _runs_on_cpu() -> bool:
+    """Return whether Accelerate's variable names the CPU; make another device the current one.
+
+    A process alone computes on the current device; of several, each has that of its rank.
+    """
+    name = os.environ.get("ACCELERATE_TORCH_DEVICE")
+    if not name or is_initialized():
+        return False
+    device = torch.device(name)
+    if device.type != "cpu":
+        select_device(device)
+    return device.type == "cpu"
 
 
 class AcceleratorState(state.AcceleratorState, PartialState):
@@ -121,15 +171,17 @@ class AcceleratorState(state.AcceleratorState, PartialState):
             )
         options = {key: value for key, value in kwargs.items() if not key.endswith("_plugin")}
         options = {k: v for k, v in options.items() if k != "parallelism_config"}
-        super().__init__(mixed_precision or known, cpu or None, **options)
+        with patch_environment(**own_variables(os.environ)):
+            super().__init__(mixed_precision or known, cpu or None, **options)
         if newest is not None:
             self._config, self._strategy = newest.config, newest.strategy
 
     @classmethod
     def _reset_state(cls, reset_partial_state: bool = False) -> None:
         _forget()
+        _assigned.pop(AcceleratorState, None)
         if reset_partial_state:
-            destroy_topology()
+            PartialState._reset_state()
 
     def __reduce__(self) -> tuple[Any, ...]:
         on_cpu = True if self.device.type == "cpu" else None
@@ -245,15 +297,22 @@ class Accelerator(accelerator.Accelerator):
         if plugin is not None and not plugin.adjust_scheduler:
             # Where this library counts each micro-batch, and Accelerate each window all the same.
             options["gradient_accumulation_plugin"] = replace(plugin, adjust_scheduler=True)
+        if _runs_on_cpu():
+            options["cpu"] = True
+        is_arranged = parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG")
+        variables = own_variables(os.environ, *(["parallelism"] if is_arranged else []))
         arguments = {name: options.get(name) for name in ("mixed_precision", "cpu")}
-        resolved = resolve_config(arguments, os.environ)
+        resolved = resolve_config(arguments, {**os.environ, **variables})
         if resolved.mixed_precision == "fp16" and (resolved.cpu or own_accelerator() is None):
             warn("fp16 has no effect on a CPU, as with Accelerate: use bf16, which computes there.")
             options["kwargs_handlers"] = _without_fp16(options.get("kwargs_handlers") or ())
-        # Schedules are written for Accelerate's, which take a step for each process.
+        # Schedules are written for Accelerate's, which take a step for each process where they
+        # follow the optimizer.
+        follows = options.get("step_scheduler_with_optimizer", True)
         splits = loaders is not None and loaders.split_batches
-        options.setdefault("scheduler_steps_per_process", not splits)
-        super().__init__(**options)
+        options.setdefault("scheduler_steps_per_process", follows and not splits)
+        with patch_environment(**variables):
+            super().__init__(**options)
         plugin = self.strategy.plugin(fsdp.FullyShardedDataParallelPlugin)
         if plugin is not None:  # that of `accel launch` may be assigned to as well
             object.__setattr__(plugin, "__class__", FullyShardedDataParallelPlugin)
@@ -263,6 +322,11 @@ class Accelerator(accelerator.Accelerator):
             # Where scripts list what there is to resume from.
             places = (".", self.project_configuration.root)
             remove_leftovers(filter(None, map(local_path, places)))
+
+    @property
+    def debug(self) -> bool:
+        """True if ranks compare what they hold before each collective; a state may set it."""
+        return PartialState().debug
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -305,6 +369,27 @@ class Accelerator(accelerator.Accelerator):
                 input_data, loader, self.strategy.data_rank, self.strategy.data_world
             )
         return super().gather_for_metrics(input_data, use_gather_object)
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Start the trackers; the files of TensorBoard's are in a folder of the project's name.
+
+        Args:
+            project_name: name of the run.
+            config: hyperparameters.
+            init_kwargs: arguments of the trackers' constructors, by tracker name.
+        """
+        options = init_kwargs or {}
+        if self.tracking.log_with:
+            # Imported here, as where the trackers are chosen.
+            from accel_callbacks.compat.trackers import with_project_folder
+
+            options = with_project_folder(self.tracking.log_with, project_name, options)
+        super().init_trackers(project_name, config, options)
 
     def save_state(
         self,
