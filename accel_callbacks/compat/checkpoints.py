@@ -4,43 +4,105 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from accel_callbacks import collectives
 from accel_callbacks.accelerator import Accelerator
+from accel_callbacks.checkpoint.project import number_of
+from accel_callbacks.data.loader import DataLoaderShard
+from accel_callbacks.data.order import draws_at_random
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.errors import ResumeError
+from accel_callbacks.local_files import local_path
 from accel_callbacks.warning import warn
 
-__all__ = ["is_of_accelerate", "restore"]
+__all__ = ["place_of_accelerate", "restore"]
 
 _FILES = ("optimizer.bin", "scheduler.bin", "random_states_0.pkl")
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin")
+_PART = re.compile(
+    r"(?:model|pytorch_model|pytorch_model_fsdp|optimizer|scheduler|scaler|sampler|dl_state_dict|"
+    r"custom_checkpoint|random_states)(?:_[0-9]+)?(?:_rank[0-9]+)?(?:\.[a-z]+)?",
+    re.ASCII,
+)
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _PLACE = (
-    "the folder was saved by Accelerate, which keeps no place in the data: the next pass begins an "
+    "no place in the data was read from the state that Accelerate saved: the next pass begins an "
     "epoch. Leave out what was trained on by skip_first_batches(loader, ...)."
 )
-_SAMPLER = "sampler.bin is left out: it is an object of Accelerate, which only unpickling makes."
+_ANEW = (
+    "the next pass goes on at the batch at which Accelerate saved, in an order that is drawn anew, "
+    "as there: some samples of that epoch come again, and some do not come."
+)
+_UNUSED = "nothing that is prepared or registered has them"
+_REASONS = {
+    "sampler": "an object of Accelerate, which only unpickling makes",
+    "dl_state_dict": "the place in the data, which loaders read that are prepared with "
+    "DataLoaderConfiguration(use_stateful_dataloader=True), unless one process reads for all",
+    "random_states": "of processes that are not there now",
+}
 
 
-def is_of_accelerate(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a local folder is a state that Accelerate saved, and not this library."""
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return False
+def place_of_accelerate(
+    accelerator: Accelerator, place: str | os.PathLike[str] | None
+) -> str | None:
+    """Collective: return the folder to load if Accelerate saved it, and not this library.
+
+    Args:
+        accelerator: its project has the numbered folders.
+        place: the folder; if None, that with the highest number, where folders are numbered.
+
+    Raises:
+        RemoteError: rank 0 could not list the folder.
+    """
     from checkpoint_io.format import MANIFEST
 
-    return MANIFEST not in names and any(name in names for name in _FILES)
+    found = None
+    with shared_failure("load_state"):
+        if collectives.rank() == 0:
+            if place is None:
+                found = _newest(accelerator)
+            elif MANIFEST not in (names := _names_in(place)) and names.intersection(_FILES):
+                found = os.fspath(place)
+    answer: str | None = collectives.broadcast_object(found)
+    return answer
 
 
-def restore(accelerator: Accelerator, place: str | os.PathLike[str]) -> None:
+def _newest(accelerator: Accelerator) -> str | None:
+    """Return the numbered folder of the project that is newest, if Accelerate wrote it."""
+    project = accelerator.project_configuration
+    if not project.automatic_checkpoint_naming:
+        return None
+    from checkpoint_io.format import MANIFEST
+
+    root = project.path("checkpoints")
+    newest, theirs = -1, None
+    for name in _names_in(root):
+        names, number = _names_in(os.path.join(root, name)), number_of(name)
+        # weights alone: a save that was killed, which is told by what it lacks
+        if number is not None and number > newest and names & {MANIFEST, *_FILES, *_WEIGHTS}:
+            newest, theirs = number, None if MANIFEST in names else os.path.join(root, name)
+    return theirs
+
+
+def _names_in(place: str | os.PathLike[str]) -> set[str]:
+    """Return the names in a local folder without a checkpoint of this library."""
+    try:
+        return set(os.listdir(local_path(os.fspath(place)) or ""))
+    except OSError:
+        return set()
+
+
+def restore(accelerator: Accelerator, place: str) -> None:
     """Restore models, optimizers, schedulers, the loss scale, random generators and objects.
 
-    All pickles are read before anything changes.
+    All pickles are read before anything changes. A warning names the parts that are not read.
 
     Args:
         accelerator: what it has prepared is restored, in the order of its preparation.
@@ -52,77 +114,196 @@ def restore(accelerator: Accelerator, place: str | os.PathLike[str]) -> None:
         RemoteError: another rank failed.
     """
     with shared_failure("load_state"):
-        for apply in _read(accelerator, Path(place)):
+        state = _State(Path(local_path(place) or place))
+        for apply in list(_calls(accelerator, state)):
             apply()
-    if accelerator.loaders:
-        warn(_PLACE)
+    state.tell_unread()
 
 
-def _read(accelerator: Accelerator, folder: Path) -> list[Callable[[], Any]]:
-    """Read the files; return the calls that apply them."""
-    import checkpoint_io
+class _State:
+    """The folder of a state, and which of its parts are read.
 
+    Args:
+        folder: the folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.present = set(os.listdir(folder))
+        self._read: dict[str, None] = {}
+
+    def path(self, *names: str) -> Path | None:
+        """Return the first of some parts that is there, which is read then."""
+        for name in names:
+            if name in self.present:
+                self._read[name] = None
+                return self.folder / name
+        return None
+
+    def content(self, name: str) -> Any:
+        """Return the content of a file of ``torch.save``.
+
+        Raises:
+            ResumeError: it is not there.
+        """
+        from checkpoint_io.weights.torch_pickle import load_restricted
+
+        if (path := self.path(name)) is None:
+            stem = name.partition(".")[0]
+            sharded = stem if re.search("_[0-9]+$", stem) else f"{stem}_0"
+            if sharded in self.present:
+                raise ResumeError(
+                    f"{self.folder / sharded} is sharded, and only whole states of Accelerate's "
+                    "optimizers are read: nothing was changed. Prepare the model alone to load its "
+                    "weights, and let the optimizer begin anew."
+                )
+            raise ResumeError(
+                f"{self.folder / name} is not there, and something that it is for is prepared or "
+                "registered: nothing was changed. Prepare what was prepared when the state was "
+                "saved, or, if that save was killed, load an older one."
+            )
+        return load_restricted(path, map_location="cpu")
+
+    def weights(self, index: int) -> Path:
+        """Return the file or folder with the weights of a model.
+
+        Raises:
+            ResumeError: there is none.
+        """
+        names = [_numbered(name, index) for name in _WEIGHTS]
+        found = self.path(*names, f"pytorch_model_fsdp_{index}")
+        if found is None:
+            raise ResumeError(
+                f"{self.folder} has neither {names[0]} nor {names[1]}: nothing was changed. `accel "
+                "merge-weights` makes one file of weights that are in pieces, such as those of "
+                "DeepSpeed, and load_checkpoint_in_model() loads it."
+            )
+        return found
+
+    def tell_unread(self) -> None:
+        """Warn of the parts that were not read, and say which were."""
+        unread: dict[str, list[str]] = {}
+        for name in sorted(self.present.difference(self._read)):
+            if _PART.fullmatch(name):
+                stem = re.sub(r"(_[0-9]+)?(\..*)?$", "", name)
+                unread.setdefault(_REASONS.get(stem, _UNUSED), []).append(name)
+        if unread:
+            parts = "; ".join(f"{', '.join(names)} ({why})" for why, names in unread.items())
+            warn(f"{self.folder}: read {', '.join(self._read)}, and not read {parts}.")
+
+
+def _calls(accelerator: Accelerator, state: _State) -> Iterator[Callable[[], Any]]:
+    """Read the files; yield the calls that apply them."""
     training = accelerator.training_state
-    left = training.pre_hooks.load(training.models, str(folder))
-    calls: list[Callable[[], Any]] = []
+    left = training.pre_hooks.load(training.models, str(state.folder))
     models = [model for model in training.models if any(model is kept for kept in left)]
     for index, model in enumerate(models):
-        weights = _weights(folder, index)
-        bare = training.strategy.unwrap(model)
-
-        def load(bare: torch.nn.Module = bare, weights: Path = weights) -> None:
-            checkpoint_io.load_model(bare, weights)
-
-        calls.append(load)
-    for name, items in (("optimizer", training.optimizers), ("scheduler", training.schedulers)):
-        for index, item in enumerate(items):
-            calls.append(_loading(item, _content(folder / _numbered(f"{name}.bin", index))))
+        yield _loading_weights(training.strategy.unwrap(model), state.weights(index))
+    for index, optimizer in enumerate(training.optimizers):
+        name = _numbered("optimizer.bin", index)
+        content = state.content(name)
+        _require_order(training, optimizer, content, state.folder / name)
+        yield _loading(optimizer, content)
+    for index, scheduler in enumerate(training.schedulers):
+        yield _loading(scheduler, state.content(_numbered("scheduler.bin", index)))
     if accelerator.scaler is not None:
-        calls.append(_loading(accelerator.scaler, _content(folder / "scaler.pt")))
-    objects = list(training.registered.objects)
-    for index, item in enumerate(objects):
-        calls.append(_loading(item, _content(folder / f"custom_checkpoint_{index}.pkl")))
-    states = folder / f"random_states_{accelerator.process_index}.pkl"
-    if states.exists():
-        content = _content(states)
-        calls.append(lambda: _restore_random(content))
+        yield _loading(accelerator.scaler, state.content("scaler.pt"))
+    for index, item in enumerate(training.registered.objects):
+        yield _loading(item, state.content(f"custom_checkpoint_{index}.pkl"))
+    states = f"random_states_{accelerator.process_index}.pkl"
+    if states in state.present:
+        generators = state.content(states)
+        yield lambda: _restore_random(generators)
     else:
-        warn(f"{states.name} is not there: random generators go on as they are.")
-    if (folder / "sampler.bin").exists():
-        warn(_SAMPLER)
-    return calls
+        warn(f"{states} is not there: random generators of this process go on as they are.")
+    for rank in range(accelerator.num_processes):
+        state.path(f"random_states_{rank}.pkl")  # read by the others
+    yield from _positions(accelerator, state)
+
+
+def _require_order(training: Any, optimizer: Any, content: Any, path: Path) -> None:
+    """Raise ResumeError unless parameters that FSDP saved by their names are in this order."""
+    saved = [name for group in content["param_groups"] for name in group["params"]]
+    if not any(isinstance(name, str) for name in saved):
+        return
+    models = [training.strategy.unwrap(model) for model in training.models]
+    names = {id(p): _bare(name) for model in models for name, p in model.named_parameters()}
+    own = [names.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
+    if own != [_bare(str(name)) for name in saved]:
+        raise ResumeError(
+            f"{path} has the parameters {saved[:3]}, and so on, and the optimizer has {own[:3]}: "
+            "nothing was changed. Make the optimizer with the parameters in the order in which "
+            "they were saved."
+        )
+
+
+def _positions(accelerator: Accelerator, state: _State) -> Iterator[Callable[[], Any]]:
+    """Read where loaders were in their epochs; yield the calls that let them go on there."""
+    options, told = accelerator.dataloader_config, set()
+    alone = options.dispatch_batches and accelerator.num_processes > 1
+    for index, loader in enumerate(accelerator.loaders):
+        name = _numbered("dl_state_dict.bin", index)
+        if loader.rereads or alone or name not in state.present:
+            told.add(_PLACE)
+        elif batches := _batches(state.content(name)):
+            if not options.use_seedable_sampler and draws_at_random(loader.get_sampler()):
+                told.add(_ANEW)
+            yield _starting(loader, batches)
+    for text in sorted(told):
+        warn(text)
+
+
+def _batches(position: Mapping[str, Any]) -> int:
+    """Return the batches of its epoch that a stateful loader had delivered."""
+    if position.get("_iterator_finished"):
+        return 0
+    snapshot = position.get("_snapshot", {})  # of workers
+    steps = snapshot.get("_snapshot_step", 0) + position.get("_steps_since_snapshot", 0)
+    return int(position.get("_num_yielded", steps))
+
+
+def _starting(loader: DataLoaderShard, batches: int) -> Callable[[], Any]:
+    return lambda: loader.start_at(batches)
 
 
 def _loading(item: Any, state: Any) -> Callable[[], Any]:
     return lambda: item.load_state_dict(state)
 
 
+def _loading_weights(model: torch.nn.Module, weights: Path) -> Callable[[], Any]:
+    import checkpoint_io
+
+    names = _names_of_model(model, weights)
+    return lambda: checkpoint_io.load_model(model, weights, rename=lambda name: names[name])
+
+
+def _names_of_model(model: torch.nn.Module, weights: Path) -> dict[str, str]:
+    """Return the model's names of stored weights, each without what wrappers add to it.
+
+    Accelerate saves the names of the prepared model: those of DDP begin with ``module.``, and a
+    compiled module has a part of its own in them.
+    """
+    from checkpoint_io.weights import ModelTargets, open_weights
+
+    own = {_bare(name): name for name in ModelTargets(model).tensors}
+    source = open_weights(weights, 0, None)
+    best = bare = {name: _bare(name) for name in (*source.infos, *source.tied)}
+    # "module." may be a name of the model's own: it goes where more names match without it
+    while bare and all(name.startswith("module.") for name in bare.values()):
+        bare = {name: short.removeprefix("module.") for name, short in bare.items()}
+        if len(own.keys() & bare.values()) > len(own.keys() & best.values()):
+            best = bare
+    return {name: own.get(short, name) for name, short in best.items()}
+
+
+def _bare(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
 def _numbered(name: str, index: int) -> str:
     """Return the name of the file of the first object, or of a later one."""
     stem, _, ending = name.partition(".")
     return name if index == 0 else f"{stem}_{index}.{ending}"
-
-
-def _weights(folder: Path, index: int) -> Path:
-    names = [_numbered(name, index) for name in ("model.safetensors", "pytorch_model.bin")]
-    found = [folder / name for name in names if (folder / name).exists()]
-    if not found:
-        raise ResumeError(
-            f"{folder} has neither {names[0]} nor {names[1]}: sharded weights of Accelerate are "
-            "merged by `accel merge-weights`, and loaded by load_checkpoint_in_model()."
-        )
-    return found[0]
-
-
-def _content(path: Path) -> Any:
-    from checkpoint_io.weights.torch_pickle import load_restricted
-
-    if not path.exists():
-        raise ResumeError(
-            f"{path} is not there, and something that it is for is prepared or registered: prepare "
-            "what was prepared when the state was saved."
-        )
-    return load_restricted(path, map_location="cpu")
 
 
 def _restore_random(states: Mapping[str, Any]) -> None:

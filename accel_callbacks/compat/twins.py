@@ -422,13 +422,15 @@ class Accelerator(accelerator.Accelerator):
         """Restore a state, one that Accelerate itself has saved too.
 
         Args:
-            input_dir: folder of the state; the newest of the project if None.
+            input_dir: folder of the state; the newest of the project if None, by the numbers of the
+                folders where both libraries wrote some.
             load_kwargs: without effect on a state of Accelerate.
             **options: as of :meth:`accel_callbacks.Accelerator.load_state`.
         """
-        if input_dir is not None and checkpoints.is_of_accelerate(input_dir):
-            checkpoints.restore(self, input_dir)
-            return os.fspath(input_dir)
+        place = checkpoints.place_of_accelerate(self, input_dir)
+        if place is not None:
+            checkpoints.restore(self, place)
+            return place
         return super().load_state(input_dir, load_kwargs, **options)
 
     @functools.cached_property

@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 
@@ -114,6 +115,268 @@ def test_a_seed_of_the_data_is_that_of_the_seedable_sampler_alone():
     accelerator = name("Accelerator")(cpu=True, dataloader_config=options)
     torch.manual_seed(3)
     assert [batch.tolist() for batch in accelerator.prepare(loader)] == plain
+
+
+# --- names of weights -------------------------------------------------------------------------
+
+
+def deep() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 1)))
+
+
+class Outer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = torch.nn.Linear(2, 1)
+        self.head = torch.nn.Linear(2, 1)
+
+
+def compiled(model: torch.nn.Module) -> torch.nn.Module:
+    return torch.compile(model, backend="eager")
+
+
+def with_compiled_block(model: torch.nn.Module) -> torch.nn.Module:
+    model[1] = compiled(model[1])
+    return model
+
+
+def written_weights(folder, *states) -> None:
+    """Write the state of models alone, as Accelerate does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for index, state in enumerate(states):
+        save_file(state, folder / f"model{f'_{index}' * bool(index)}.safetensors")
+    save_random(folder)
+
+
+def save_random(folder, rank: int = 0) -> None:
+    states = {
+        **{"step": 1, "random_state": random.getstate()},
+        **{"numpy_random_seed": np.random.get_state(), "torch_manual_seed": torch.get_rng_state()},
+    }
+    torch.save(states, folder / f"random_states_{rank}.pkl")
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, compiled, with_compiled_block])
+@pytest.mark.parametrize(
+    "renamed",
+    [
+        lambda name: name,
+        lambda name: f"_orig_mod.{name}",
+        lambda name: f"module.{name}",
+        lambda name: f"module._orig_mod.{name}",
+        lambda name: f"_orig_mod.module.{name}",
+        lambda name: name.replace("1.0.", "1._orig_mod.0."),
+    ],
+)
+def test_wrappers_of_then_and_of_now_may_differ(renamed, wrap, tmp_path):
+    saved = deep().state_dict()
+    written_weights(tmp_path, {renamed(key): tensor for key, tensor in saved.items()})
+    accelerator = name("Accelerator")(cpu=True)
+    model = accelerator.prepare(wrap(deep()))
+    accelerator.load_state(tmp_path)
+    for parameter, tensor in zip(model.parameters(), saved.values(), strict=True):
+        assert torch.equal(parameter, tensor)
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod."])
+def test_a_module_of_the_name_of_a_wrapper_keeps_it(prefix, tmp_path):
+    saved = Outer().state_dict()
+    written_weights(tmp_path, {f"{prefix}{key}": tensor for key, tensor in saved.items()})
+    accelerator = name("Accelerator")(cpu=True)
+    model = accelerator.prepare(Outer())
+    accelerator.load_state(tmp_path)
+    assert torch.equal(model.module.weight, saved["module.weight"])
+    assert torch.equal(model.head.weight, saved["head.weight"])
+
+
+# --- parts ------------------------------------------------------------------------------------
+
+
+def test_several_models_and_optimizers_are_those_of_their_numbers(tmp_path):
+    models = [torch.nn.Linear(2, 1), torch.nn.Linear(2, 3)]
+    written_weights(tmp_path, *(model.state_dict() for model in models))
+    for index, model in enumerate(models):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0 + index)
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        torch.save(optimizer.state_dict(), tmp_path / f"optimizer{f'_{index}' * index}.bin")
+    written_weights(tmp_path, *(model.state_dict() for model in models))
+    fresh = [torch.nn.Linear(2, 1), torch.nn.Linear(2, 3)]
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in fresh]
+    accelerator = name("Accelerator")(cpu=True)
+    *ready, first, second = accelerator.prepare(*fresh, *optimizers)
+    accelerator.load_state(tmp_path)
+    for model, saved in zip(ready, models, strict=True):
+        assert torch.equal(model.weight, saved.weight)
+    assert [o.param_groups[0]["lr"] for o in (first, second)] == [1.0, 2.0]
+    assert second.state_dict()["state"][0]["exp_avg"].shape == (3, 2)
+
+
+def test_what_is_not_read_is_said(tmp_path, recwarn):
+    written_weights(tmp_path, deep().state_dict(), deep().state_dict())
+    for file in ("optimizer.bin", "sampler.bin", "dl_state_dict.bin", "custom_checkpoint_0.pkl"):
+        torch.save({}, tmp_path / file)
+    torch.save({}, tmp_path / "random_states_1.pkl")
+    (tmp_path / "notes.txt").write_text("of the user")
+    accelerator = name("Accelerator")(cpu=True)
+    accelerator.prepare(deep(), DataLoader(range(4)))
+    accelerator.load_state(tmp_path)
+    texts = [str(warning.message) for warning in recwarn]
+    assert [text for text in texts if "skip_first_batches(loader, ...)" in text]
+    (text,) = [text for text in texts if "not read" in text]
+    read, _, unread = text.partition(", and not read ")
+    assert read == f"{tmp_path}: read model.safetensors, random_states_0.pkl"
+    assert unread == (
+        "custom_checkpoint_0.pkl, model_1.safetensors, optimizer.bin (nothing that is prepared or "
+        "registered has them); dl_state_dict.bin (the place in the data, which loaders read that "
+        "are prepared with DataLoaderConfiguration(use_stateful_dataloader=True), unless one "
+        "process reads for all); random_states_1.pkl (of processes that are not there now); "
+        "sampler.bin (an object of Accelerate, which only unpickling makes)."
+    )
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_weights_that_fsdp_saved(tmp_path):
+    saved = deep().state_dict()
+    save_random(tmp_path)
+    dcp.save({"model": saved}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
+    dcp.save({"optimizer": {"a": torch.ones(1)}}, checkpoint_id=tmp_path / "optimizer_0",
+             no_dist=True)  # fmt: skip
+    accelerator = name("Accelerator")(cpu=True)
+    model = accelerator.prepare(deep())
+    with pytest.warns(UserWarning, match=r"read pytorch_model_fsdp_0.*not read optimizer_0 "):
+        accelerator.load_state(tmp_path)
+    assert torch.equal(model[0].weight, saved["0.weight"])
+    accelerator = name("Accelerator")(cpu=True)
+    model = accelerator.prepare(before := deep())
+    kept = before[0].weight.detach().clone()
+    accelerator.prepare(torch.optim.SGD(model.parameters(), 1.0))
+    with pytest.raises(ResumeError, match=r"optimizer_0 is sharded.*Prepare the model alone"):
+        accelerator.load_state(tmp_path)
+    assert torch.equal(model[0].weight, kept)
+
+
+def test_states_by_names_of_parameters_are_read_in_their_order(tmp_path):
+    model = deep()
+    save_random(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model_fsdp.bin")
+    names = [key for key, _ in model.named_parameters()]
+    state = {key: {"momentum_buffer": p.detach() + 1} for key, p in model.named_parameters()}
+    groups = [{"params": names, "lr": 0.25, "momentum": 0.5}]
+    torch.save({"state": state, "param_groups": groups}, tmp_path / "optimizer.bin")
+
+    def ready(in_order: bool):
+        accelerator = name("Accelerator")(cpu=True)
+        fresh = deep()
+        parameters = list(fresh.parameters())
+        if not in_order:
+            parameters.reverse()
+        optimizer = torch.optim.SGD(parameters, lr=1.0, momentum=0.5)
+        return accelerator, *accelerator.prepare(fresh, optimizer)
+
+    accelerator, fresh, optimizer = ready(in_order=True)
+    accelerator.load_state(tmp_path)
+    for parameter, saved in zip(fresh.parameters(), model.parameters(), strict=True):
+        assert torch.equal(parameter, saved)
+        assert torch.equal(optimizer.optimizer.state[parameter]["momentum_buffer"], saved + 1)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    accelerator, *_ = ready(in_order=False)
+    with pytest.raises(ResumeError, match="in the order in which they were saved"):
+        accelerator.load_state(tmp_path)
+
+
+# --- numbered states --------------------------------------------------------------------------
+
+
+def numbered(root):
+    project = name("ProjectConfiguration")(str(root), automatic_checkpoint_naming=True)
+    accelerator = name("Accelerator")(cpu=True, project_config=project)
+    return accelerator, accelerator.prepare(torch.nn.Linear(1, 1, bias=False))
+
+
+def test_the_newest_numbered_state_may_be_of_either_library(tmp_path):
+    places = tmp_path / "checkpoints"
+    for number in (0, 2, 10):
+        state = {"weight": torch.full((1, 1), float(number))}
+        written_weights(places / f"checkpoint_{number}", state)
+    accelerator, model = numbered(tmp_path)
+    assert accelerator.load_state() == str(places / "checkpoint_10")
+    assert model.weight.item() == 10.0
+    with torch.no_grad():
+        model.weight.fill_(11.0)
+    assert accelerator.save_state() == str(places / "checkpoint_11")
+    accelerator, model = numbered(tmp_path)
+    assert accelerator.load_state() == str(places / "checkpoint_11")
+    assert model.weight.item() == 11.0
+    written_weights(places / "checkpoint_12", {"weight": torch.full((1, 1), 12.0)})
+    assert accelerator.load_state() == str(places / "checkpoint_12")
+    assert model.weight.item() == 12.0
+
+
+def test_a_numbered_state_that_was_not_finished_is_not_skipped(tmp_path):
+    for number in (1, 2):
+        place = tmp_path / f"checkpoints/checkpoint_{number}"
+        written_weights(place, {"weight": torch.full((1, 1), float(number))})
+    accelerator, model = numbered(tmp_path)
+    accelerator.prepare(torch.optim.SGD(model.parameters(), 1.0))
+    os.unlink(tmp_path / "checkpoints/checkpoint_2/random_states_0.pkl")
+    before = model.weight.item()
+    message = r"checkpoint_2/optimizer\.bin is not there.*if that save was killed, load an older"
+    with pytest.raises(ResumeError, match=message):
+        accelerator.load_state()
+    assert model.weight.item() == before
+
+
+# --- the place in the data --------------------------------------------------------------------
+
+AT_3 = {"_sampler_iter_yielded": 3, "_num_yielded": 3, "_iterator_finished": False}
+AT_3_OF_WORKERS = {
+    "_snapshot": {"_snapshot_step": 2, "_main_snapshot": {"_num_workers": 2}},
+    **{"_steps_since_snapshot": 1, "_iterator_finished": False},
+}
+AT_END = {"_sampler_iter_yielded": 5, "_num_yielded": 5, "_iterator_finished": True}
+
+
+def resumed(folder, *loaders, stateful: bool = True):
+    options = name("DataLoaderConfiguration")(use_stateful_dataloader=stateful)
+    accelerator = name("Accelerator")(cpu=True, dataloader_config=options)
+    _, *ready = accelerator.prepare(deep(), *loaders)
+    accelerator.load_state(folder)
+    return ready
+
+
+@pytest.mark.parametrize(
+    ("state", "first"), [(AT_3, 3), (AT_3_OF_WORKERS, 3), (AT_END, 0), ({"_num_yielded": 0}, 0)]
+)
+def test_a_stateful_loader_goes_on_where_it_was(state, first, tmp_path, recwarn):
+    written_weights(tmp_path, deep().state_dict())
+    torch.save({"_num_yielded": 1}, tmp_path / "dl_state_dict.bin")
+    torch.save(state, tmp_path / "dl_state_dict_1.bin")
+    one, two = resumed(tmp_path, DataLoader(range(4)), DataLoader(range(10), batch_size=2))
+    assert [batch.item() for batch in one] == [1, 2, 3]
+    whole = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    assert [batch.tolist() for batch in two] == whole[first:]
+    assert [batch.tolist() for batch in two] == whole
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_a_random_order_is_drawn_anew_and_said_so(tmp_path):
+    written_weights(tmp_path, deep().state_dict())
+    torch.save(AT_3, tmp_path / "dl_state_dict.bin")
+    with pytest.warns(UserWarning, match="some samples of that epoch come again"):
+        (loader,) = resumed(tmp_path, DataLoader(range(10), batch_size=2, shuffle=True))
+    assert len(list(loader)) == 2
+
+
+def test_the_place_is_said_to_be_unread_where_no_stateful_loader_is_asked_for(tmp_path):
+    written_weights(tmp_path, deep().state_dict())
+    torch.save(AT_3, tmp_path / "dl_state_dict.bin")
+    with (
+        pytest.warns(UserWarning, match=r"not read dl_state_dict\.bin \(the place in the data"),
+        pytest.warns(UserWarning, match=r"skip_first_batches\(loader, \.\.\.\)"),
+    ):
+        (loader,) = resumed(tmp_path, DataLoader(range(4)), stateful=False)
+    assert len(list(loader)) == 4
 
 
 KILLED = """
