@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -141,13 +141,14 @@ class InPlaceReads:
         if isinstance(saved, Mapping):
             inner = current if isinstance(current, Mapping) else {}
             return {k: self.replace(v, inner.get(k), parameter, k, part) for k, v in saved.items()}
-        if isinstance(saved, (list, tuple)):
-            items = current if isinstance(current, (list, tuple)) else ()
+        if isinstance(saved, (list, tuple, deque)):
+            items = current if isinstance(current, (list, tuple, deque)) else ()
             filled = [*items, *[None] * len(saved)]
-            return type(saved)(
+            values = (
                 self.replace(value, filled[i], parameter, key, part)
                 for i, value in enumerate(saved)
             )
+            return deque(values, saved.maxlen) if isinstance(saved, deque) else type(saved)(values)
         if not self.is_view(saved):
             return saved
         return self._leaf(saved, current, parameter, key, part)
@@ -500,13 +501,16 @@ def place_optimizer_state(
         reads: gets the tensors.
         strategy: knows which of them a rank reads in part.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
     part = partial(strategy.read_target, optimizer)
     states = {
-        position: reads.replace(
-            state, optimizer.state.get(parameters[position]), parameters[position], part=part
+        place: reads.replace(
+            state,
+            optimizer.state.get(parameters.get(place, place)),
+            parameters.get(place),
+            part=part,
         )
-        for position, state in saved["state"].items()
+        for place, state in saved["state"].items()
     }
     # The groups apart: a learning rate may be a tensor, and belongs to no parameter.
     return {**reads.replace({**saved, "state": {}}), "state": states}

@@ -19,6 +19,7 @@ from accel_callbacks.loop.input_checksums import InputChecksums
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.precision import Precision
 from accel_callbacks.strategies import Strategy
+from accel_callbacks.strategies.optimizer_state import find_unsaved, parameter_names
 from accel_callbacks.warning import warn
 
 __all__ = ["FirstSteps", "OptimizerWatch"]
@@ -264,6 +265,10 @@ class OptimizerWatch:
             for parameter in _trained(optimizer)
             if parameter.is_leaf
         ]
+        self.check_state()
+        if hasattr(optimizer, "register_step_post_hook"):  # an engine may have none
+            handle = optimizer.register_step_post_hook(_check_state_of(ref(self)))
+            self._handles.append(handle)
 
     def _reset(self) -> None:
         self._passes: Counter[int] = Counter()
@@ -284,6 +289,14 @@ class OptimizerWatch:
         self._apart = not self._first.in_sync
         if self._passes[id(parameter)] > len(self._rates):
             self._rates.append(_learning_rates(self._optimizer))
+
+    def check_state(self) -> None:
+        """Warn of what no checkpoint can hold of the optimizer's state."""
+        first = self._first
+        if not first.strategy.replaces_optimizers:
+            names = parameter_names([first.strategy.unwrap(model) for model in first.loop.models])
+            if unsaved := find_unsaved(self._optimizer, names):
+                first.warn("state", f"no checkpoint of this run can be saved: {unsaved}")
 
     def check(self, optimizer: torch.optim.Optimizer, *, closure: bool) -> bool:
         """Check a step that is about to be taken; return whether to check the next one.
@@ -428,6 +441,15 @@ def _checksums(model: Any) -> dict[str, int]:
         and parameter.element_size() in _BITS
         and not (parameter.is_meta or collectives.is_sharded(parameter))
     }
+
+
+def _check_state_of(watch: ref[OptimizerWatch]) -> Callable[..., None]:
+    def check(*_: Any) -> None:
+        alive = watch()
+        if alive is not None:
+            alive.check_state()
+
+    return check
 
 
 def _note(watch: ref[OptimizerWatch]) -> Callable[[torch.Tensor], None]:

@@ -27,6 +27,7 @@ from accel_callbacks.strategies.checks import is_plain, refuse_empty
 from accel_callbacks.strategies.optimizer_state import (
     named_optimizer_state,
     positional_optimizer_state,
+    restore_exactly,
 )
 from accel_callbacks.warning import warn
 
@@ -587,13 +588,16 @@ class Strategy(ABC):
         Full tensors, which a hook may have been given, are sharded as their parameters are.
         """
         parameters = list(parameters_of([optimizer]))
+        positions = range(len(parameters))  # other keys are those of the optimizer itself
         sharded = {
             place: map_tensors(entry, partial(_sharded_like, parameters[place]))
-            if collectives.is_sharded(parameters[place])
+            if place in positions and collectives.is_sharded(parameters[place])
             else entry
             for place, entry in state["state"].items()
         }
-        optimizer.load_state_dict({**state, "state": sharded})
+        state = {**state, "state": sharded}
+        optimizer.load_state_dict(state)
+        restore_exactly(optimizer, state)
 
 
 def _sharded_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

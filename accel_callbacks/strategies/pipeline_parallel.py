@@ -644,7 +644,7 @@ class PipelineParallel(Sharding):
         local_state = {
             place: entry
             for place, entry in fitted["state"].items()
-            if not parameters[place].is_meta
+            if place not in range(len(parameters)) or not parameters[place].is_meta
         }
         return {**fitted, "state": local_state}
 

@@ -6,6 +6,7 @@ import base64
 import binascii
 import collections
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -141,6 +142,10 @@ class TreeEncoder:
         """Encode a tuple under its tag."""
         return {"$tuple": self._items(value, path)}
 
+    def _deque(self, value: collections.deque[Any], path: Path) -> Any:
+        """Encode a deque under its tag, with its longest length."""
+        return {"$deque": [value.maxlen, self._items(value, path)]}
+
     def _set(self, value: Any, path: Path) -> Any:
         """Encode a set under its tag, in an order independent of hashing."""
         # Python's hashes of text differ from process to process; a state's bytes must not.
@@ -218,6 +223,7 @@ _ENCODERS: dict[type, Callable[[TreeEncoder, Any, Path], Any]] = {
     float: TreeEncoder._float,
     list: TreeEncoder._items,
     **dict.fromkeys((tuple, torch.Size), TreeEncoder._tuple),
+    collections.deque: TreeEncoder._deque,
     **dict.fromkeys((dict, collections.OrderedDict, collections.defaultdict), TreeEncoder._dict),
     **dict.fromkeys((set, frozenset), TreeEncoder._set),
     **dict.fromkeys((bytes, bytearray), TreeEncoder._bytes),
@@ -280,6 +286,13 @@ class _Decoder:
             raise ValueError("a key comes twice")
         return result
 
+    def _deque(self, parts: Any) -> collections.deque[Any]:
+        """Decode a longest length, which is None for no limit, and items."""
+        limit, items = parts
+        if limit is not None and (type(limit) is not int or not len(items) <= limit <= sys.maxsize):
+            raise ValueError(f"no longest length of {len(items)} items: {limit!r:.80}")
+        return collections.deque(self._items(items), limit)
+
     def _tensor(self, key: Any) -> torch.Tensor:
         """Return a tensor by its key."""
         return self._tensors[key]
@@ -296,6 +309,7 @@ _DECODERS: dict[str, Callable[[_Decoder, Any], Any]] = {
     "$tensor": _Decoder._tensor,
     "$ndarray": lambda decoder, key: decoder._tensor(key).numpy(),
     "$tuple": lambda decoder, items: tuple(decoder._items(items)),
+    "$deque": _Decoder._deque,
     "$set": lambda decoder, items: set(decoder._items(items)),
     "$frozenset": lambda decoder, items: frozenset(decoder._items(items)),
     "$dict": _Decoder._pairs,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -450,7 +451,7 @@ def views_in(tree: Any) -> Iterator[TensorView]:
     elif isinstance(tree, dict):
         for item in tree.values():
             yield from views_in(item)
-    elif isinstance(tree, (list, tuple, set, frozenset)):
+    elif isinstance(tree, (list, tuple, deque, set, frozenset)):
         for item in tree:
             yield from views_in(item)
 
@@ -461,6 +462,8 @@ def replace_views(tree: Any, value: Callable[[TensorView], Any]) -> Any:
         return value(tree)
     if isinstance(tree, dict):
         return {key: replace_views(item, value) for key, item in tree.items()}
+    if isinstance(tree, deque):
+        return deque((replace_views(item, value) for item in tree), tree.maxlen)
     if isinstance(tree, (list, tuple, set, frozenset)):
         return type(tree)(replace_views(item, value) for item in tree)
     return tree
@@ -476,7 +479,7 @@ def pair_leaves(tree: Any, saved: Any, path: Path = ()) -> Iterator[tuple[Path, 
     if isinstance(tree, Mapping):
         for key, item in tree.items():
             yield from pair_leaves(item, _child(saved, key), (*path, key))
-    elif isinstance(tree, (list, tuple)):
+    elif isinstance(tree, (list, tuple, deque)):
         for index, item in enumerate(tree):
             yield from pair_leaves(item, _child(saved, index), (*path, index))
     else:
@@ -487,6 +490,6 @@ def _child(saved: Any, key: Any) -> Any:
     """Return the item of a saved dict or sequence under a key, None if there is none."""
     if isinstance(saved, dict):
         return saved.get(key)
-    if isinstance(saved, (list, tuple)) and type(key) is int and key < len(saved):
+    if isinstance(saved, (list, tuple, deque)) and type(key) is int and key < len(saved):
         return saved[key]
     return None

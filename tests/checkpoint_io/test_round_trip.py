@@ -38,7 +38,9 @@ def same(a: Any, b: Any) -> bool:
         return False
     if isinstance(b, dict):
         return list(a) == list(b) and all(same(a[k], b[k]) for k in b)
-    if isinstance(b, (list, tuple)):
+    if isinstance(b, collections.deque) and a.maxlen != b.maxlen:
+        return False
+    if isinstance(b, (list, tuple, collections.deque)):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(b, float) and math.isnan(b):
         return math.isnan(a)
@@ -55,6 +57,7 @@ VALUES: dict[str, Any] = {
     "int_keys": {0: {"exp_avg": torch.ones(3)}, 1: {"exp_avg": torch.zeros(3)}, "0": torch.ones(1)},
     "dollar": {"$tensor": "not a tensor", "x": 1},
     "odd_keys": {(1, "a"): 1, None: 2, 1.5: 3, True: 4, b"k": 5, frozenset({1}): 6},
+    "deques": [collections.deque([1, torch.ones(2)], 3), collections.deque("ab")],
     "sets": {"s": {1, "a", (2, 3)}, "f": frozenset({1.5})},
     "bytes": b"\x00\xff" * 9,
     "dtypes": [torch.float32, torch.bfloat16, torch.complex128],
