@@ -1982,14 +1982,14 @@ class Accelerator(ProcessControl, MediaLogging):
     def init_trackers(
         self,
         project_name: str,
-        config: Mapping[str, Any] | None = None,
+        config: Any = None,
         init_kwargs: Keywords | None = None,
     ) -> None:
         """Start the trackers of a loop that does not use :meth:`run`, before the first ``log``.
 
         Args:
             project_name: name of the run, for the trackers.
-            config: hyperparameters.
+            config: hyperparameters: a dict, a dataclass or a namespace.
             init_kwargs: arguments of the trackers' constructors, by tracker name, such as
                 ``{"wandb": {"tags": ["baseline"]}}``.
 
@@ -2000,7 +2000,7 @@ class Accelerator(ProcessControl, MediaLogging):
             >>> from accel_callbacks import Accelerator
             >>> Accelerator(cpu=True).init_trackers("digits", {"lr": 0.1})
         """
-        self.tracking.init(self.loop.run, project_name, config, init_kwargs)
+        self.tracking.init(self.loop.run, project_name, config_fields(config), init_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a tracker by name; one that does nothing on ranks that do not log.

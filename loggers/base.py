@@ -183,6 +183,17 @@ class Tracker(ABC):
         """Record a model's graph. A hub calls this in eval mode, with gradients disabled."""
         self._warn_unsupported("graph")
 
+    def takes_object(self, value: Any) -> bool:
+        """Return whether `log_objects` records a value; False by default."""
+        return False
+
+    def log_objects(self, objects: Mapping[str, Any], step: int) -> None:
+        """Record what the tool's own call takes, such as a ``wandb.Table``, by name.
+
+        A hub calls this with values that `takes_object` accepts.
+        """
+        self._warn_unsupported("objects")
+
     def _warn_unsupported(self, kind: str) -> None:
         """Warn that this kind is not recorded; a hub does not make such calls."""
         warn(f"tracker {self.name!r} does not record {kind}")

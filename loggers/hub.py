@@ -27,7 +27,7 @@ from loggers.multimedia.convert import (
 )
 from loggers.queue import Pump
 from loggers.registry import ConfiguredTracker, TrackerSpec
-from loggers.values import flatten, plain_config
+from loggers.values import flatten, order_before_reads, plain_config
 from loggers.warning import warn
 from loggers.worker import (
     Guard,
@@ -107,6 +107,7 @@ class TrackerHub:
             if main_process or not tracker.main_process_only
         ]
         self._pump = Pump(self._writers, self.config, self._keep_error, self._permission)
+        self._put = self._pump.put
         self._last_step: int | None = None
         self._started = self._finished = False
         self._pid = os.getpid()
@@ -117,6 +118,11 @@ class TrackerHub:
     def trackers(self) -> tuple[Tracker, ...]:
         """The trackers that this process uses, in order."""
         return tuple(writer.guard.tracker for writer in self._writers)
+
+    @property
+    def configured(self) -> dict[str, Tracker]:
+        """All trackers by name, those that this process does not use too."""
+        return {name: tracker for name, (tracker, _) in self._all.items()}
 
     @property
     def is_unused(self) -> bool:
@@ -155,8 +161,12 @@ class TrackerHub:
                 writer.guard.timed_out(f"has not started within {limit:g} s", 0, "Its rows wait.")
         self._raise_kept()
 
-    def log_config(self, config: Mapping[str, Any]) -> None:
+    def log_config(self, config: Mapping[str, Any], only: str | None = None) -> None:
         """Send the run's settings to every tracker, as nested plain JSON types.
+
+        Args:
+            config: the settings.
+            only: name of the one tracker that gets them; all if None.
 
         Raises:
             RuntimeError: `start` was not called.
@@ -164,7 +174,7 @@ class TrackerHub:
         """
         plain = plain_config(config)
         if self._accepts("log_config"):
-            for writer in self._writers:
+            for writer in self._chosen(only):
                 writer.request_call("log_config", SimpleQueue(), plain)
 
     # --- values ---------------------------------------------------------------------------------
@@ -205,8 +215,9 @@ class TrackerHub:
         flat: dict[str, Any],
         step: int,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        only: str | None = None,
     ) -> None:
-        """Record the result of `flat`; do not change the dict afterwards.
+        """Record the result of `flat`, of one tracker with ``only``; do not change it afterwards.
 
         >>> with TrackerHub([], run=RunInfo("digits", "runs", "a1")) as hub:
         ...     hub.put(hub.flat({"loss": 0.5}), step=1)
@@ -228,7 +239,7 @@ class TrackerHub:
                 "at the last step, others draw backwards. Log the number of optimizer steps",
             )
         self._last_step = step
-        self._pump.put(Row(time.time(), step, flat, log_kwargs))
+        self._put(Row(time.time(), step, flat, log_kwargs, only))
 
     # --- media ----------------------------------------------------------------------------------
 
@@ -240,6 +251,7 @@ class TrackerHub:
         captions: Mapping[str, Sequence[str] | str] | None = None,
         channels: Channels | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        only: str | None = None,
     ) -> None:
         """Record images.
 
@@ -251,6 +263,7 @@ class TrackerHub:
             captions: one text per image, under the same names.
             channels: "first" or "last"; by default first for tensors and last for arrays.
             log_kwargs: extra keywords of a tracker's ``log_images``, by tracker name.
+            only: name of the one tracker that gets them; all if None.
 
         Raises:
             TypeError: a value is not an image.
@@ -269,7 +282,7 @@ class TrackerHub:
         }
         kwargs: dict[str, Any] = {"captions": texts} if texts else {}
         convert = _convert_each(lambda value: as_images(value, channels))
-        self._put_media("images", step, images, convert, kwargs, log_kwargs)
+        self._put_media("images", step, images, convert, kwargs, log_kwargs, only=only)
 
     def log_table(
         self,
@@ -279,8 +292,17 @@ class TrackerHub:
         step: int,
         *,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        only: str | None = None,
     ) -> None:
         """Record a table; cells other than numbers, bool, str and None are converted with ``str``.
+
+        Args:
+            name: name of the table.
+            columns: names of the columns.
+            rows: the cells.
+            step: optimizer steps so far.
+            log_kwargs: extra keywords of a tracker's ``log_table``, by tracker name.
+            only: name of the one tracker that gets it; all if None.
 
         Raises:
             ValueError: a row is not as long as ``columns``.
@@ -296,7 +318,7 @@ class TrackerHub:
         def convert(cells: list[list[Any]]) -> tuple[Any, ...]:
             return name, header, as_table(cells)
 
-        self._put_media("table", step, copied, convert, {}, log_kwargs)
+        self._put_media("table", step, copied, convert, {}, log_kwargs, only=only)
 
     def log_histogram(self, histograms: Mapping[str, Any], step: int) -> None:
         """Record histograms of tensors, arrays or lists of numbers, by name; finite values only."""
@@ -343,6 +365,62 @@ class TrackerHub:
         kwargs = {"name": name, "kind": kind}
         value = absolute(path)  # now: the trackers read it on their own threads
         self._put_media("artifact", None, value, lambda value: (value,), kwargs, copy=False)
+
+    def log_objects(
+        self,
+        objects: Mapping[str, Any],
+        step: int,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        only: str | None = None,
+        timeout: float = 30.0,
+    ) -> None:
+        """Record what only a tool's own call takes, such as a ``wandb.Table``, with its tracker.
+
+        Blocks until the trackers have the objects, which may be changed or closed afterwards. Those
+        that cannot record one are skipped, with one warning per name.
+
+        Args:
+            objects: by name.
+            step: optimizer steps so far.
+            log_kwargs: extra keywords of a tracker's ``log_objects``, by tracker name.
+            only: name of the one tracker that gets them; all if None.
+            timeout: maximum seconds to wait.
+
+        >>> with TrackerHub([], run=RunInfo("digits", "runs", "a1")) as hub:
+        ...     hub.log_objects({"counts": [1, 2]}, step=1)
+        """
+        step = index(step)
+        if log_kwargs:
+            self._check_keywords(log_kwargs, "log_objects")
+        if not self._accepts("log_objects"):
+            return
+        reply, writers = Reply(), self._chosen(only)
+        taken = {
+            writer: {n: v for n, v in objects.items() if writer.guard.tracker.takes_object(v)}
+            for writer in writers
+        }
+        for name, value in objects.items():
+            lacking = [repr(writer.name) for writer in writers if name not in taken[writer]]
+            if lacking:
+                kind, names = type(value).__name__, ", ".join(lacking)
+                text = (
+                    f"{name!r} is of type {kind}, which {names} cannot record: it is skipped there"
+                )
+                self._warn_once(f"object {name}", text)
+        ready = [writer for writer in writers if taken[writer]]
+        for value in objects.values():
+            if getattr(value, "is_cuda", False):
+                order_before_reads(value.device)
+
+        def request_each() -> None:
+            for writer in ready:
+                extra = (log_kwargs or {}).get(writer.name, {})
+                writer.request_call("log_objects", reply, taken[writer], step, **extra)
+
+        if ready:
+            self._pump.submit(request_each)
+            wait_for_replies(reply, len(ready), time.monotonic() + timeout)
 
     def log_graph(self, model: Any, inputs: Any = None, *, timeout: float = 30.0) -> None:
         """Record a model's graph. Blocks until the trackers are done with the model.
@@ -516,18 +594,23 @@ class TrackerHub:
         """Return whether this is a forked child, where the hub's threads do not exist."""
         return os.getpid() != self._pid
 
-    def _records(self, kind: str) -> bool:
+    def _chosen(self, only: str | None) -> list[Writer]:
+        """Return the workers of all trackers, or that of one, if this process uses it."""
+        return [writer for writer in self._writers if only in (None, writer.name)]
+
+    def _records(self, kind: str, only: str | None = None) -> bool:
         """Return whether any tracker records this kind; warn once about those that do not."""
         if not self._accepts(f"log_{kind}"):
             return False
-        lacking = [repr(w.name) for w in self._writers if kind not in w.guard.kinds]
+        chosen = self._chosen(only)
+        lacking = [repr(w.name) for w in chosen if kind not in w.guard.kinds]
         if len(lacking) == 1:
             text = f"tracker {lacking[0]} does not record {kind} and is skipped"
             self._warn_once(f"media {kind}", text)
         elif lacking:
             text = f"trackers {', '.join(lacking)} do not record {kind} and are skipped"
             self._warn_once(f"media {kind}", text)
-        return len(lacking) < len(self._writers)
+        return len(lacking) < len(chosen)
 
     def _put_media(
         self,
@@ -539,12 +622,13 @@ class TrackerHub:
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
         *,
         copy: bool = True,
+        only: str | None = None,
     ) -> None:
         """Copy the value, and queue it to be converted on the hub's thread."""
         step = None if step is None else index(step)
         if log_kwargs:
             self._check_keywords(log_kwargs, f"log_{kind}")
-        if not self._records(kind):
+        if not self._records(kind, only):
             return
         if isinstance(value, Mapping):
             value = {str(name): snapshot(v) if copy else v for name, v in value.items()}
@@ -552,7 +636,8 @@ class TrackerHub:
         size = size_of(value)
 
         def converted() -> Media:
-            return Media(kind, step, convert(value), kwargs, kind != "artifact", extra, size)
+            by_name = kind != "artifact"
+            return Media(kind, step, convert(value), kwargs, by_name, extra, size, only)
 
         self._pump.put_media(Pending(size, converted))
 

@@ -34,7 +34,7 @@ __all__ = [
 MEDIA_BYTES = 1 << 28
 """Bytes that images, tables, ... may occupy in the hub's queue, and in that of each tracker."""
 
-_MEDIA_METHODS = frozenset(f"log_{kind}" for kind in MEDIA)
+_MEDIA_METHODS = frozenset(f"log_{kind}" for kind in (*MEDIA, "objects"))
 _BATCH = 256  # rows in one call of ``log_rows``
 _LOST_ROWS = "tracker/lost_rows"
 _TRIES = 3  # of one row, so that a row that can never be written does not block the others
@@ -74,19 +74,21 @@ class TrackerReport:
 
 
 class Row(NamedTuple):
-    """One call of ``log``: Unix time, step, flat values, and keywords by tracker."""
+    """One call of ``log``: Unix time, step, flat values, keywords by tracker, and the only one."""
 
     time: float
     step: int
     values: dict[str, Any]
     extra: Mapping[str, Mapping[str, Any]] | None = None
+    only: str | None = None
 
 
 class Media(NamedTuple):
     """One call of a media method, converted for the trackers.
 
     ``by_name`` is True if the first argument is, or maps, the names that filters apply to;
-    ``extra`` has keywords by tracker; ``size`` is the approximate size in bytes.
+    ``extra`` has keywords by tracker; ``size`` is the approximate size in bytes; ``only`` is the
+    tracker that gets it, None for all.
     """
 
     kind: str
@@ -96,6 +98,7 @@ class Media(NamedTuple):
     by_name: bool
     extra: Mapping[str, Mapping[str, Any]]
     size: int
+    only: str | None = None
 
 
 class Pending(NamedTuple):
@@ -241,6 +244,8 @@ class Writer:
                 self._left.count(item)
             return
         for item in items:
+            if item.only is not None and item.only != self.name:
+                continue
             if isinstance(item, Row):
                 self._queue.append(item)
                 self._last_step = max(self._last_step, item.step)
@@ -251,11 +256,11 @@ class Writer:
                 self._drop_oldest()
         self._tokens.put(None)
 
-    def request_call(self, method: str, reply: Reply, *args: Any) -> None:
+    def request_call(self, method: str, reply: Reply, *args: Any, **kwargs: Any) -> None:
         """Call a method after what is queued, and put (tracker, result) into ``reply``."""
 
         def act() -> Any:
-            result = self.guard.call_open(method, *args)
+            result = self.guard.call_open(method, *args, **kwargs)
             self._dirty = True
             self._flush()
             return result
@@ -681,7 +686,7 @@ class Guard:
 
     def unknown_keywords(self, method: str, names: Mapping[str, Any]) -> list[str]:
         """Return the names that ``log``, or a media method of the tracker, does not take."""
-        if method != "log" and method.removeprefix("log_") not in self.kinds:
+        if method not in ("log", "log_objects") and method.removeprefix("log_") not in self.kinds:
             return []
         known, any_other = _keywords(self.tracker, method)
         return [] if any_other else [name for name in names if name not in known]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, cast
 
 import loggers
+from accel_callbacks.compat.logged_values import split, whole_step
 from accel_callbacks.compat.stand_in import StandIn
 from accel_callbacks.distributed.topology import process_rank
+from accel_callbacks.tracking.adapted_tracker import AdaptedTracker
 from accel_callbacks.tracking.general_tracker import (
     GeneralTracker,
     LoggerType,
@@ -37,30 +41,63 @@ __all__ = [
 
 
 class _NamedTracker(GeneralTracker, metaclass=StandIn):
-    """A tracker that is made with the name of its run, and opened by :meth:`start`.
+    """A tracker that is made with the name of its run, or that is one of an Accelerator.
 
     Args:
         run_name: name of the run, or of the project.
         **kwargs: options of the tracker of this library.
     """
 
+    name: str
     requires_logging_directory = False
     stands_for: type[loggers.Tracker]
+    logging_dir_param: str | os.PathLike[str] | None = None
 
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
+    def __init__(self, run_name: str, /, **kwargs: Any) -> None:
         super().__init__()
-        self.run_name = run_name
+        self.run_name: str | None = run_name
+        self._project = run_name
         self.init_kwargs = kwargs
         self._hub: loggers.TrackerHub | None = None
+        self._is_shared = False  # the hub is that of an Accelerator
         self._step = 0
+        self._now: Callable[[], int] = lambda: self._step
+
+    @classmethod
+    def of(
+        cls,
+        hub: loggers.TrackerHub,
+        name: str,
+        options: Mapping[str, Any],
+        now: Callable[[], int],
+    ) -> _NamedTracker:
+        """Return a tracker of an Accelerator.
+
+        Args:
+            hub: its trackers.
+            name: of the one among them.
+            options: what it was made with.
+            now: returns the step of values without one.
+        """
+        tracker = hub.configured[name]
+        own = (kind for kind in LOGGER_TYPE_TO_CLASS.values() if issubclass(kind, _NamedTracker))
+        kind = next((kind for kind in own if isinstance(tracker, kind.stands_for)), _OtherTracker)
+        view = kind.__new__(kind)
+        _NamedTracker.__init__(view, hub.run.name, **options)
+        view.name, view.logging_dir_param = name, hub.run.logging_dir
+        view._hub, view._is_shared, view._now = hub, True, now
+        return view
 
     @on_main_process
     def start(self) -> None:
-        """Open the tool."""
+        """Open the tool; that of an Accelerator is open."""
+        if self._is_shared:
+            return
         tracker = self.stands_for(**self.init_kwargs)
+        tracker.name = self.name
         run = loggers.RunInfo(
-            name=self.run_name,
-            logging_dir=os.fspath(getattr(self, "logging_dir", None) or "."),
+            name=self._project,
+            logging_dir=self._folder(),
             run_id=uuid.uuid4().hex[:8],
             rank=process_rank()[0],
         )
@@ -70,26 +107,60 @@ class _NamedTracker(GeneralTracker, metaclass=StandIn):
     @property
     def tracker(self) -> Any:
         """The tool's own object, None before :meth:`start`."""
-        return None if self._hub is None else self._hub.trackers[0].raw
+        return None if self._hub is None else self._hub.get(self.name).raw
 
-    #: The tool's own object, by the names that it has in several classes.
-    writer = run = task = live = active_run = tracker
+    @property
+    def logging_dir(self) -> str:
+        """The folder of the files."""
+        return self._folder()
 
     @on_main_process
-    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+    def store_init_configuration(self, values: Any) -> None:
         """Record the run's settings."""
-        self._started().log_config(values)
+        self._started().log_config(values, self.name)
 
     @on_main_process
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record values at a step, without one at that of the last call."""
-        hub = self._started()
-        hub.log(values, self._at(step), {hub.trackers[0].name: kwargs} if kwargs else None)
+        """Record values at a step, without one at that of the last call.
+
+        Args:
+            values: numbers, texts, dicts of these, and what the tool's own call takes.
+            step: the step.
+            **kwargs: further arguments of the tool's own call.
+        """
+        hub, step = self._started(), self._at(step)
+        scalars, objects = split(values)
+        keywords = {self.name: kwargs} if kwargs else None
+        if scalars:
+            hub.put(hub.flat(scalars), step, keywords, self.name)
+        if objects:
+            hub.log_objects(objects, step, keywords, only=self.name)
 
     @on_main_process
-    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record images by name."""
-        self._started().log_images(values, self._at(step), **kwargs)
+    def log_images(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        *,
+        dataformats: str | None = None,
+        captions: Mapping[str, Sequence[str] | str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Record images by name.
+
+        Args:
+            values: by name, arrays, tensors, PIL images, or lists of these.
+            step: the step.
+            dataformats: the order of their axes, such as ``"NHWC"``.
+            captions: one text per image, under the same names.
+            **kwargs: further arguments of the tool's own call.
+        """
+        hub, step = self._started(), self._at(step)
+        channels = None if dataformats is None or "C" not in dataformats else _channels(dataformats)
+        keywords = {self.name: kwargs} if kwargs else None
+        hub.log_images(
+            values, step, captions=captions, channels=channels, log_kwargs=keywords, only=self.name
+        )
 
     @on_main_process
     def log_table(
@@ -101,18 +172,34 @@ class _NamedTracker(GeneralTracker, metaclass=StandIn):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Record a table: its columns and rows, or a data frame of pandas."""
+        """Record a table.
+
+        Args:
+            table_name: name of the table.
+            columns: names of the columns, by default the first row.
+            data: the rows.
+            dataframe: a data frame of pandas in place of both.
+            step: the step.
+            **kwargs: further arguments of the tool's own call.
+        """
+        if columns is None and data:
+            columns, data = data[0], data[1:]
         columns, data = table_of(columns, data, dataframe)
-        self._started().log_table(table_name, columns, data, self._at(step), **kwargs)
+        hub, step = self._started(), self._at(step)
+        keywords = {self.name: kwargs} if kwargs else None
+        hub.log_table(table_name, columns, data, step, log_kwargs=keywords, only=self.name)
 
     @on_main_process
     def finish(self) -> None:
-        """Write what is pending, and close the tool."""
+        """Write what is pending, and close the tool; that of an Accelerator ends with it."""
         if self._hub is not None:
-            self._hub.finish()
+            self._hub.flush() if self._is_shared else self._hub.finish()
 
-    def _at(self, step: int | None) -> int:
-        self._step = self._step if step is None else step
+    def _folder(self) -> str:
+        return os.fspath(self.logging_dir_param or ".")
+
+    def _at(self, step: Any) -> int:
+        self._step = self._now() if step is None else whole_step(step)
         return self._step
 
     def _started(self) -> loggers.TrackerHub:
@@ -122,30 +209,114 @@ class _NamedTracker(GeneralTracker, metaclass=StandIn):
         return self._hub
 
 
+def _channels(dataformats: str) -> Literal["first", "last"]:
+    """Return where the channels are in an order of axes.
+
+    Raises:
+        ValueError: they are between the others.
+    """
+    places = {"CHW": "first", "HWC": "last"}
+    axes = dataformats.upper().removeprefix("N")
+    if axes not in places:
+        raise ValueError(
+            f"dataformats={dataformats!r}: the axes of images are CHW or HWC, with N before them "
+            "where there are several; permute them first."
+        )
+    return cast('Literal["first", "last"]', places[axes])
+
+
+class _OtherTracker(_NamedTracker):
+    """A tracker that Accelerate has not, such as JSONL, with the methods of those that it has."""
+
+    name = "other"
+    stands_for = loggers.NullTracker
+
+
 class TensorBoardTracker(_NamedTracker):
     """TensorBoard's event files, in a folder of the name of the run."""
 
     name = "tensorboard"
     requires_logging_directory = True
     stands_for = loggers.TensorBoardTracker
+    writer = _NamedTracker.tracker
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
         super().__init__(run_name, **{"subdir": run_name, **kwargs})
-        self.logging_dir = logging_dir
+        self.logging_dir_param = logging_dir
+
+    @property
+    def logging_dir(self) -> str:
+        """The folder of the event files."""
+        folder = os.path.join(self._folder(), self._project)
+        return folder if self.writer is None else str(self.writer.log_dir)
+
+    @on_main_process
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record images: those of one array by ``SummaryWriter.add_images``, N before CHW.
+
+        Args:
+            values: by name, arrays or tensors, or what other trackers take.
+            step: the step.
+            **kwargs: further arguments of ``add_images``, such as ``dataformats``.
+        """
+        step = self._at(step)
+        for name, images in values.items():
+            if getattr(images, "ndim", 0) == 4 or kwargs.keys() & {"dataformats", "walltime"}:
+                self._started()
+                self.writer.add_images(name, images, global_step=step, **kwargs)
+            else:
+                super().log_images({name: images}, step, **kwargs)
 
 
-class WandBTracker(_NamedTracker):
+class _RunTracker(_NamedTracker):
+    """A tracker whose tool has a run, a class for tables or images, and a call for all values."""
+
+    run = _NamedTracker.tracker
+
+    @on_main_process
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record lists of images by name, each as the tool's own ``Image``.
+
+        Args:
+            values: by name, a list of what ``Image`` takes.
+            step: the step.
+            **kwargs: further arguments of the tool's own call.
+        """
+        image = self._package().Image
+        for name, images in values.items():
+            self.log({name: [image(one) for one in images]}, step, **kwargs)
+
+    def _package(self) -> Any:
+        return importlib.import_module(self.name)
+
+
+class WandBTracker(_RunTracker):
     """Weights & Biases."""
 
     name = "wandb"
     stands_for = loggers.WandBTracker
 
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: Sequence[str] | None = None,
+        data: Sequence[Sequence[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Record a ``wandb.Table``, whose cells may be images and others of its objects."""
+        table = self._package().Table(columns=columns, data=data, dataframe=dataframe)
+        self.log({table_name: table}, step, **kwargs)
 
-class TrackioTracker(_NamedTracker):
+
+class TrackioTracker(_RunTracker):
     """Trackio."""
 
     name = "trackio"
     stands_for = loggers.TrackioTracker
+    log_images = _NamedTracker.log_images
 
 
 class CometMLTracker(_NamedTracker):
@@ -153,9 +324,10 @@ class CometMLTracker(_NamedTracker):
 
     name = "comet_ml"
     stands_for = loggers.CometTracker
+    writer = _NamedTracker.tracker
 
 
-class SwanLabTracker(_NamedTracker):
+class SwanLabTracker(_RunTracker):
     """SwanLab."""
 
     name = "swanlab"
@@ -167,56 +339,139 @@ class ClearMLTracker(_NamedTracker):
 
     name = "clearml"
     stands_for = loggers.ClearMLTracker
+    task = _NamedTracker.tracker
+    user_provided_run_name: str | None = None
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__(run_name or "accelerate", **kwargs)
+        self.user_provided_run_name = run_name
 
 
 class DVCLiveTracker(_NamedTracker):
-    """DVCLive.
-
-    Raises:
-        ValueError: there is a ``live`` object, which this library makes itself.
-    """
+    """DVCLive."""
 
     name = "dvclive"
     stands_for = loggers.DVCLiveTracker
+    live = _NamedTracker.tracker
 
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
-        if live is not None:
-            raise ValueError("live= is made here: pass its options, such as dir=, instead.")
-        super().__init__(run_name or "accelerate", **kwargs)
+        given = {} if live is None else {"live": live}
+        super().__init__(run_name or "accelerate", **given, **kwargs)
 
 
 class MLflowTracker(_NamedTracker):
-    """MLflow.
-
-    Raises:
-        ValueError: the run is nested in another one.
-    """
+    """MLflow."""
 
     name = "mlflow"
     stands_for = loggers.MLflowTracker
+    nested_run = False
 
     def __init__(
         self,
         experiment_name: str | None = None,
         logging_dir: str | os.PathLike[str] | None = None,
         run_id: str | None = None,
-        tags: Mapping[str, str] | None = None,
+        tags: Mapping[str, str] | str | None = None,
         nested_run: bool = False,
         run_name: str | None = None,
         description: str | None = None,
     ) -> None:
-        if nested_run:
-            raise ValueError("nested_run=True: runs are not nested here; leave it out.")
-        options = {
-            **{"experiment_name": experiment_name, "run_id": run_id, "tags": tags},
-            **{"run_name": run_name, "description": description},
-        }
-        if logging_dir is not None:
-            options["artifact_location"] = os.fspath(logging_dir)
-        super().__init__(experiment_name or "accelerate", **options)
+        options = mlflow_options(
+            {
+                **{"experiment_name": experiment_name, "run_id": run_id, "tags": tags},
+                **{"run_name": run_name, "description": description},
+                **{"logging_dir": logging_dir, "nested_run": nested_run},
+            }
+        )
+        super().__init__(options.get("experiment_name") or "accelerate", **options)
+        self.run_name, self.nested_run = run_name, nested_run
+        self.logging_dir_param = logging_dir
+
+    @property
+    def experiment_name(self) -> str:
+        """The name of the experiment."""
+        return str(self.init_kwargs.get("experiment_name") or self._project)
+
+    @property
+    def run_id(self) -> str | None:
+        """The id of the run; before :meth:`start` that of the one to continue."""
+        run = self.tracker
+        return run.info.run_id if run else self.init_kwargs.get("run_id")
+
+    @property
+    def tags(self) -> Any:
+        """The tags of the run."""
+        return self.init_kwargs.get("tags")
+
+    @property
+    def description(self) -> Any:
+        """The note of the run."""
+        return self.init_kwargs.get("description")
+
+    @property
+    def tracker(self) -> Any:
+        """The run, with its ``info`` and ``data``; None before :meth:`start`."""
+        client = super().tracker
+        if not client:  # not started, or on a process that does not log
+            return client
+        assert self._hub is not None
+        return client.get_run(self._hub.configured[self.name].state_dict()["run_id"])
+
+    active_run = tracker
+
+    @on_main_process
+    def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
+        """Record a figure as a file of the run.
+
+        Args:
+            figure: of matplotlib or plotly.
+            artifact_file: path below the run's artifacts.
+            **save_kwargs: of ``mlflow.log_figure``.
+        """
+        self._on_client("log_figure", figure, artifact_file, **save_kwargs)
+
+    @on_main_process
+    def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
+        """Record all files of a folder.
+
+        Args:
+            local_dir: the folder.
+            artifact_path: folder below the run's artifacts.
+        """
+        self._on_client("log_artifacts", local_dir, artifact_path)
+
+    @on_main_process
+    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
+        """Record a file.
+
+        Args:
+            local_path: the file.
+            artifact_path: folder below the run's artifacts.
+        """
+        self._on_client("log_artifact", local_path, artifact_path)
+
+    def _on_client(self, method: str, *args: Any, **kwargs: Any) -> None:
+        tracker = self._started().get(self.name)
+        getattr(tracker.raw, method)(tracker.state_dict().get("run_id"), *args, **kwargs)
+
+
+def mlflow_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of :class:`loggers.MLflowTracker` for those of Accelerate's."""
+    options = dict(given)
+    for name in ("experiment_name", "run_id", "tags", "nested_run"):
+        if (value := os.environ.get(f"MLFLOW_{name.upper()}")) is not None:
+            options[name] = value
+    folder, nested = options.pop("logging_dir", None), options.pop("nested_run", False)
+    if folder is not None:
+        options.setdefault("artifact_location", os.fspath(folder))
+    if isinstance(tags := options.get("tags"), str):
+        options["tags"] = json.loads(tags)
+    if nested:
+        active = importlib.import_module("mlflow").active_run()
+        if active is not None:
+            parent = {"mlflow.parentRunId": active.info.run_id}
+            options["tags"] = {**(options.get("tags") or {}), **parent}
+    return options
 
 
 #: The class of each tracker, by its name.
@@ -287,6 +542,27 @@ def with_project_folder(
 
 def _is_own(name: str, kind: type[Any]) -> bool:
     return name in _BUILT_IN and issubclass(kind, _NamedTracker)
+
+
+def named_tracker(
+    hub: loggers.TrackerHub | None, name: str, options: Mapping[str, Any], now: Callable[[], int]
+) -> Any:
+    """Return a tracker of an Accelerator as Accelerate's classes have it, or the user's own.
+
+    Args:
+        hub: the trackers; without any, the one that is returned does nothing.
+        name: of the tracker.
+        options: what it was made with.
+        now: returns the step of values without one.
+    """
+    if hub is None:
+        return loggers.NullTracker(name)
+    used = hub.get(name)
+    if isinstance(used, AdaptedTracker):
+        return used.wrapped
+    if isinstance(hub.configured[name], AdaptedTracker):
+        return used
+    return _NamedTracker.of(hub, name, options, now)
 
 
 def get_available_trackers() -> list[LoggerType]:

@@ -23,6 +23,7 @@ from accel_callbacks.compat.beside import remove_leftovers, save_beside
 from accel_callbacks.compat.children import own_variables
 from accel_callbacks.compat.environment import parse_flag_from_env, patch_environment, set_debug
 from accel_callbacks.compat.helpers import get_sampler
+from accel_callbacks.compat.logged_values import split, whole_step
 from accel_callbacks.compat.names import NotProvided
 from accel_callbacks.compat.stand_in import StandIn
 from accel_callbacks.config import resolve_config
@@ -42,6 +43,7 @@ from accel_callbacks.optimizer import AcceleratedOptimizer as _AcceleratedOptimi
 from accel_callbacks.plugins import fsdp
 from accel_callbacks.plugins.base import KwargsHandler
 from accel_callbacks.plugins.precision import AutocastKwargs, GradScalerKwargs
+from accel_callbacks.tracking.media import Keywords
 from accel_callbacks.warning import warn
 
 __all__ = [
@@ -316,6 +318,8 @@ class Accelerator(accelerator.Accelerator):
         plugin = self.strategy.plugin(fsdp.FullyShardedDataParallelPlugin)
         if plugin is not None:  # that of `accel launch` may be assigned to as well
             object.__setattr__(plugin, "__class__", FullyShardedDataParallelPlugin)
+        self._named: dict[str, tuple[Any, Any]] = {}  # trackers, each with the hub that has it
+        self._tracker_options: Keywords = {}
         global _newest
         _newest = weakref.ref(self)
         if self.is_main_process:
@@ -432,6 +436,74 @@ class Accelerator(accelerator.Accelerator):
             checkpoints.restore(self, place)
             return place
         return super().load_state(input_dir, load_kwargs, **options)
+
+    @property
+    def trackers(self) -> list[Any]:
+        """The trackers in use on this rank, as Accelerate's classes have them."""
+        hub = self.tracking.hub
+        return [] if hub is None else [self.get_tracker(each.name) for each in hub.trackers]
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return a tracker with the methods that Accelerate's have, or the tool's own object.
+
+        Args:
+            name: such as ``"wandb"``.
+            unwrap: return the tool's own object.
+
+        Raises:
+            ValueError: ``log_with`` has no tracker of this name.
+        """
+        # Imported here, because it imports `loggers`, which a file beside the script may hide.
+        from accel_callbacks.compat.trackers import named_tracker
+
+        hub, _ = self._media(None)
+        self.tracking.hand_out()
+        known = self._named.get(name)
+        if known is None or known[0] is not hub:
+            options = self._tracker_options.get(name, {})
+            known = (hub, named_tracker(hub, name, options, lambda: self.loop.run.global_step))
+            self._named[name] = known
+        return known[1].tracker if unwrap else known[1]
+
+    def init_trackers(
+        self, project_name: str, config: Any = None, init_kwargs: Keywords | None = None
+    ) -> None:
+        """Start the trackers of a loop, before the first ``log``.
+
+        Args:
+            project_name: name of the run.
+            config: hyperparameters: a dict, a dataclass or a namespace.
+            init_kwargs: arguments of the trackers, by name, as Accelerate's have them.
+        """
+        options = dict(init_kwargs or {})
+        if "mlflow" in options:
+            from accel_callbacks.compat.trackers import mlflow_options
+
+            options["mlflow"] = mlflow_options(options["mlflow"])
+        self._tracker_options = options
+        super().init_trackers(project_name, config, options)
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: Any = None,
+        log_kwargs: Keywords | None = None,
+    ) -> None:
+        """Log values to callbacks and trackers; what only a tool takes, to the trackers of it.
+
+        Args:
+            values: by name; nested dicts are flattened with ``/``.
+            step: optimizer steps so far.
+            log_kwargs: further keywords for a tracker's ``log``, by tracker name.
+        """
+        scalars, objects = split(values) if isinstance(values, Mapping) else (values, {})
+        step = whole_step(step)
+        if scalars or not objects:
+            super().log(scalars, step, log_kwargs)
+        if objects:
+            hub, step = self._media(step)
+            if hub is not None:
+                hub.log_objects(objects, step, log_kwargs)
 
     @functools.cached_property
     def gradient_state(self) -> GradientState:

@@ -63,6 +63,14 @@ class AdaptedTracker(Tracker):
         """Pass on a row, with the ``log_kwargs`` of this tracker."""
         self.wrapped.log(dict(scalars), step=step, **kwargs)
 
+    def takes_object(self, value: Any) -> bool:
+        """Return True: its interface has no types of values."""
+        return True
+
+    def log_objects(self, objects: Mapping[str, Any], step: int, **kwargs: Any) -> None:
+        """Pass on values as they are."""
+        self.wrapped.log(dict(objects), step=step, **kwargs)
+
     def finish(self, status: Status = "success") -> None:
         """Close the tracker; its interface has no argument for the status."""
         if not isinstance(self.wrapped, type):

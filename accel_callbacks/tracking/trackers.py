@@ -173,8 +173,12 @@ class Tracking:
         """The trackers in use on this process."""
         if self._hub is None:
             return []
-        self._handed_out = True
+        self.hand_out()
         return [_unwrapped(tracker) for tracker in self._hub.trackers]
+
+    def hand_out(self) -> None:
+        """Note that the user may hold a tracker of this run."""
+        self._handed_out = self.is_open
 
     def folders(self) -> list[Folder]:
         """Return the folder of the trackers' files, if they have some that two runs would mix."""

@@ -61,12 +61,13 @@ class CometTracker(ItemTracker):
         """Record parameters, with names such as ``optimizer/lr``."""
         self._opened().log_parameters(flat_config(config))
 
-    def log(self, scalars: Mapping[str, Scalar], step: int) -> None:
-        """Record metrics, and strings as text, at a step."""
+    def log(self, scalars: Mapping[str, Scalar], step: int, *, epoch: int | None = None) -> None:
+        """Record metrics, and strings as text, at a step, metrics with an epoch too."""
         experiment = self._opened()
         numbers = {k: as_float(v) for k, v in scalars.items() if not isinstance(v, str)}
         if numbers:
-            experiment.log_metrics(numbers, step=step)
+            at = {"step": step} if epoch is None else {"step": step, "epoch": epoch}
+            experiment.log_metrics(numbers, **at)
         self.log_text({k: v for k, v in scalars.items() if isinstance(v, str)}, step)
         self._logged(step)
 

@@ -28,6 +28,7 @@ class DVCLiveTracker(ItemTracker):
 
     Args:
         all_ranks: log on every rank, each to its own folder.
+        live: a ``Live`` to use in place of a new one.
         **options: arguments of ``dvclive.Live``; they override the defaults above. With a
             constant ``dir``, a new run replaces the files of the previous one.
 
@@ -48,15 +49,36 @@ class DVCLiveTracker(ItemTracker):
     log_audio, log_video = Tracker.log_audio, Tracker.log_video
     _changed = False  # something was logged since the last flush
 
+    def __init__(self, *, all_ranks: bool = False, live: Any = None, **options: Any) -> None:
+        super().__init__(all_ranks=all_ranks, **options)
+        self._given = live
+
+    def _running(self) -> Any:
+        return self._given
+
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Write ``params.yaml``, nested like the config, without secrets."""
         self._opened().log_params(stored_config(config))
 
-    def log(self, scalars: Mapping[str, Scalar], step: int) -> None:
-        """Append to one file per metric; ``metrics.json`` is written at the next flush."""
+    def log(
+        self,
+        scalars: Mapping[str, Scalar],
+        step: int,
+        *,
+        timestamp: bool = False,
+        plot: bool = True,
+    ) -> None:
+        """Append to one file per metric; ``metrics.json`` is written at the next flush.
+
+        Args:
+            scalars: values by name.
+            step: optimizer steps so far.
+            timestamp: of ``Live.log_metric``.
+            plot: of ``Live.log_metric``.
+        """
         live = self._at(step)
         for name, value in scalars.items():
-            live.log_metric(portable_path(name), value)
+            live.log_metric(portable_path(name), value, timestamp=timestamp, plot=plot)
         self._logged(step)
 
     def log_table(

@@ -107,8 +107,18 @@ class MLflowTracker(ItemTracker):
         self._tags |= {f"resumed/{k}"[:_LONGEST_NAME]: v for k, v in changed.items()}
         client.log_dict(self._run_id, plain_config(config), "config.json")
 
-    def log(self, scalars: Mapping[str, Scalar], step: int, *, time: float | None = None) -> None:
-        """Buffer metrics and tags until the next flush, which sends them in one request."""
+    def log(
+        self,
+        scalars: Mapping[str, Scalar],
+        step: int,
+        *,
+        time: float | None = None,
+        synchronous: bool | None = None,
+    ) -> None:
+        """Buffer metrics and tags until the next flush, which sends them in one request.
+
+        With ``synchronous=True`` they are sent now.
+        """
         self._opened()
         stamp = round(1000 * (clock.time() if time is None else time))
         metric, metrics, tags = self._entities.Metric, [], {}
@@ -120,6 +130,8 @@ class MLflowTracker(ItemTracker):
         self._metrics += metrics
         self._tags |= tags
         self._logged(step)
+        if synchronous:
+            self.flush()
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from loggers.base import RunInfo, Scalar, Status
 from loggers.local_files import local_path
 from loggers.multimedia.encode import figure_image, gif, pil_image
-from loggers.trackers.tool import ToolTracker, local_folder, run_name
+from loggers.trackers.tool import ToolTracker, local_folder, run_name, tool_of
 from loggers.values import plain_config
 
 if TYPE_CHECKING:
@@ -55,10 +55,14 @@ class SwanLabTracker(ToolTracker):
         """Update the run's config."""
         self._opened().config.update(plain_config(config))
 
-    def log(self, scalars: Mapping[str, Scalar], step: int) -> None:
+    def log(
+        self, scalars: Mapping[str, Scalar], step: int, *, print_to_console: bool | None = None
+    ) -> None:
         """Record the values at a step."""
-        run, text = self._opened(), self._package.Text
-        run.log({k: text(v) if isinstance(v, str) else v for k, v in scalars.items()}, step=step)
+        self._opened()
+        text = self._package.Text
+        values = {k: text(v) if isinstance(v, str) else v for k, v in scalars.items()}
+        self.log_objects(values, step, print_to_console=print_to_console)
         self._logged(step)
 
     def log_images(
@@ -111,6 +115,17 @@ class SwanLabTracker(ToolTracker):
             name: [self._create("Image", figure_image(figure))] for name, figure in figures.items()
         }
         self._opened().log(objects, step=step)
+
+    def takes_object(self, value: Any) -> bool:
+        """Return True for objects of SwanLab, and lists of these."""
+        return tool_of(value) == "swanlab"
+
+    def log_objects(
+        self, objects: Mapping[str, Any], step: int, *, print_to_console: bool | None = None
+    ) -> None:
+        """Record objects of SwanLab, which also prints them if told to."""
+        told = {} if print_to_console is None else {"print_to_console": print_to_console}
+        self._opened().log(dict(objects), step=step, **told)
 
     def log_artifact(self, path: str, *, name: str | None = None, kind: str = "file") -> None:
         """Save a file or folder under its own name; offline as links."""

@@ -120,13 +120,34 @@ class TensorBoardTracker(ContinuingTracker):
         _, session, _ = hparams(flat_config(config), {})  # type: ignore[no-untyped-call]
         writer.file_writer.add_summary(session, 0)
 
-    def log(self, scalars: Mapping[str, Scalar], step: int, *, time: float | None = None) -> None:
-        """Write one event per value: a scalar, or text for a str."""
+    def log(
+        self,
+        scalars: Mapping[str, Scalar],
+        step: int,
+        *,
+        time: float | None = None,
+        walltime: float | None = None,
+        new_style: bool = False,
+        double_precision: bool = False,
+    ) -> None:
+        """Write one event per value: a scalar, or text for a str.
+
+        Args:
+            scalars: values by tag.
+            step: optimizer steps so far.
+            time: Unix time of the call.
+            walltime: the time to write instead.
+            new_style: of ``SummaryWriter.add_scalar``.
+            double_precision: of ``SummaryWriter.add_scalar``.
+        """
         writer = self._opened()
         writer.events.make_room()  # before adding, because a row that fails is tried again
+        at = time if walltime is None else walltime
         for tag, value in self._unrecorded(scalars, step, _text).items():
-            add = writer.add_text if isinstance(value, str) else writer.add_scalar
-            add(tag, value, step, walltime=time)
+            if isinstance(value, str):
+                writer.add_text(tag, value, step, at)
+            else:
+                writer.add_scalar(tag, value, step, at, new_style, double_precision)
         self._logged(step)
 
     def log_images(

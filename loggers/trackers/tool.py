@@ -33,7 +33,10 @@ __all__ = [
     "opened",
     "preserve_random_state",
     "run_name",
+    "tool_of",
 ]
+
+_TOOLS = frozenset(("clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb"))
 
 T = TypeVar("T")
 
@@ -394,6 +397,18 @@ def preserve_random_state() -> Iterator[None]:
 def run_name(run: RunInfo) -> str:
     """Return the name of this rank's run: the run id, with a suffix for ranks above 0."""
     return f"{run.run_id}-rank{run.rank}" if run.rank else run.run_id
+
+
+def tool_of(value: Any) -> str | None:
+    """Return the package of a tool whose object this is, or an item of this list; None for others.
+
+    >>> tool_of([1, 2]) is None
+    True
+    """
+    if isinstance(value, list | tuple):
+        return next(filter(None, map(tool_of, value)), None)
+    package = type(value).__module__.partition(".")[0]
+    return package if package in _TOOLS else None
 
 
 def as_float(value: float | int) -> float:

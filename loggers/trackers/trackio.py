@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from loggers.base import RunInfo, Scalar, Status
 from loggers.local_files import base_name
 from loggers.multimedia.encode import figure_image, gif, named_images
-from loggers.trackers.tool import ToolTracker, as_float, run_name
+from loggers.trackers.tool import ToolTracker, as_float, run_name, tool_of
 from loggers.values import plain_config
 
 if TYPE_CHECKING:
@@ -113,6 +113,14 @@ class TrackioTracker(ToolTracker):
             name: self._create("Image", figure_image(figure)) for name, figure in figures.items()
         }
         self._opened().log(objects, step=step)
+
+    def takes_object(self, value: Any) -> bool:
+        """Return True for objects of Trackio, and lists of these."""
+        return tool_of(value) == "trackio"
+
+    def log_objects(self, objects: Mapping[str, Any], step: int) -> None:
+        """Record objects of Trackio."""
+        self._opened().log(dict(objects), step=step)
 
     def log_artifact(self, path: str, *, name: str | None = None, kind: str = "file") -> None:
         """Store a version of a file or folder under its name."""

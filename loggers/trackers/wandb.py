@@ -21,7 +21,7 @@ from loggers.base import RunInfo, Scalar, Status
 from loggers.local_files import base_name, local_path
 from loggers.multimedia.encode import figure_png, gif, histogram, png, wav
 from loggers.multimedia.files import Scratch
-from loggers.trackers.tool import ToolTracker
+from loggers.trackers.tool import ToolTracker, tool_of
 from loggers.values import plain_config
 
 if TYPE_CHECKING:
@@ -185,6 +185,16 @@ class WandBTracker(ToolTracker):
             if bins["counts"]
         }
         self._write(values, step)
+
+    def takes_object(self, value: Any) -> bool:
+        """Return False for objects of another tool; W&B takes arrays, lists and its own."""
+        return tool_of(value) in (None, "wandb")
+
+    def log_objects(
+        self, objects: Mapping[str, Any], step: int, *, commit: bool | None = None
+    ) -> None:
+        """Log values as ``wandb.log`` takes them."""
+        self._write(dict(objects), step, commit=commit)
 
     def log_artifact(self, path: str, *, name: str | None = None, kind: str = "file") -> None:
         """Log a ``wandb.Artifact`` with the file or folder, or a reference to a URL."""
