@@ -374,27 +374,6 @@ class Accelerator(accelerator.Accelerator):
             )
         return super().gather_for_metrics(input_data, use_gather_object)
 
-    def init_trackers(
-        self,
-        project_name: str,
-        config: Mapping[str, Any] | None = None,
-        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
-    ) -> None:
-        """Start the trackers; the files of TensorBoard's are in a folder of the project's name.
-
-        Args:
-            project_name: name of the run.
-            config: hyperparameters.
-            init_kwargs: arguments of the trackers' constructors, by tracker name.
-        """
-        options = init_kwargs or {}
-        if self.tracking.log_with:
-            # Imported here, as where the trackers are chosen.
-            from accel_callbacks.compat.trackers import with_project_folder
-
-            options = with_project_folder(self.tracking.log_with, project_name, options)
-        super().init_trackers(project_name, config, options)
-
     def save_state(
         self,
         output_dir: str | os.PathLike[str] | None = None,
@@ -470,16 +449,21 @@ class Accelerator(accelerator.Accelerator):
     ) -> None:
         """Start the trackers of a loop, before the first ``log``.
 
+        The files of TensorBoard's are in a folder of the project's name.
+
         Args:
             project_name: name of the run.
             config: hyperparameters: a dict, a dataclass or a namespace.
             init_kwargs: arguments of the trackers, by name, as Accelerate's have them.
         """
         options = dict(init_kwargs or {})
-        if "mlflow" in options:
-            from accel_callbacks.compat.trackers import mlflow_options
+        if self.tracking.log_with:
+            # Imported here, as where the trackers are chosen.
+            from accel_callbacks.compat.trackers import mlflow_options, with_project_folder
 
-            options["mlflow"] = mlflow_options(options["mlflow"])
+            options = dict(with_project_folder(self.tracking.log_with, project_name, options))
+            if "mlflow" in options:
+                options["mlflow"] = mlflow_options(options["mlflow"])
         self._tracker_options = options
         super().init_trackers(project_name, config, options)
 
