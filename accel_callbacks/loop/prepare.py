@@ -104,6 +104,10 @@ class Preparer:
         """
         ready: dict[int, Any] = {}
         bare = [self._strategy.unwrap(request.model) for request in requests]
+        window = self._loop.window
+        trains = any(not request.evaluation_mode for request in requests)
+        if trains and not window.plugin.sync_each_batch:
+            self._strategy.check_accumulation(window.num_steps)
         _check_methods(bare, forward_methods)
         prepared = {id(self._strategy.unwrap(model)): model for model in self._models}
         new: list[torch.nn.Module] = []

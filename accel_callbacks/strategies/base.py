@@ -111,6 +111,17 @@ class Strategy(ABC):
         """
         refuse_empty(model)
 
+    def check_accumulation(self, num_steps: int) -> None:
+        """Refuse gradient windows whose first backward does not average, before models are set up.
+
+        Args:
+            num_steps: the micro-batches of a window.
+
+        Raises:
+            ValueError: this strategy cannot train so; the message says what to do instead.
+        """
+        return None
+
     @property
     def copies(self) -> int:
         """Number of ranks that share a replica of the model, and read the same data."""

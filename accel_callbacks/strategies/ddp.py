@@ -150,6 +150,16 @@ class DDP(Strategy):
         refuse_spread(model)
         refuse_distributed(model)
 
+    def check_accumulation(self, num_steps: int) -> None:
+        """Refuse a static graph: torch learns it in a first backward that averages."""
+        if self.options.static_graph and num_steps > 1:
+            raise ValueError(
+                "DistributedDataParallelKwargs(static_graph=True) does not work with a gradient "
+                f"window of {num_steps} micro-batches, of whose backward passes torch averages the "
+                "last alone: leave static_graph out, or average after each one with "
+                f"GradientAccumulationPlugin(num_steps={num_steps}, sync_each_batch=True)."
+            )
+
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Wrap the model unless all of it is frozen."""
         frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]

@@ -31,6 +31,9 @@ class DistributedDataParallel(TorchDDP):
     Args:
         *args: those of torch's wrapper.
         **options: likewise.
+
+    Attributes:
+        reduced_names: the parameters that torch's errors number, those that were trained then.
     """
 
     _forward_methods: frozenset[str] = frozenset()
@@ -49,7 +52,9 @@ class DistributedDataParallel(TorchDDP):
         """Return the parameters in the order in which their gradients are to be laid out."""
         parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
         if self.lays_out_once:
-            return parameters[::-1], sparse[::-1]
+            parameters, sparse = parameters[::-1], sparse[::-1]
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        self.reduced_names = [names[id(parameter)] for parameter in parameters]
         return parameters, sparse
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

@@ -320,7 +320,7 @@ class FSDP(Sharding):
         )
         units = find_units(model, options, whole)
         for unit in units:
-            upcast += self._take_weights(unit.modules, placed, policy)
+            upcast += self._take_weights(model, unit.modules, placed, policy)
             with whole_parameters_freed(*unit.modules):
                 fully_shard(
                     list(unit.modules) if len(unit.modules) > 1 else unit.modules[0],
@@ -330,7 +330,7 @@ class FSDP(Sharding):
                 )
             if unit.is_last or options.reshard is not True:
                 lingering.extend(unit.modules)
-        upcast += self._take_weights((model,), placed, policy)
+        upcast += self._take_weights(model, (model,), placed, policy)
         with whole_parameters_freed(model):
             fully_shard(model, mp_policy=policy, reshard_after_forward=False, **common)
         self._lingering[model] = list(map(ref, lingering))
@@ -349,7 +349,11 @@ class FSDP(Sharding):
         self._whole[model] = list(whole)
 
     def _take_weights(
-        self, modules: Sequence[torch.nn.Module], placed: set[int], policy: Any
+        self,
+        model: torch.nn.Module,
+        modules: Sequence[torch.nn.Module],
+        placed: set[int],
+        policy: Any,
     ) -> int:
         """Bring the weights of a unit, which are about to be sharded, to the device.
 
@@ -380,6 +384,7 @@ class FSDP(Sharding):
                 continue
             if not tensor.is_contiguous():
                 tensor.data = tensor.data.contiguous()
+        _refuse_dtypes(model, tensors)
         return upcast
 
     def _offload_policy(self) -> Any:
@@ -581,6 +586,24 @@ def _checked(
 
 
 # --- helpers of sharding ----------------------------------------------------------------------
+
+
+def _refuse_dtypes(model: torch.nn.Module, unit: Sequence[torch.Tensor]) -> None:
+    """Raise for trained parameters of a unit that differ in dtype: they are gathered together."""
+    trained = {id(tensor): tensor.dtype for tensor in unit if tensor.requires_grad}
+    if len({*trained.values()}) < 2:
+        return
+    names: dict[torch.dtype, str] = {}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in trained:
+            names.setdefault(parameter.dtype, name)
+    (one, name), (other, another) = list(names.items())[:2]
+    raise ValueError(
+        f"{name!r} of {type(model).__name__} is {one} and {another!r} {other}, and FSDP gathers "
+        "both at once, in one dtype: convert one of them before prepare(), freeze it, keep its "
+        "module whole with FullyShardedDataParallelPlugin(ignored_modules=[...]), or shard it "
+        "as a unit of its own with transformer_cls_names_to_wrap=[...]."
+    )
 
 
 def _ignoring(whole: Sequence[torch.nn.Parameter]) -> dict[str, Any]:

@@ -101,13 +101,11 @@ def explain_unfinished(model: DistributedDataParallel, error: RuntimeError) -> N
 
 def _missing(model: DistributedDataParallel, error: RuntimeError) -> list[str]:
     """Return the parameters that an error of torch numbers, all trained ones if it does not."""
-    names = [
+    names = getattr(model, "reduced_names", None) or [  # of now, for a wrapper of the script's own
         name
         for name, parameter in model.module.named_parameters()
         if parameter.requires_grad and name not in model.parameters_to_ignore
     ]
-    if getattr(model, "lays_out_once", False):
-        names.reverse()
     match = _INDICES.search(str(error))
     indices = range(len(names)) if match is None else map(int, match[1].split())
     return [names[index] for index in indices if index < len(names)]

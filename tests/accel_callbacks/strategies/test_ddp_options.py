@@ -15,6 +15,7 @@ from accel_callbacks import (
     Accelerator,
     AORecipeKwargs,
     DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     TorchDynamoPlugin,
 )
@@ -443,3 +444,38 @@ def joined_as_told(path: str) -> list:
 def test_the_processes_are_joined_as_the_handler_says(fresh_pool, tmp_path):
     assert fresh_pool.run(joined_as_told, str(tmp_path / "meet")) == [[2.0, "gloo", 33.0]] * 2
     assert (tmp_path / "meet").exists()
+
+
+# --- a static graph in a gradient window ----------------------------------------------------
+
+
+def train_windows(static: bool, each: bool) -> list[float]:
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=each)
+    accel = accelerator({"static_graph": static}, gradient_accumulation_plugin=plugin)
+    model = Two()
+    model, optimizer = accel.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for factor in (1.0, 2.0, 3.0, 4.0):
+        with accel.accumulate(model):
+            accel.backward(model(factor * value_of(accel)).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return [parameter.sum().item() for parameter in model.parameters()]
+
+
+def test_a_static_graph_is_refused_with_a_window_and_trains_if_each_batch_averages(pool):
+    for kind, text in pool.outcomes(train_windows, True, False):
+        assert kind == "ValueError"
+        assert "static_graph=True) does not work with a gradient window of 2" in text
+        assert "GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)" in text
+    usual = pool.run(train_windows, False, False)
+    for values, wanted in zip(pool.run(train_windows, True, True), usual, strict=True):
+        assert values == pytest.approx(wanted, rel=1e-4)
+
+
+def prepare_evaluated() -> bool:
+    accel = accelerator({"static_graph": True}, gradient_accumulation_steps=2)
+    return accel.prepare_model(Two(), evaluation_mode=True)(value_of(accel)).requires_grad
+
+
+def test_a_model_that_is_only_evaluated_has_no_window(pool):
+    assert pool.run(prepare_evaluated) == [True, True]

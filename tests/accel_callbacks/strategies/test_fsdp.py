@@ -952,3 +952,35 @@ def kept_after_an_evaluation() -> tuple[int, int]:
 def test_an_evaluation_leaves_no_whole_parameters(pool):
     for sharded, all_of_them in pool.run(kept_after_an_evaluation):
         assert sharded == all_of_them
+
+
+# --- parameters of two dtypes ----------------------------------------------------------------
+
+
+def train_two_dtypes(freezes: bool, ignored: list[str]) -> list[str]:
+    plugin = FullyShardedDataParallelPlugin(ignored_modules=ignored)
+    accel = accelerator(plugin=plugin)
+    low = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
+    low.requires_grad_(not freezes)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sequential(low))
+    net[0].register_forward_hook(lambda module, inputs, output: output.bfloat16())
+    model, optimizer = accel.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    accel.backward(model(torch.ones(2, 4)).float().sum())
+    optimizer.step()
+    return [str(parameter.dtype) for parameter in model.parameters()]
+
+
+def test_trained_parameters_of_two_dtypes_in_a_unit_are_named(pool):
+    for kind, text in pool.outcomes(train_two_dtypes, False, []):
+        assert kind == "ValueError"
+        start = (
+            "'0.weight' of Sequential is torch.float32 and '1.0.weight' torch.bfloat16, and FSDP"
+        )
+        assert text.startswith(start)
+        assert "ignored_modules=[...]" in text
+
+
+@pytest.mark.parametrize(("freezes", "ignored"), [(True, []), (False, ["1"])])
+def test_frozen_or_whole_ones_may_have_another_dtype(pool, freezes, ignored):
+    for dtypes in pool.run(train_two_dtypes, freezes, ignored):
+        assert dtypes == ["torch.float32"] * 2 + ["torch.bfloat16"] * 2

@@ -114,3 +114,25 @@ def in_two_losses() -> float:
 
 def test_a_gather_between_two_losses_is_right(pool):
     assert pool.run(in_two_losses) == [2.0, 2.0]
+
+
+def train_frozen(own: bool) -> str:
+    accel = Accelerator(cpu=True, timeout=BOUND)
+    net = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
+    if own:  # frozen before, and so not numbered by torch
+        net[0].requires_grad_(False)
+    model, optimizer = accel.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for step in range(3):
+        if step == 1:
+            net[1].requires_grad_(False)
+        accel.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    return "trained"
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_part_that_is_frozen_later_is_named(fresh_pool, own):
+    for kind, text in fresh_pool.outcomes(train_frozen, own):
+        assert kind == "RuntimeError"
+        assert text.startswith("'1.weight', '1.bias' of Sequential got no gradient")
