@@ -199,7 +199,7 @@ def resolve_config(
         variable = declared.variable
         if explicit.get(name) is not None:
             values[name], origins[name] = explicit[name], "argument"
-        elif variable in environment:
+        elif variable in environment and not declared.is_blank(environment[variable]):
             origins[name] = f"environment variable {variable}"
             try:
                 values[name] = declared.convert(environment[variable])

@@ -311,7 +311,7 @@ def _run_on_tpu(plan: TpuPlan) -> int:
 def _check_port(env: Mapping[str, str]) -> None:
     """Raise CommandError if the port is taken, rather than fail in the script."""
     port = env.get("MASTER_PORT")
-    if port is None or env.get("RANK") != "0" or env.get("WORLD_SIZE") != "1":
+    if not port or env.get("RANK") != "0" or env.get("WORLD_SIZE") != "1":
         return
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, _BIND_OPTION, 1)

@@ -108,7 +108,7 @@ def join_group(
         ValueError: the backend cannot serve the device.
     """
     url = options.init_method or "env://"
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
     if missing and url.startswith("env://"):
         raise RuntimeError(
             f"{' and '.join(missing)} not set for {world} processes: start the script with "

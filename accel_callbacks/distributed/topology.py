@@ -258,7 +258,7 @@ def _detect(cpu: bool, options: GroupOptions, env: Mapping[str, str]) -> Topolog
         device = pick_device(cpu, joined.local_rank, can_share=_can_share(backend))
         return Topology(device, *joined, backend=dist.get_backend())
     rank, world, local_rank, local_world = _ranks_from(env)
-    if world == 1 and "LOCAL_RANK" not in env:
+    if world == 1 and not env.get("LOCAL_RANK"):
         device = pick_device(cpu, None)
     else:
         device = pick_device(cpu, local_rank, can_share=_can_share(options.backend))
@@ -431,7 +431,7 @@ def _group_ranks(env: Mapping[str, str], cpu: bool = False) -> Ranks | None:
     rank, world = dist.get_rank(), dist.get_world_size()
     on_cpu = cpu or own_accelerator() is None
     count = 0 if on_cpu else torch.accelerator.device_count()
-    index = next((name for name in ("LOCAL_RANK", *_TASK_INDEX) if name in env), None)
+    index = next((name for name in ("LOCAL_RANK", *_TASK_INDEX) if env.get(name)), None)
     if index is not None:
         local_rank = _number(env, index, rank)
     else:
@@ -443,7 +443,7 @@ def _group_ranks(env: Mapping[str, str], cpu: bool = False) -> Ranks | None:
 
 def _ranks_from(env: Mapping[str, str]) -> Ranks:
     world = _number(env, "WORLD_SIZE", 1)
-    if world > 1 and "RANK" not in env:
+    if world > 1 and not env.get("RANK"):
         raise RuntimeError(
             "WORLD_SIZE is set but RANK is not: start the script with `accel launch` or "
             "`torchrun`, or unset WORLD_SIZE for a single process."
@@ -459,8 +459,8 @@ def _ranks_from(env: Mapping[str, str]) -> Ranks:
 
 
 def _number(env: Mapping[str, str], name: str, default: int) -> int:
-    """Read an integer variable of the launcher."""
-    text = env.get(name, str(default))
+    """Read an integer variable of the launcher; an empty one is not given."""
+    text = env.get(name) or str(default)
     try:
         return int(text)
     except ValueError:

@@ -51,7 +51,7 @@ def xla_device(env: Mapping[str, str]) -> torch.device:
             f"{env.get('PJRT_DEVICE', '')}), which fails: {error}. Install the torch_xla of the "
             "release of torch, or pass cpu=True to the Accelerator."
         ) from error
-    processes = max(runtime.process_count(), runtime.world_size(), int(env.get("WORLD_SIZE", 1)))
+    processes = max(runtime.process_count(), runtime.world_size(), int(env.get("WORLD_SIZE") or 1))
     if processes > 1:
         raise RuntimeError(
             f"there are {processes} processes, and with XLA one process computes on all devices of "

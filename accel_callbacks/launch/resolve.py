@@ -121,7 +121,7 @@ def _from_environment(environment: Mapping[str, str]) -> tuple[dict[str, Any], d
     origins: dict[str, str] = {}
     for option in all_options():
         text = environment.get(option.variable) if option.variable else None
-        if text is None:
+        if text is None or option.is_blank(text):
             continue
         try:
             values[option.path] = option.parse(text)

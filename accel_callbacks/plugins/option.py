@@ -135,7 +135,14 @@ class Option:
 
     def is_unset(self, value: Any) -> bool:
         """Return whether a value of a file means "not set"."""
-        return value is None or (not isinstance(value, bool) and value in self.unset)
+        if isinstance(value, bool):
+            return False
+        return value is None or value in self.unset or self.is_blank(value)
+
+    def is_blank(self, value: Any) -> bool:
+        """Return whether a value is empty text where text means nothing, as for a number."""
+        takes_text = self.kind not in ("int", "float") and self.default is not None
+        return isinstance(value, str) and not value.strip() and not takes_text
 
     def read(self, value: Any) -> Any:
         """Validate a value of a file; raise ValueError with the requirement."""

@@ -494,7 +494,7 @@ class ParallelismConfig(KwargsHandler):
 def _launched_size(axis: str, environment: Mapping[str, str]) -> int:
     """Return the size that the launcher has set, 1 if none."""
     name = _VARIABLE.format(axis.upper())
-    text = environment.get(name, "1")
+    text = environment.get(name) or "1"
     if not text.isdigit() or int(text) < 1:
         raise ValueError(f"{name}={text!r} must be a positive integer.")
     return int(text)

@@ -216,10 +216,23 @@ def test_the_environment_stays_as_it_is():
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set but RANK is not"),
         ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR and MASTER_PORT not set"),
         ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "x"}, "MASTER_PORT not set"),
+        ({"WORLD_SIZE": "2", "RANK": ""}, "WORLD_SIZE is set but RANK is not"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "x", "MASTER_PORT": ""},
+            "MASTER_PORT not",
+        ),
         ({"WORLD_SIZE": "two", "RANK": "0"}, "WORLD_SIZE"),
         ({"WORLD_SIZE": "2", "RANK": "5"}, "RANK"),
     ],
-    ids=["no rank", "no address", "no port", "no number", "rank beyond the world"],
+    ids=[
+        "no rank",
+        "no address",
+        "no port",
+        "empty rank",
+        "empty port",
+        "no number",
+        "rank beyond the world",
+    ],
 )
 def test_a_broken_launch_says_what_is_missing(environment, says):
     code = "from accel_callbacks import Accelerator; Accelerator(cpu=True)"
@@ -233,6 +246,8 @@ def test_a_broken_launch_says_what_is_missing(environment, says):
 def test_a_world_of_one_needs_no_launcher():
     code = "from accel_callbacks import Accelerator; print(Accelerator(cpu=True).num_processes)"
     assert in_new_process(code, WORLD_SIZE="1", RANK="0").stdout == "1\n"
+    empty = dict.fromkeys(LAUNCHER, "")
+    assert in_new_process(code, **empty).stdout == "1\n"
 
 
 def test_a_rank_is_known_before_any_accelerator_exists(monkeypatch):

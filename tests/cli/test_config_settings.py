@@ -11,7 +11,7 @@ import pytest
 
 from accel_callbacks import error_text
 from accel_callbacks.cli.parser import CommandParser
-from accel_callbacks.config import launched_options
+from accel_callbacks.config import launched_options, resolve_config
 from accel_callbacks.launch.resolve import (
     Resolved,
     refuse_absent_gpus,
@@ -347,3 +347,13 @@ def test_every_key_of_a_block_is_in_the_reference() -> None:
     text = page.read_text(encoding="utf-8")
     keys = [option.name for option in all_options() if option.block or option.kind == "block"]
     assert [key for key in keys if f"`{key}`" not in text] == []
+
+
+def test_an_empty_value_of_a_number_is_one_that_is_not_given(tmp_path: Path) -> None:
+    keys = ("main_process_port", "machine_rank", "main_process_ip", "num_processes")
+    environment = {"ACCEL_GRADIENT_ACCUMULATION_STEPS": "", "ACCEL_PARALLELISM_TP_SIZE": " "}
+    found = resolve(tmp_path, "".join(f"{key}: ''\n" for key in keys), environment)
+    for path in (*keys, "gradient_accumulation_steps"):
+        assert found.origins[path] == "default", path
+        assert found.value(path) == find(path).default
+    assert resolve_config({}, environment).gradient_accumulation_steps == 1
