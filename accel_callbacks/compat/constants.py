@@ -99,6 +99,7 @@ class ComputeEnvironment(str, BaseEnum):
 class FP8BackendType(str, BaseEnum):
     """Packages that compute in fp8, of which this library has torchao."""
 
+    NO = "NO"
     TE = "TE"
     MSAMP = "MSAMP"
     AO = "AO"

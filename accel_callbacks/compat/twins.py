@@ -24,6 +24,13 @@ from accel_callbacks.compat.children import own_variables
 from accel_callbacks.compat.environment import parse_flag_from_env, patch_environment, set_debug
 from accel_callbacks.compat.helpers import get_sampler
 from accel_callbacks.compat.logged_values import split, whole_step
+from accel_callbacks.compat.members import (
+    AcceleratorMembers,
+    LoaderMembers,
+    OptimizerMembers,
+    SchedulerMembers,
+    give_members,
+)
 from accel_callbacks.compat.names import NotProvided
 from accel_callbacks.compat.stand_in import StandIn
 from accel_callbacks.config import resolve_config
@@ -122,6 +129,11 @@ class PartialState(state.PartialState):
         if name == "debug":
             set_debug(bool(value))
 
+    @property
+    def fork_launched(self) -> bool:
+        """Whether this process was forked, by a launcher of notebooks."""
+        return bool(parse_flag_from_env("FORK_LAUNCHED"))
+
     @classmethod
     def _reset_state(cls) -> None:
         if any("debug" in values for values in _assigned.values()):
@@ -178,6 +190,18 @@ class AcceleratorState(state.AcceleratorState, PartialState):
         if newest is not None:
             self._config, self._strategy = newest.config, newest.strategy
 
+    downcast_bfloat = False  # an option of TPUs that have no bf16
+
+    @property
+    def dynamo_plugin(self) -> Any:
+        """How the newest Accelerator compiles models, None without one."""
+        return getattr(_newest(), "dynamo_plugin", None)
+
+    @property
+    def torch_tp_plugin(self) -> Any:
+        """The option of that name, None without one."""
+        return getattr(_newest(), "torch_tp_plugin", None)
+
     @classmethod
     def _reset_state(cls, reset_partial_state: bool = False) -> None:
         _forget()
@@ -202,6 +226,13 @@ class GradientState(state.GradientState):
             newest = _newest_accelerator("GradientState()")
             window, loop = newest.window, newest.loop
         super().__init__(window, loop)
+
+    is_xla_gradients_synced = True
+
+    @property
+    def initialized(self) -> bool:
+        """Whether there is an Accelerator."""
+        return _newest() is not None
 
     @classmethod
     def _reset_state(cls) -> None:
@@ -249,6 +280,19 @@ class FullyShardedDataParallelPlugin(fsdp.FullyShardedDataParallelPlugin):
     def set_auto_wrap_policy(self, model: torch.nn.Module) -> None:
         """Have no effect: a model is prepared with the units that the options name."""
 
+    def set_state_dict_type(self, state_dict_type: Any = None) -> None:
+        """Note a type of checkpoints: those of this library are whole, and read by any layout."""
+        if state_dict_type is not None:
+            vars(self)["state_dict_type"] = getattr(state_dict_type, "name", state_dict_type)
+
+    def set_cpu_offload(self) -> None:
+        """Have no effect: ``cpu_offload`` is read when a model is prepared."""
+
+    def validate_cpu_offload(self) -> None:
+        """Have no effect: options are checked when they are given."""
+
+    validate_mixed_precision_policy = validate_cpu_offload
+
     def set_mixed_precision(self, *arguments: Any, **options: Any) -> NoReturn:
         """Raise NotProvided: the precision is known when the Accelerator is made."""
         raise NotProvided(
@@ -264,7 +308,7 @@ def _without_fp16(handlers: Iterable[KwargsHandler]) -> list[KwargsHandler]:
     return [*others, AutocastKwargs(enabled=False), GradScalerKwargs(enabled=False)]
 
 
-class Accelerator(accelerator.Accelerator):
+class Accelerator(AcceleratorMembers, accelerator.Accelerator):
     """The Accelerator, constructed as that of Accelerate, with the numbers of its schedules.
 
     Args:
@@ -313,6 +357,8 @@ class Accelerator(accelerator.Accelerator):
         follows = options.get("step_scheduler_with_optimizer", True)
         splits = loaders is not None and loaders.split_batches
         options.setdefault("scheduler_steps_per_process", follows and not splits)
+        self.step_scheduler_with_optimizer = follows
+        self.torch_tp_plugin = options.get("torch_tp_plugin")
         with patch_environment(**variables):
             super().__init__(**options)
         plugin = self.strategy.plugin(fsdp.FullyShardedDataParallelPlugin)
@@ -357,6 +403,37 @@ class Accelerator(accelerator.Accelerator):
         # Scripts for Accelerate count from the first batch of the epoch that a checkpoint has cut.
         inner = prepared.loader if isinstance(prepared, skip.SkipDataLoader) else prepared
         inner.rereads = self._rereads
+        give_members(inner, LoaderMembers, self)
+        return prepared
+
+    def prepare(self, *args: Any, **options: Any) -> Any:
+        """Prepare models, optimizers, loaders and schedulers.
+
+        Args:
+            *args: as of :meth:`accel_callbacks.Accelerator.prepare`.
+            **options: the same.
+        """
+        return self._amended(super().prepare(*args, **options))
+
+    def prepare_optimizer(self, *args: Any, **options: Any) -> Any:
+        """Prepare an optimizer.
+
+        Args:
+            *args: as of :meth:`accel_callbacks.Accelerator.prepare_optimizer`.
+            **options: the same.
+        """
+        return self._amended(super().prepare_optimizer(*args, **options))
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Prepare a scheduler."""
+        return self._amended(super().prepare_scheduler(scheduler))
+
+    def _amended(self, prepared: Any) -> Any:
+        for optimizer in self.optimizers:
+            give_members(optimizer, OptimizerMembers, self)
+        for each in self.schedulers:
+            if isinstance(each, scheduler.AcceleratedScheduler):
+                give_members(each, SchedulerMembers, self)
         return prepared
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -648,6 +725,7 @@ def _made(
         rng_types=checked_rng_types(rng_types),
         shards_itself=True,
     )
+    give_members(prepared, LoaderMembers, newest)
     if iteration:
         prepared.set_epoch(iteration)
     return skip.skip_first_batches(prepared, skip_batches) if skip_batches else prepared
@@ -673,7 +751,8 @@ class SkipDataLoader(metaclass=StandIn):
         **options: Any,
     ) -> skip.SkipDataLoader:
         """Return the view of a loader."""
-        return skip.SkipDataLoader(DataLoader(dataset, **options), skip_batches)
+        setting = Setting(0, 1, config.DataLoaderConfiguration(), None)
+        return skip.SkipDataLoader(_made(dataset, options, setting, None, None, 0, 0), skip_batches)
 
 
 class AcceleratedOptimizer(metaclass=StandIn):
@@ -695,7 +774,8 @@ class AcceleratedOptimizer(metaclass=StandIn):
     ) -> _AcceleratedOptimizer:
         """Return the prepared optimizer."""
         newest = _newest_accelerator("AcceleratedOptimizer")
-        return newest.prepare_optimizer(optimizer, device_placement)
+        prepared: _AcceleratedOptimizer = newest.prepare_optimizer(optimizer, device_placement)
+        return prepared
 
 
 class AcceleratedScheduler(metaclass=StandIn):
@@ -722,7 +802,7 @@ class AcceleratedScheduler(metaclass=StandIn):
     ) -> Any:
         """Return the prepared scheduler."""
         newest = _newest_accelerator("AcceleratedScheduler")
-        return cls.stands_for(
+        prepared = cls.stands_for(
             scheduler,
             optimizers if isinstance(optimizers, (list, tuple)) else [optimizers],
             newest.loop,
@@ -730,6 +810,8 @@ class AcceleratedScheduler(metaclass=StandIn):
             steps_at_once=1 if split_batches or not step_with_optimizer else newest.num_processes,
             holds_at_end=True,
         )
+        give_members(prepared, SchedulerMembers, newest)
+        return prepared
 
 
 def _forget() -> None:

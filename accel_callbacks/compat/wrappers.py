@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import Any
 
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from accel_callbacks.compat.constants import BaseEnum
 from accel_callbacks.modeling.compile import original, uncompile
 from accel_callbacks.precision import Precision
 
@@ -16,7 +16,7 @@ __all__ = ["PrecisionType", "extract_model_from_parallel", "has_original", "is_c
 _PARALLEL = (DistributedDataParallel, DataParallel)
 
 
-class PrecisionType(str, Enum):
+class PrecisionType(str, BaseEnum):
     """Precisions by name; accepted wherever their strings are.
 
     Example:

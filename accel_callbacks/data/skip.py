@@ -52,6 +52,11 @@ class SkipBatchSampler(BatchSampler):
         self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
         self.drop_last = getattr(batch_sampler, "drop_last", False)
 
+    @property
+    def total_length(self) -> int:
+        """The number of batches with those that are left out."""
+        return len(self.batch_sampler)
+
     def __iter__(self) -> Iterator[Any]:
         return islice(self.batch_sampler, self.skip_batches, None)
 

@@ -224,6 +224,11 @@ class RNGType(str, Enum):
     XPU = "xpu"
     GENERATOR = "generator"
 
+    @classmethod
+    def list(cls) -> Any:
+        """Return the values."""
+        return [member.value for member in cls]
+
 
 def synchronize_rng_states(
     rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None

@@ -142,6 +142,11 @@ class Trigger:
         """Raise the flag of this rank."""
         self._raised = True
 
+    @property
+    def is_set(self) -> bool:
+        """True once this rank has raised it, until the next check."""
+        return self._raised
+
     def check(self) -> bool:
         """Collective: return whether any rank has raised it, and lower it on all ranks."""
         raised = collectives.any_process(self._raised)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar, TypeVar, overload
@@ -51,6 +52,10 @@ class KwargsHandler:
     def activation_checkpointing(self) -> Any:
         """Policy by which blocks are computed again in backward, False for none."""
         return False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a copy of all fields."""
+        return {option.name: deepcopy(getattr(self, option.name)) for option in fields(self)}
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the fields whose value is not the default."""
@@ -151,6 +156,11 @@ class OptionEnum(str, Enum):
         >>> DDPCommunicationHookType.read("FP16", "comm_hook")
         <DDPCommunicationHookType.FP16: 'fp16'>
     """
+
+    @classmethod
+    def list(cls) -> Any:
+        """Return the values."""
+        return [member.value for member in cls]
 
     @classmethod
     def read(cls: type[_Option], value: Any, option: str) -> _Option:

@@ -43,6 +43,11 @@ class LoggerType(str, Enum):
     def __str__(self) -> str:
         return str(self.value)
 
+    @classmethod
+    def list(cls) -> Any:
+        """Return the values."""
+        return [member.value for member in cls]
+
 
 def on_main_process(function: F) -> F:
     """Decorate a tracker's method to run on the main process only.
