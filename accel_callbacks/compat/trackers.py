@@ -53,7 +53,7 @@ class _NamedTracker(GeneralTracker, metaclass=StandIn):
     stands_for: type[loggers.Tracker]
     logging_dir_param: str | os.PathLike[str] | None = None
 
-    def __init__(self, run_name: str, /, **kwargs: Any) -> None:
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
         super().__init__()
         self.run_name: str | None = run_name
         self._project = run_name
@@ -83,7 +83,8 @@ class _NamedTracker(GeneralTracker, metaclass=StandIn):
         own = (kind for kind in LOGGER_TYPE_TO_CLASS.values() if issubclass(kind, _NamedTracker))
         kind = next((kind for kind in own if isinstance(tracker, kind.stands_for)), _OtherTracker)
         view = kind.__new__(kind)
-        _NamedTracker.__init__(view, hub.run.name, **options)
+        _NamedTracker.__init__(view, hub.run.name)
+        view.init_kwargs = dict(options)
         view.name, view.logging_dir_param = name, hub.run.logging_dir
         view._hub, view._is_shared, view._now = hub, True, now
         return view
@@ -383,7 +384,8 @@ class MLflowTracker(_NamedTracker):
                 **{"logging_dir": logging_dir, "nested_run": nested_run},
             }
         )
-        super().__init__(options.get("experiment_name") or "accelerate", **options)
+        super().__init__(options.get("experiment_name") or "accelerate")
+        self.init_kwargs = options
         self.run_name, self.nested_run = run_name, nested_run
         self.logging_dir_param = logging_dir
 

@@ -237,9 +237,9 @@ def test_the_tracker_of_tensorboard_is_called_as_that_of_accelerate(tmp_path):
     tracker.log_images({"list": [pictures[0]]}, step=1)
     tracker.log({"loss": 0.5, "groups": {"a": 1, "b": 2}, "note": "text"}, walltime=7.0)
     accelerator.log({"speed": 2.0}, step=3, log_kwargs={"tensorboard": {"walltime": 9.0}})
-    folder = tracker.logging_dir
+    assert tracker.logging_dir == str(tmp_path / "digits")
     accelerator.end_training()
-    events = EventAccumulator(folder).Reload()
+    events = EventAccumulator(str(tmp_path / "digits")).Reload()
     assert {"own", "last", "first", "list"} <= {
         tag.partition("/")[0] for tag in events.Tags()["images"]
     }
@@ -260,6 +260,12 @@ def test_a_tracker_that_accelerate_has_not_has_the_same_methods(tmp_path):
     assert (tracker.name, tracker.run_name) == ("jsonl", "digits")
     accelerator.end_training()
     assert loggers.read_jsonl(tmp_path / "metrics.jsonl")[0]["values"] == {"loss": 0.5}
+
+
+def test_a_class_is_made_with_keywords(tmp_path):
+    assert tracking("WandBTracker")(run_name="digits").run_name == "digits"
+    kind = tracking("TensorBoardTracker")(run_name="digits", logging_dir=tmp_path)
+    assert kind.logging_dir == str(tmp_path / "digits")
 
 
 def test_a_call_of_one_tracker_reaches_no_other(tmp_path):
