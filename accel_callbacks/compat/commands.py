@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from accel_callbacks.cli import launch
+from accel_callbacks.cli import main as accel
 from accel_callbacks.cli.config import defaults
 from accel_callbacks.cli.parser import CommandParser
 from accel_callbacks.launch.config_file import default_path, read_config, write_config
@@ -64,6 +67,27 @@ def write_basic_config(
         print(f"{save_location} is there already, and stays: pass another save_location.")
         return False
     return write_config(save_location, defaults(detect_machine(os.environ), mixed_precision))
+
+
+def main_of(subcommand: str, whole_process: bool = False) -> Callable[[], None]:
+    """Return a function that runs ``accel`` on the arguments of this process.
+
+    Where the command fails, the function raises ``SystemExit`` with its exit code.
+
+    Args:
+        subcommand: the one that reads them; if empty, the first of them is its name.
+        whole_process: whether this process is only the command, which may replace it.
+    """
+
+    def main() -> None:
+        words = [*filter(None, [subcommand]), *sys.argv[1:]]
+        if whole_process:
+            sys.argv[1:] = words
+        code = accel.main(None if whole_process else words)
+        if code:
+            raise SystemExit(code)
+
+    return main
 
 
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from accel_callbacks.compat.children import child_variables
-from accel_callbacks.compat.names import MODULES, resolve
+from accel_callbacks.compat.names import MODULES, PROGRAMS, resolve
 from accel_callbacks.compat.public_names import public_names
 
 __all__ = ["VERSION", "install", "is_installed"]
@@ -84,6 +84,22 @@ class AliasFinder(MetaPathFinder, Loader):
         """Give the package its version."""
         if module.__name__ == "accelerate":
             module.__version__ = _LOCAL  # type: ignore[attr-defined]
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Return what ``python -m`` runs of a module.
+
+        Raises:
+            ImportError: the module is no program.
+        """
+        if fullname not in PROGRAMS:
+            programs = ", ".join(sorted(PROGRAMS))
+            raise ImportError(f"{fullname} is no program; programs of accelerate are {programs}")
+        lines = (
+            "if __name__ == '__main__':",  # a process that this one spawns imports it
+            "    from accel_callbacks.compat.commands import main_of",
+            f"    main_of({PROGRAMS[fullname]!r}, whole_process=True)()",
+        )
+        return compile("\n".join(lines), f"<{fullname}>", "exec")
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
         """Return the metadata that packages look for before they import accelerate."""

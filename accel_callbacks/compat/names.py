@@ -10,12 +10,22 @@ from typing import Any, NoReturn
 
 from accel_callbacks.foreign_names import REMOVED
 
-__all__ = ["MODULES", "NOT_PROVIDED", "NotProvided", "reason_against", "resolve"]
+__all__ = ["MODULES", "NOT_PROVIDED", "PROGRAMS", "NotProvided", "reason_against", "resolve"]
 
+#: The subcommand of ``accel`` that each program among the modules of Accelerate is.
+PROGRAMS = {
+    "accelerate.commands.accelerate_cli": "",
+    "accelerate.commands.config": "config",
+    "accelerate.commands.config.config": "config",
+    "accelerate.commands.env": "env",
+    "accelerate.commands.estimate": "estimate-memory",
+    "accelerate.commands.launch": "launch",
+    "accelerate.commands.merge": "merge-weights",
+    "accelerate.commands.test": "test",
+}
 _SUBMODULES = (
-    *("accelerator", "big_modeling", "checkpointing", "commands", "commands.config"),
-    *("commands.accelerate_cli", "commands.config.config_args", "commands.config.default"),
-    "commands.launch",
+    *("accelerator", "big_modeling", "checkpointing", "commands"),
+    *("commands.config.config_args", "commands.config.default"),
     *("data_loader", "hooks", "inference", "launchers", "local_sgd", "logging"),
     *("memory_utils", "optimizer", "parallelism_config", "scheduler", "state", "tracking", "utils"),
     *("utils.ao", "utils.bnb", "utils.constants", "utils.dataclasses", "utils.deepspeed"),
@@ -25,7 +35,7 @@ _SUBMODULES = (
     *("utils.transformer_engine", "utils.versions"),
 )
 #: The modules of Accelerate that can be imported.
-MODULES = frozenset({"accelerate", *(f"accelerate.{name}" for name in _SUBMODULES)})
+MODULES = frozenset({"accelerate", *PROGRAMS, *(f"accelerate.{name}" for name in _SUBMODULES)})
 
 _ROOM = "accel_callbacks.compat"
 #: The module of classes with Accelerate's arguments.
@@ -41,7 +51,6 @@ _OTHER_NAMES = {
     "DataLoaderAdapter": "accel_callbacks.data.loader:DataLoaderShard",
     "DataLoaderStateMixin": "accel_callbacks.data.loader:DataLoaderShard",
     "is_compiled_module": f"{_ROOM}.wrappers:has_original",
-    "main": "accel_callbacks.cli.main:main",
     "on_main_process": "accel_callbacks.tracking.general_tracker:on_main_process",
     # Not among the homes: they import `loggers`, which a file beside the script may hide.
     **{
@@ -153,6 +162,8 @@ def resolve(module: str, name: str) -> Any:
     Raises:
         AttributeError: there is no such name.
     """
+    if name == "main" and module in PROGRAMS:
+        return importlib.import_module(f"{_ROOM}.commands").main_of(PROGRAMS[module])
     if name in _OTHER_NAMES:
         module_name, _, other = _OTHER_NAMES[name].partition(":")
         return getattr(importlib.import_module(module_name), other)

@@ -30,14 +30,29 @@ _NAMES = {
     "commands.config": """
         main
     """,
+    "commands.config.config": """
+        main
+    """,
     "commands.config.config_args": """
         default_config_file default_json_config_file default_yaml_config_file load_config_from_file
     """,
     "commands.config.default": """
         write_basic_config
     """,
+    "commands.env": """
+        main
+    """,
+    "commands.estimate": """
+        main
+    """,
     "commands.launch": """
         launch_command launch_command_parser main
+    """,
+    "commands.merge": """
+        main
+    """,
+    "commands.test": """
+        main
     """,
     "data_loader": """
         BatchSamplerShard DataLoaderAdapter DataLoaderDispatcher DataLoaderShard
