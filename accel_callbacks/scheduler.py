@@ -18,6 +18,9 @@ class AcceleratedScheduler:
     step after the loop over the data (for example once an epoch) always counts. The arguments are
     those of the scheduler, so that a ``ReduceLROnPlateau`` gets its metric.
 
+    A scheduler that is no ``LRScheduler`` of torch, such as those of timm, which are told the epoch
+    or the number of updates, steps at each call as it is; its state is saved and restored too.
+
     Example:
         >>> import torch
         >>> from accel_callbacks import Accelerator

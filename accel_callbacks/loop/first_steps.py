@@ -352,7 +352,7 @@ class OptimizerWatch:
             return
         wrappers = (form for form in loop.optimizers if getattr(form, "optimizer", 0) is optimizer)
         forms = [optimizer, *wrappers]
-        followed = any(scheduler.optimizer in forms for scheduler in loop.schedulers)
+        followed = any(getattr(each, "optimizer", None) in forms for each in loop.schedulers)
         # Set by torch's schedulers, but not by a script that writes the rates itself.
         marked = any(hasattr(form.step, "_wrapped_by_lr_sched") for form in forms)
         if marked and not followed:

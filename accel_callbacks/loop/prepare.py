@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from accel_callbacks.collectives.nested import is_tensor, map_leaves
 from accel_callbacks.errors import nearest
@@ -145,7 +146,9 @@ class Preparer:
             if known.optimizer not in self._left_in_place:
                 _move_state(known.optimizer)
         for argument, scheduler in zip(schedulers, set_up.schedulers, strict=True):
-            ready[id(argument)] = self._scheduler(scheduler)
+            # One that an engine has made in its place follows the window as torch's do.
+            own = scheduler is _inside(argument, AcceleratedScheduler, "scheduler")
+            ready[id(argument)] = self._scheduler(scheduler, as_called=own)
         # An optimizer may be prepared after its model: a teacher without one is no hook's model.
         trained = self._loop.trained_models()
         self._loop.model = self._strategy.unwrap(trained[0]) if trained else None
@@ -193,20 +196,23 @@ class Preparer:
         self._optimizers.append(prepared)
         return prepared
 
-    def _scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+    def _scheduler(self, scheduler: Any, *, as_called: bool) -> AcceleratedScheduler:
         for known in self._schedulers:
             if known.scheduler is scheduler:
                 return known
-        inner = _inside(scheduler.optimizer, AcceleratedOptimizer, "optimizer")
+        owner = getattr(scheduler, "optimizer", None)
+        inner = _inside(owner, AcceleratedOptimizer, "optimizer")
         optimizers = [optimizer for optimizer in self._optimizers if inner is optimizer.optimizer]
-        if not optimizers:
+        if not optimizers and owner is not None:
             raise ValueError(
                 f"the optimizer of {type(scheduler).__name__} is not prepared: pass it to "
                 "prepare() before the scheduler, or together with it."
             )
-        prepared = AcceleratedScheduler(
-            scheduler, optimizers, self._loop, **self._scheduler_options
-        )
+        # Others, such as those of timm, are told the epoch or the number of updates: each call
+        # is meant as it is, and once.
+        as_called = as_called and not isinstance(scheduler, LRScheduler)
+        options = {"step_with_optimizer": False} if as_called else self._scheduler_options
+        prepared = AcceleratedScheduler(scheduler, optimizers, self._loop, **options)
         self._schedulers.append(prepared)
         return prepared
 
@@ -263,7 +269,14 @@ def is_scheduler(item: Any) -> bool:
     """Return whether an object is a learning-rate scheduler, prepared or not."""
     if isinstance(item, AcceleratedScheduler):
         return True
-    return all(hasattr(item, name) for name in ("optimizer", "step", "state_dict"))
+    if not all(hasattr(item, name) for name in ("step", "state_dict")):
+        return False
+    # Others have their optimizer under another name; a scaler or an average has none.
+    held = getattr(item, "__dict__", {}).values()
+    return hasattr(item, "optimizer") or (
+        hasattr(item, "load_state_dict")
+        and any(isinstance(value, (torch.optim.Optimizer, LRScheduler)) for value in held)
+    )
 
 
 def _inside(instance: Any, kind: type, name: str) -> Any:
