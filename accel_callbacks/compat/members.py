@@ -6,15 +6,21 @@ What ``prepare`` returns gets them by a class of its own, and an Accelerator by 
 from __future__ import annotations
 
 import copyreg
+import functools
+import importlib
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch.utils.data import DataLoader
 
 from accel_callbacks.compat.constants import FP8BackendType
-from accel_callbacks.compat.helpers import get_sampler
+from accel_callbacks.compat.helpers import (
+    get_sampler,
+    is_torchdata_stateful_dataloader_available,
+)
 from accel_callbacks.compat.names import NotProvided
 from accel_callbacks.data.skip import SkipDataLoader
 from accel_callbacks.plugins.ddp import DistributedDataParallelKwargs
@@ -31,6 +37,7 @@ __all__ = [
     "OptimizerMembers",
     "SchedulerMembers",
     "give_members",
+    "make_stateful",
 ]
 
 _classes: dict[tuple[type[Any], type[Any]], type[Any]] = {}
@@ -102,6 +109,49 @@ def _with_members(kind: type[Any], members: type[_Lent]) -> type[Any]:
         copies = {"__reduce_ex__": members.__reduce_ex__}
         _classes[kind, members] = type(kind.__name__, (kind, members), {**described, **copies})
     return _classes[kind, members]
+
+
+def make_stateful(loader: Any) -> None:
+    """Make a prepared loader, or a view of one, a StatefulDataLoader of torchdata's too.
+
+    It reads as before. Without torchdata it only knows that it was asked for.
+
+    Args:
+        loader: the loader.
+    """
+    lent: Any = type(loader)
+    if not issubclass(lent, _Lent):
+        lent = _with_members(lent, _Lent)
+    object.__setattr__(loader, "__class__", _with_state(lent))
+    vars(loader)["use_stateful_dataloader"] = True
+
+
+@functools.cache
+def _with_state(kind: type[Any]) -> type[Any]:
+    if not is_torchdata_stateful_dataloader_available():
+        return kind
+    # By its name, because a check of types has not seen what most environments lack.
+    torchdata: Any = importlib.import_module("torchdata.stateful_dataloader")
+    stateful: type[Any] = torchdata.StatefulDataLoader
+    if issubclass(kind, stateful):
+        return kind
+    own = kind.__mro__[: kind.__mro__.index(DataLoader)]
+    # Its way of reading is behind those of the class and of torch's loader.
+    plain = {
+        name: value
+        for name, value in vars(DataLoader).items()
+        if name in vars(stateful) and not any(name in vars(base) for base in own)
+    }
+    if issubclass(kind, SkipDataLoader):
+        plain |= {name: _delegate(name) for name in ("state_dict", "load_state_dict")}
+    return type(kind.__name__, (kind, stateful), {**plain, "__doc__": kind.__doc__})
+
+
+def _delegate(name: str) -> Callable[..., Any]:
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        return getattr(self.loader, name)(*arguments, **options)
+
+    return call
 
 
 class OptimizerMembers(_Lent):

@@ -30,9 +30,11 @@ from accel_callbacks.compat.members import (
     OptimizerMembers,
     SchedulerMembers,
     give_members,
+    make_stateful,
 )
 from accel_callbacks.compat.names import NotProvided
 from accel_callbacks.compat.stand_in import StandIn
+from accel_callbacks.compat.wrappers import extract_model_from_parallel
 from accel_callbacks.config import resolve_config
 from accel_callbacks.data import config, dispatch, loader, skip
 from accel_callbacks.data.config import checked_rng_types
@@ -214,12 +216,21 @@ class AcceleratorState(state.AcceleratorState, PartialState):
         return AcceleratorState, (self.mixed_precision, on_cpu)
 
 
+class _SharedOfNewest:
+    """The state that handles share: something as long as there is an Accelerator."""
+
+    def __get__(self, instance: Any, owner: type[Any]) -> dict[str, Any]:
+        return {} if _newest() is None else {"initialized": True}
+
+
 class GradientState(state.GradientState):
     """The live view of the gradient window, without arguments that of the newest Accelerator.
 
     Raises:
         RuntimeError: there is no Accelerator.
     """
+
+    _shared_state = _SharedOfNewest()
 
     def __init__(self, window: Any = None, loop: Any = None) -> None:
         if loop is None:
@@ -404,16 +415,41 @@ class Accelerator(AcceleratorMembers, accelerator.Accelerator):
         inner = prepared.loader if isinstance(prepared, skip.SkipDataLoader) else prepared
         inner.rereads = self._rereads
         give_members(inner, LoaderMembers, self)
+        if not self._rereads:
+            for loader_or_view in (inner, prepared):
+                make_stateful(loader_or_view)
         return prepared
 
+    def unwrap_model(
+        self,
+        model: torch.nn.Module,
+        keep_fp32_wrapper: bool = True,
+        keep_torch_compile: bool = True,
+    ) -> torch.nn.Module:
+        """Return a model without what prepare, or the script itself, has put around it.
+
+        Args:
+            model: prepared, or in a ``DataParallel`` of the script's.
+            keep_fp32_wrapper: keep the autocast around its forward.
+            keep_torch_compile: keep it compiled.
+        """
+        inner = super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+        return extract_model_from_parallel(inner, keep_fp32_wrapper, keep_torch_compile)
+
     def prepare(self, *args: Any, **options: Any) -> Any:
-        """Prepare models, optimizers, loaders and schedulers.
+        """Prepare models, optimizers, loaders and schedulers, and mark these.
 
         Args:
             *args: as of :meth:`accel_callbacks.Accelerator.prepare`.
             **options: the same.
         """
-        return self._amended(super().prepare(*args, **options))
+        prepared = self._amended(super().prepare(*args, **options))
+        known = (self.models, self.optimizers, self.schedulers, self.loaders)
+        for item in prepared if isinstance(prepared, (list, tuple)) else [prepared]:
+            inner = item.loader if isinstance(item, skip.SkipDataLoader) else item
+            if any(inner is other for others in known for other in others):
+                item._is_accelerate_prepared = True
+        return prepared
 
     def prepare_optimizer(self, *args: Any, **options: Any) -> Any:
         """Prepare an optimizer.
@@ -726,6 +762,8 @@ def _made(
         shards_itself=True,
     )
     give_members(prepared, LoaderMembers, newest)
+    if setting.config.use_stateful_dataloader:
+        make_stateful(prepared)
     if iteration:
         prepared.set_epoch(iteration)
     return skip.skip_first_batches(prepared, skip_batches) if skip_batches else prepared
@@ -737,7 +775,7 @@ class SkipDataLoader(metaclass=StandIn):
     Args:
         dataset: the dataset.
         skip_batches: how many to leave out.
-        use_stateful_dataloader: without effect.
+        use_stateful_dataloader: it is one of torchdata's too, if there is a torchdata.
         **options: of torch's DataLoader.
     """
 
@@ -751,8 +789,12 @@ class SkipDataLoader(metaclass=StandIn):
         **options: Any,
     ) -> skip.SkipDataLoader:
         """Return the view of a loader."""
-        setting = Setting(0, 1, config.DataLoaderConfiguration(), None)
-        return skip.SkipDataLoader(_made(dataset, options, setting, None, None, 0, 0), skip_batches)
+        chosen = config.DataLoaderConfiguration(use_stateful_dataloader=use_stateful_dataloader)
+        setting = Setting(0, 1, chosen, None)
+        view = skip.SkipDataLoader(_made(dataset, options, setting, None, None, 0, 0), skip_batches)
+        if use_stateful_dataloader:
+            make_stateful(view)
+        return view
 
 
 class AcceleratedOptimizer(metaclass=StandIn):

@@ -569,12 +569,16 @@ class DataLoaderShard(DataLoader[Any]):
             "position": self.position - self.real if again else self.position,
             "batches": self.batch_index + (not again),
             "finished": self.finished,
-            "trained": self.trained,
+            "trained": self._is_continued(),
             "done": self.done,
             "last": (last and not again) or self._nothing_left,
             "order": self._order_state(),
             **({} if stream is None else {"stream": stream}),
         }
+
+    def _is_continued(self) -> bool:
+        """Return whether a resume goes on within this pass; any does that no loop counts."""
+        return self.trained or isinstance(self._events, NoEvents)
 
     def layout(self) -> dict[str, Any]:
         """Return what the samples of each step of the current pass follow from, as plain values."""
@@ -586,7 +590,7 @@ class DataLoaderShard(DataLoader[Any]):
 
     def _order_state(self) -> dict[str, Any]:
         """Return what the orders of this pass and of the next ones are drawn from."""
-        opened = self.trained and not self.finished
+        opened = self._is_continued() and not self.finished
         # A resumed pass that has not begun yet is still that of its own record.
         record = self._record if self._record is not None else self._source.record()
         return {

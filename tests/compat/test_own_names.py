@@ -243,3 +243,16 @@ def rate_after_a_step(follows):
 def test_a_schedule_that_does_not_follow_the_optimizer_takes_one_step_a_call(pool):
     assert pool.run(rate_after_a_step, True) == [0.25, 0.25]
     assert pool.run(rate_after_a_step, False) == [0.5, 0.5]
+
+
+# --- models -----------------------------------------------------------------------------------
+
+
+def test_a_model_is_unwrapped_from_what_the_script_has_put_around_it():
+    accelerator = name("Accelerator")(cpu=True)
+    model = torch.nn.Linear(1, 1)
+    parallel = torch.nn.DataParallel(model)
+    assert accelerator.unwrap_model(parallel) is model
+    compiled = torch.compile(parallel, backend="eager")
+    assert accelerator.unwrap_model(compiled, keep_torch_compile=False) is model
+    assert accelerator.unwrap_model(accelerator.prepare(model)) is model
