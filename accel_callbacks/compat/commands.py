@@ -1,4 +1,4 @@
-"""Names of ``accelerate.commands``: the launch command, and config files."""
+"""Names of ``accelerate.commands``: what reads and runs each command, and config files."""
 
 from __future__ import annotations
 
@@ -9,21 +9,34 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from accel_callbacks.cli import launch
 from accel_callbacks.cli import main as accel
 from accel_callbacks.cli.config import defaults
 from accel_callbacks.cli.parser import CommandParser
+from accel_callbacks.cli.registry import COMMANDS
 from accel_callbacks.launch.config_file import default_path, read_config, write_config
 from accel_callbacks.launch.machine import detect_machine
 
 __all__ = [
     "LaunchConfig",
+    "config_command",
     "default_config_file",
     "default_json_config_file",
     "default_yaml_config_file",
+    "env_command",
+    "env_command_parser",
+    "estimate_command",
+    "estimate_command_parser",
+    "get_config_parser",
     "launch_command",
     "launch_command_parser",
     "load_config_from_file",
+    "main_of",
+    "merge_command",
+    "merge_command_parser",
+    "test_command",
+    "test_command_parser",
+    "to_fsdp2_command",
+    "to_fsdp2_command_parser",
     "write_basic_config",
 ]
 
@@ -90,30 +103,33 @@ def main_of(subcommand: str, whole_process: bool = False) -> Callable[[], None]:
     return main
 
 
-def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of ``accel launch``.
+def _functions(subcommand: str) -> tuple[Callable[..., CommandParser], Callable[..., None]]:
+    """Return what makes the parser of a subcommand, and what runs the arguments that it reads."""
 
-    Args:
-        subparsers: of a command line in which it is the subcommand ``launch``.
-    """
-    name, text = "accel launch", "start a script on one or more processes"
-    parser = CommandParser(prog=name, description=text)
-    launch.configure(parser)
-    if subparsers is not None:
-        options = {"parents": [parser], "add_help": False, "conflict_handler": "resolve"}
-        inner: argparse.ArgumentParser = subparsers.add_parser("launch", **options)
-        inner.set_defaults(func=launch_command)
-        return inner
-    return parser
+    def command_parser(subparsers: Any = None) -> CommandParser:
+        entry = COMMANDS[subcommand]
+        parser = CommandParser(prog=f"accel {subcommand}", description=entry.help)
+        entry.load().configure(parser)
+        if subparsers is not None:  # of a command line that has it as a subcommand
+            options = {"parents": [parser], "add_help": False, "conflict_handler": "resolve"}
+            parser = subparsers.add_parser(subcommand, **options)
+            parser.set_defaults(func=command)
+        return parser
+
+    def command(args: argparse.Namespace) -> None:
+        if hasattr(args, "as_accelerate"):  # its processes stand in too
+            args.as_accelerate = True
+        code = COMMANDS[subcommand].load().run(args)
+        if code:
+            raise SystemExit(code)
+
+    return command_parser, command
 
 
-def launch_command(args: argparse.Namespace) -> None:
-    """Launch what :func:`launch_command_parser` has read, with this library for Accelerate.
-
-    Raises:
-        SystemExit: a process failed; with its exit code.
-    """
-    args.as_accelerate = True
-    code = launch.run(args)
-    if code:
-        raise SystemExit(code)
+env_command_parser, env_command = _functions("env")
+estimate_command_parser, estimate_command = _functions("estimate-memory")
+get_config_parser, config_command = _functions("config")
+launch_command_parser, launch_command = _functions("launch")
+merge_command_parser, merge_command = _functions("merge-weights")
+test_command_parser, test_command = _functions("test")
+to_fsdp2_command_parser, to_fsdp2_command = _functions("to-fsdp2")

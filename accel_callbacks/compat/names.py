@@ -25,7 +25,7 @@ PROGRAMS = {
 }
 _SUBMODULES = (
     *("accelerator", "big_modeling", "checkpointing", "commands"),
-    *("commands.config.config_args", "commands.config.default"),
+    *("commands.config.config_args", "commands.config.default", "commands.to_fsdp2"),
     *("data_loader", "hooks", "inference", "launchers", "local_sgd", "logging"),
     *("memory_utils", "optimizer", "parallelism_config", "scheduler", "state", "tracking", "utils"),
     *("utils.ao", "utils.bnb", "utils.constants", "utils.dataclasses", "utils.deepspeed"),

@@ -28,10 +28,10 @@ _NAMES = {
         main
     """,
     "commands.config": """
-        main
+        get_config_parser main
     """,
     "commands.config.config": """
-        main
+        config_command main
     """,
     "commands.config.config_args": """
         default_config_file default_json_config_file default_yaml_config_file load_config_from_file
@@ -40,19 +40,22 @@ _NAMES = {
         write_basic_config
     """,
     "commands.env": """
-        main
+        env_command env_command_parser main
     """,
     "commands.estimate": """
-        main
+        estimate_command estimate_command_parser main
     """,
     "commands.launch": """
         launch_command launch_command_parser main
     """,
     "commands.merge": """
-        main
+        main merge_command merge_command_parser
     """,
     "commands.test": """
-        main
+        main test_command test_command_parser
+    """,
+    "commands.to_fsdp2": """
+        to_fsdp2_command to_fsdp2_command_parser
     """,
     "data_loader": """
         BatchSamplerShard DataLoaderAdapter DataLoaderDispatcher DataLoaderShard

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from accel_callbacks.compat.finder import AliasFinder
 from accel_callbacks.compat.names import PROGRAMS, resolve
@@ -71,3 +74,45 @@ def test_the_main_of_a_module_is_its_subcommand(module, monkeypatch, capsys):
 
 def test_a_process_that_a_program_spawns_does_not_run_it_again():
     exec(AliasFinder().get_code("accelerate.commands.launch"), {"__name__": "__mp_main__"})
+
+
+@pytest.mark.parametrize(
+    ("name", "subcommand", "words"),
+    [
+        ("env", "env", []),
+        ("estimate", "estimate-memory", ["bert"]),
+        ("merge", "merge-weights", ["source", "destination"]),
+        ("test", "test", ["--dry_run", "--num_processes", "1"]),
+        ("to_fsdp2", "to-fsdp2", ["--config_file", "here.yaml"]),
+        ("launch", "launch", ["--dry_run", "-m", "timeit"]),
+    ],
+)
+def test_each_command_has_its_parser_and_one_inside_of_others(name, subcommand, words):
+    module = f"accelerate.commands.{name}"
+    make = resolve(module, f"{name}_command_parser")
+    assert callable(resolve(module, f"{name}_command"))
+    outer = argparse.ArgumentParser()
+    make(outer.add_subparsers())
+    inner = outer.parse_args([subcommand, *words])
+    assert inner.func is resolve(module, f"{name}_command")
+    assert {**vars(inner), "func": None} == {**vars(make().parse_args(words)), "func": None}
+
+
+def test_a_command_runs_what_its_parser_reads(tmp_path):
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    save_file({"weight": torch.ones(2)}, folder / "model.safetensors")
+    module = "accelerate.commands.merge"
+    args = resolve(module, "merge_command_parser")().parse_args([str(folder), str(tmp_path / "a")])
+    resolve(module, "merge_command")(args)
+    assert load_file(tmp_path / "a" / "model.safetensors")["weight"].tolist() == [1.0, 1.0]
+
+
+def test_a_command_that_fails_ends_with_its_exit_code(tmp_path):
+    module = "accelerate.commands.launch"
+    script = tmp_path / "script.py"
+    script.write_text("import accelerate, sys; sys.exit(len(accelerate.__version__))")
+    args = resolve(module, "launch_command_parser")().parse_args(["--cpu", str(script)])
+    with pytest.raises(SystemExit) as stop:
+        resolve(module, "launch_command")(args)
+    assert stop.value.code == len(STANDS_IN)
