@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,7 +24,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     """A wrapper whose ``step`` and ``zero_grad`` do nothing inside of a gradient window.
 
     Made by ``Accelerator.prepare``. It shares ``state`` and ``param_groups`` with the wrapped
-    optimizer, and is accepted wherever torch expects an ``Optimizer``.
+    optimizer, and is accepted wherever torch expects an ``Optimizer``. What ``copy`` makes of it
+    follows the same gradient window; ``pickle`` gives the wrapped optimizer back.
 
     Attributes:
         outcome: of the last step: True if it was taken, False if it was skipped, a finding if only
@@ -93,17 +95,28 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            **self.__dict__,
-            "_watch": None,
-            "_strategy": None,
-            "_holds_gradients": False,
-            "outcome": not self.step_was_skipped,
-        }
+    def __copy__(self) -> AcceleratedOptimizer:
+        """Return one that follows the same gradient window, over the same optimizer."""
+        new = object.__new__(type(self))
+        new.__dict__.update(
+            self.__dict__,
+            _watch=None,
+            _strategy=None,
+            _holds_gradients=False,
+            outcome=not self.step_was_skipped,
+        )
+        return new
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+    def __deepcopy__(self, memo: dict[int, Any]) -> AcceleratedOptimizer:
+        """Return one that follows the same gradient window, over a copy of the optimizer."""
+        new = self.__copy__()
+        memo[id(self)] = new
+        new.optimizer = copy.deepcopy(self.optimizer, memo)
+        return new
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process has another loop: it gets the optimizer inside.
+        return _get_inside, (self.optimizer,)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer."""
@@ -229,3 +242,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         method = getattr(self.optimizer, name, None)
         if callable(method):
             method()
+
+
+def _get_inside(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return optimizer

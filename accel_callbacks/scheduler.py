@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,9 @@ class AcceleratedScheduler:
 
     A scheduler that is no ``LRScheduler`` of torch, such as those of timm, which are told the epoch
     or the number of updates, steps at each call as it is; its state is saved and restored too.
+
+    What ``copy`` makes of it follows the same gradient window; ``pickle`` gives the wrapped
+    scheduler back.
 
     Example:
         >>> import torch
@@ -82,10 +86,31 @@ class AcceleratedScheduler:
         """Load a state into the wrapped scheduler."""
         self.scheduler.load_state_dict(state_dict)
 
+    def __copy__(self) -> AcceleratedScheduler:
+        """Return one that follows the same gradient window, over the same scheduler."""
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AcceleratedScheduler:
+        """Return one that follows the same gradient window, over copies of what is inside."""
+        new = memo[id(self)] = object.__new__(type(self))
+        memo[id(self._loop)] = self._loop
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process has another loop: it gets the scheduler inside.
+        return _get_inside, (self.scheduler,)
+
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+
+def _get_inside(scheduler: Any) -> Any:
+    return scheduler
 
 
 class _StepsToEnd:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import weakref
@@ -110,7 +111,8 @@ class DataLoaderShard(DataLoader[Any]):
     continues at the exact sample, on the same or another number of ranks.
 
     Its dataset, sampler, ``batch_size`` and ``drop_last`` are those of the loader as it was given.
-    A copy by ``pickle`` reads the same samples without an Accelerator, and fires no hooks.
+    A copy, by ``copy`` or ``pickle``, reads the same samples without an Accelerator, and fires no
+    hooks.
 
     Attributes:
         epoch: index of the current pass, -1 before the first.
@@ -223,10 +225,20 @@ class DataLoaderShard(DataLoader[Any]):
         return again
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**vars(self), "_events": NoEvents(), "_iterator": None}
+        before, after = self._streams()
+        # What belongs to the pass that is open here stays here.
+        closed: dict[str, Any] = {"_iterator": None, "_delivery": None, "_last": False}
+        closed |= {"_stream_before": before, "_stream": after}
+        state = {**vars(self), "_events": NoEvents(), **closed}
         for name in ("_workers_end", "_torch_iterator", "_delivered"):
             state.pop(name, None)
         return state
+
+    def __copy__(self) -> DataLoaderShard:
+        # What the script gave is shared, as in torch; what has the position in a pass is not.
+        given = (self.dataset, self.generator, self._feed, self.origin)
+        given = (*given, *(() if self.origin is None else vars(self.origin).values()))
+        return copy.deepcopy(self, {id(part): part for part in given if part is not None})
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank."""

@@ -82,7 +82,7 @@ class Generators:
     """
 
     def __init__(self, kinds: Sequence[str], private: Sequence[Any]) -> None:
-        self.private = list(private)
+        self._kinds, self.private = tuple(kinds), list(private)
         self._access: dict[str, _Access] = {}
         for kind in kinds:
             holder = _global_generator(kind)
@@ -90,6 +90,9 @@ class Generators:
                 self._access[kind] = _access_to(holder)
         for index, holder in enumerate(self.private):
             self._access[f"own{index}"] = _access_to(holder)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Generators, (self._kinds, self.private)  # the functions are those of a process
 
     def __bool__(self) -> bool:
         return bool(self._access)

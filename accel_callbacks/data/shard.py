@@ -372,6 +372,10 @@ class ShareSource(Source):
         self._counted = True  # the sampler has as many items as it says
         self._passes: tuple[int | None, int | None] = (None, None)  # digests of the last two
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy begins a pass of its own; the sampler's iterator may be a generator.
+        return {**vars(self), "_draws": None, "_waiting": deque()}
+
     @property
     def batch_sampler(self) -> Any:
         """The user's batch sampler, which this one shares out."""
