@@ -37,7 +37,7 @@ from accel_callbacks.compat.stand_in import StandIn
 from accel_callbacks.compat.wrappers import extract_model_from_parallel
 from accel_callbacks.config import resolve_config
 from accel_callbacks.data import config, dispatch, loader, skip
-from accel_callbacks.data.config import checked_rng_types
+from accel_callbacks.data.config import checked_config, checked_rng_types
 from accel_callbacks.data.device import device_feed
 from accel_callbacks.data.prepare import prepare_loader
 from accel_callbacks.data.sources import Setting
@@ -393,6 +393,20 @@ class Accelerator(AcceleratorMembers, accelerator.Accelerator):
     def scaler(self) -> torch.amp.GradScaler | None:
         """The loss scaler of fp16; ``None`` with another precision, and on a CPU."""
         return None if self.device.type == "cpu" else super().scaler
+
+    @property
+    def dataloader_config(self) -> config.DataLoaderConfiguration:
+        """The options of loaders; may be assigned, for those that are prepared from then on.
+
+        Raises:
+            TypeError: what is assigned is no ``DataLoaderConfiguration``.
+        """
+        return super().dataloader_config
+
+    @dataloader_config.setter
+    def dataloader_config(self, options: config.DataLoaderConfiguration) -> None:
+        self._loaders.config = checked_config(options)
+        self._rereads = not getattr(options, "continues", False)
 
     def prepare_data_loader(
         self,

@@ -225,6 +225,31 @@ def test_a_folder_of_tensorboards_is_one_of_all_trackers_too():
     assert with_project_folder(["jsonl"], "digits", {}) == {}
 
 
+# --- loaders ----------------------------------------------------------------------------------
+
+
+def batches_of_configurations():
+    accelerator = name("Accelerator")(cpu=True)
+    kind, before, sizes = name("DataLoaderConfiguration"), accelerator.dataloader_config, []
+    for options in (kind(split_batches=True), before):
+        accelerator.dataloader_config = options
+        loader = accelerator.prepare(torch.utils.data.DataLoader(list(range(8)), batch_size=4))
+        sizes.append([len(batch) for batch in loader])
+    return sizes, accelerator.split_batches
+
+
+@pytest.mark.distributed
+def test_loaders_follow_the_configuration_that_was_assigned_before_them(pool):
+    assert pool.run(batches_of_configurations) == [([[2, 2], [4]], False)] * 2
+
+
+def test_a_configuration_of_another_kind_is_refused_where_it_is_assigned():
+    accelerator = name("Accelerator")(cpu=True)
+    with pytest.raises(TypeError, match=r"dataloader_config=.* must be a DataLoader"):
+        accelerator.dataloader_config = {}
+    assert not accelerator.split_batches
+
+
 # --- schedules --------------------------------------------------------------------------------
 
 
