@@ -260,7 +260,7 @@ def merge_fsdp_weights(
 
     Args:
         checkpoint_dir: what :func:`save_fsdp_model` or ``save_state`` wrote, or Accelerate's.
-        output_path: another folder; a model in it is replaced.
+        output_path: another folder, such as the one around it; a model in it is replaced.
         safe_serialization: always on; accepted because Accelerate has it.
         remove_checkpoint_dir: remove the checkpoint afterwards, if it is on a local disk.
 

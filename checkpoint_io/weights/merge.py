@@ -145,10 +145,12 @@ def _near(url: str, options: Mapping[str, Any] | None) -> str:
 
 def _check_destination(source: WeightSource, store: Store, overwrite: bool) -> None:
     """Raise CheckpointConflictError for the source itself, and for a folder that is in use."""
-    folder, _ = split_path(source.where)
-    places = {source.where.rstrip("/"), folder.rstrip("/") or folder}
+    files = getattr(source, "files", [])
     # what links lead to is read until the end
-    places.update(file.store.url for file in getattr(source, "files", []))
+    places = {source.where.rstrip("/"), *(file.store.url for file in files)}
+    if files:  # it is a file among them, or their index
+        folder, _ = split_path(source.where)
+        places.add(folder.rstrip("/") or folder)
     destination = store.url.rstrip("/") or store.url
     if local_folder(store) is not None:
         places, destination = (

@@ -60,7 +60,7 @@ class TorchSource:
     def __init__(
         self, url: str, files: Sequence[WeightFile], weight_map: Mapping[str, str] | None = None
     ) -> None:
-        self.where = url
+        self.where, self.files = url, files
         self.tied: dict[str, str] = {}
         self._state: dict[str, torch.Tensor] = {}
         labels, stored = [file.label for file in files], [read_torch_file(file) for file in files]

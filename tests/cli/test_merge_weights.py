@@ -214,6 +214,26 @@ def test_nothing_is_written_into_the_source_or_a_checkpoint(
         assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize("kind", ["dcp", "step-1"])
+def test_a_model_is_written_beside_the_folder_that_is_read(tmp_path: Path, kind: str) -> None:
+    state = model().state_dict()
+    if kind == "dcp":
+        save_dcp(state, tmp_path / kind)
+    else:
+        checkpoint_io.save(tmp_path / kind, {"model": state})
+    assert same(merged(tmp_path / kind, tmp_path), state)
+    assert {path.name for path in tmp_path.iterdir()} == {kind, "model.safetensors"}
+
+
+def test_a_model_is_not_written_over_the_file_that_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "w.bin")
+    words = [str(tmp_path / "w.bin"), str(tmp_path), "--overwrite"]
+    assert main(["merge-weights", *words]) == 1
+    assert "is the folder that is read" in capsys.readouterr().err
+
+
 def test_what_is_near_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_dcp(model().state_dict(), tmp_path / "a" / "pytorch_model_fsdp_0")
     checkpoint_io.save(tmp_path / "b" / "step-00000001", {"model": model().state_dict()})
