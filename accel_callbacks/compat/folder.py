@@ -49,7 +49,7 @@ Entry = Mapping[str, Any]
 Index = Mapping[str, Entry]
 
 _INDEX = "index.json"
-_CHECKSUM = "xxh3"
+CHECKSUM = "xxh3"
 
 
 def offload_weight(
@@ -99,7 +99,7 @@ def offload_weight(
         index[weight_name] = {
             "dtype": dtype,
             "shape": list(weight.shape),
-            _CHECKSUM: digest.hexdigest(),
+            CHECKSUM: digest.hexdigest(),
         }
     return index
 
@@ -177,7 +177,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def _check_content(tensor: torch.Tensor, entry: Entry, path: str) -> None:
-    if _CHECKSUM in entry and _digest(tensor) != entry[_CHECKSUM]:
+    if CHECKSUM in entry and _digest(tensor) != entry[CHECKSUM]:
         raise WeightReadError(
             f"{path} holds other bytes than were offloaded to it: it is damaged, or another model "
             "was offloaded into this folder since. Give each model a folder of its own"
@@ -597,7 +597,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if self.save_folder is None:
             return
         for name, entry in self.index.items():
-            if _CHECKSUM not in entry and entry.get("safetensors_file") is None:
+            if CHECKSUM not in entry and entry.get("safetensors_file") is None:
                 with suppress(WeightReadError, ValueError):  # told when it is asked for
                     self._stored.located([name])
 
@@ -692,8 +692,8 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             return
         info = self.index[name]
         dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-        if _CHECKSUM in info and info.get("dtype") == dtype and info.get("shape") == shape:
-            same = _digest(tensor) == info[_CHECKSUM]
+        if CHECKSUM in info and info.get("dtype") == dtype and info.get("shape") == shape:
+            same = _digest(tensor) == info[CHECKSUM]
         else:
             stored = self[name]
             same = stored.shape == tensor.shape and _same_values(stored, tensor)

@@ -428,7 +428,7 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
         pairs = listed(f"{name!r} (that of {first!r})" for name, first in removed.items())
         warn(
             f"weights without tensors that share memory with another one: {pairs}. Tie them again "
-            "after loading, or write all names by save(), which copies."
+            "after loading, or write all names by save(), without safe_serialization=True."
         )
     return {
         name: value.contiguous() if isinstance(value, torch.Tensor) else value
@@ -448,13 +448,16 @@ def save(
         obj: names to tensors.
         f: path or URL of the file.
         save_on_each_node: write on one process of each machine.
-        safe_serialization: without effect, since nothing here writes pickles.
+        safe_serialization: write tensors that share memory once, under the first of their names;
+            by default under each. Nothing here writes pickles.
 
     Raises:
         TypeError: ``obj`` is something else.
     """
     state = PartialState()
     if state.is_local_main_process if save_on_each_node else state.is_main_process:
+        if safe_serialization and isinstance(obj, Mapping):
+            obj = clean_state_dict_for_safetensors(dict(obj))
         save_tensors(obj, f)
 
 

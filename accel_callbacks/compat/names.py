@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
+from accel_callbacks.compat.records import LOGGERS, log_warnings
 from accel_callbacks.foreign_names import REMOVED
 
 __all__ = ["MODULES", "NOT_PROVIDED", "PROGRAMS", "NotProvided", "reason_against", "resolve"]
@@ -42,7 +43,8 @@ _ROOM = "accel_callbacks.compat"
 TWINS = f"{_ROOM}.twins"
 # In this order: what others reach into, what is the same, what is in terms of it.
 _HOMES = (
-    *(TWINS, f"{_ROOM}.handlers", f"{_ROOM}.loggers", "accel_callbacks", "accel_callbacks.utils"),
+    *(TWINS, f"{_ROOM}.handlers", f"{_ROOM}.loggers", f"{_ROOM}.device_maps"),
+    *(f"{_ROOM}.offloaded", "accel_callbacks", "accel_callbacks.utils"),
     *(f"{_ROOM}.{name}" for name in ("helpers", "environment", "constants", "models", "commands")),
 )
 _CLOSED = frozenset(home for home in _HOMES if home.startswith(_ROOM))
@@ -169,7 +171,8 @@ def resolve(module: str, name: str) -> Any:
         return getattr(importlib.import_module(module_name), other)
     home = home_of(name)
     if home is not None:
-        return getattr(importlib.import_module(home), name)
+        value = getattr(importlib.import_module(home), name)
+        return log_warnings(value, LOGGERS[name]) if name in LOGGERS else value
     if reason := reason_against(name):
         return _placeholder(f"{module}.{name}", reason)
     raise AttributeError(

@@ -202,11 +202,11 @@ def test_weights_of_a_file_by_a_device_map(tmp_path):
     }
 
 
-def test_weights_that_share_memory_are_written_once():
+def test_weights_that_share_memory_are_written_once(caplog):
     shared = torch.ones(2, 3)
     weights = {"a": shared, "b": shared, "c": torch.ones(2, 3).T, "d": "text"}
-    with pytest.warns(UserWarning, match=r"another one: 'b' \(that of 'a'\)\. Tie them again"):
-        cleaned = name("clean_state_dict_for_safetensors")(weights)
+    cleaned = name("clean_state_dict_for_safetensors")(weights)
+    assert "another one: 'b' (that of 'a'). Tie them again" in caplog.text
     assert list(cleaned) == ["a", "c", "d"]
     assert cleaned["c"].is_contiguous()
 
