@@ -122,7 +122,7 @@ class Registered:
         Raises:
             ValueError: an object lacks ``state_dict`` or ``load_state_dict``, or a name is taken.
         """
-        _check([*((str(i), obj) for i, obj in enumerate(objects)), *named.items()])
+        _check([*((f"Item at index {i}", obj) for i, obj in enumerate(objects)), *named.items()])
         for name, obj in named.items():
             self._add_named(name, obj)
         for obj in objects:

@@ -574,6 +574,18 @@ def get_available_trackers() -> list[LoggerType]:
     return [LoggerType(name) for name in sorted(names)]
 
 
+def check_folder(choices: Sequence[Any]) -> None:
+    """Raise ValueError for the first tracker that writes files, of a run without a folder."""
+    for choice in choices:
+        kind = LOGGER_TYPE_TO_CLASS.get(choice) if isinstance(choice, str) else choice
+        if isinstance(kind, type) and getattr(kind, _FOLDER, False):
+            name = getattr(kind, "name", choice)
+            raise ValueError(
+                f"Logging with `{name}` requires a `logging_dir` to be passed in: give the "
+                'Accelerator project_dir="runs", say, or a project_config with a logging_dir.'
+            )
+
+
 def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = None) -> list[Any]:
     """Return each tracker of ``log_with`` once, those whose tool is installed for ``"all"``.
 
@@ -591,8 +603,6 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
         trackers = [choice for choice in choices if not isinstance(choice, str)]
         choices = [*trackers, *get_available_trackers()]
     chosen_trackers(choices, {})  # raises for an unknown name
-    for choice in choices:
-        kind = LOGGER_TYPE_TO_CLASS.get(choice) if isinstance(choice, str) else choice
-        if logging_dir is None and getattr(kind, _FOLDER, False):
-            raise ValueError(f"{choice} writes files: pass logging_dir= with their folder.")
+    if logging_dir is None:
+        check_folder(choices)
     return [choice for index, choice in enumerate(choices) if choice not in choices[:index]]

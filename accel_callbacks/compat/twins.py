@@ -103,6 +103,11 @@ class _Shared:
 # What scripts have assigned, which all handles of a class share, by the class.
 _assigned: dict[type[Any], dict[str, Any]] = {}
 _OWN = frozenset({"_config", "_strategy", "topology"})
+# Classes whose state was reset, until a handle or an Accelerator is made: what their handles then
+# have no longer, which scripts ask for by `hasattr`.
+_ended: set[type[Any]] = set()
+_RANKS = ("local_process_index", "num_processes", "process_index")
+_UNTIL_RESET = frozenset({"backend", "debug", "device", "distributed_type", *_RANKS})
 
 
 class PartialState(state.PartialState):
@@ -116,11 +121,22 @@ class PartialState(state.PartialState):
     def __init__(self, cpu: bool | None = None, **kwargs: Any) -> None:
         with patch_environment(**own_variables(os.environ)):
             super().__init__(_runs_on_cpu() or cpu, **kwargs)
+        _ended.clear()
+        if (device := _named_device()) is not None and device.type == "cpu":
+            _assigned.setdefault(PartialState, {})["device"] = device
 
     def __getattribute__(self, name: str) -> Any:
         for kind in type(self).__mro__ if _assigned else ():
             if name in (values := _assigned.get(kind, {})):
                 return values[name]
+        if name in _UNTIL_RESET and _ended.intersection(type(self).__mro__):
+            own = type(self).__name__
+            raise AttributeError(
+                f"`{own}` object has no attribute `{name}`. This happens if "
+                f"`{own}._reset_state()` was called: make a state or an Accelerator after it.",
+                name=name,
+                obj=self,
+            )
         return super().__getattribute__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -142,10 +158,17 @@ class PartialState(state.PartialState):
             set_debug(None)
         _assigned.clear()
         destroy_topology()
+        _ended.add(PartialState)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By what both libraries construct it with: checkpoints of a Trainer have one.
         return PartialState, (True if self.device.type == "cpu" else None,)
+
+
+def _named_device() -> torch.device | None:
+    """Return the device that Accelerate's variable names."""
+    name = os.environ.get("ACCELERATE_TORCH_DEVICE")
+    return torch.device(name) if name else None
 
 
 def _runs_on_cpu() -> bool:
@@ -153,10 +176,9 @@ def _runs_on_cpu() -> bool:
 
     A process alone computes on the current device; of several, each has that of its rank.
     """
-    name = os.environ.get("ACCELERATE_TORCH_DEVICE")
-    if not name or is_initialized():
+    device = _named_device()
+    if device is None or is_initialized():
         return False
-    device = torch.device(name)
     if device.type != "cpu":
         select_device(device)
     return device.type == "cpu"
@@ -208,6 +230,7 @@ class AcceleratorState(state.AcceleratorState, PartialState):
     def _reset_state(cls, reset_partial_state: bool = False) -> None:
         _forget()
         _assigned.pop(AcceleratorState, None)
+        _ended.add(AcceleratorState)
         if reset_partial_state:
             PartialState._reset_state()
 
@@ -346,9 +369,12 @@ class Accelerator(AcceleratorMembers, accelerator.Accelerator):
             options["dataloader_config"] = loaders = DataLoaderConfiguration(split_batches=True)
         if options.get("log_with") is not None:
             # Imported here, because it imports `loggers`, which a file beside the script may hide.
-            from accel_callbacks.compat.trackers import registered
+            from accel_callbacks.compat.trackers import check_folder, registered
 
             options["log_with"] = registered(options["log_with"])
+            project = options.get("project_config")
+            if options.get("project_dir") is None and getattr(project, "logging_dir", None) is None:
+                check_folder(options["log_with"])
         self._rereads = not getattr(loaders, "continues", False)
         plugin = options.get("gradient_accumulation_plugin")
         if plugin is not None and not plugin.adjust_scheduler:
@@ -370,6 +396,7 @@ class Accelerator(AcceleratorMembers, accelerator.Accelerator):
         options.setdefault("scheduler_steps_per_process", follows and not splits)
         self.step_scheduler_with_optimizer = follows
         self.torch_tp_plugin = options.get("torch_tp_plugin")
+        _ended.clear()
         with patch_environment(**variables):
             super().__init__(**options)
         plugin = self.strategy.plugin(fsdp.FullyShardedDataParallelPlugin)
@@ -624,6 +651,8 @@ class Accelerator(AcceleratorMembers, accelerator.Accelerator):
     @property
     def state(self) -> AcceleratorState:
         """The topology as this process sees it, with the options of this Accelerator."""
+        if _ended:  # one that is made would begin the state anew
+            return AcceleratorState.__new__(AcceleratorState)
         state = AcceleratorState()
         state._config, state._strategy = self.config, self.strategy
         return state
@@ -874,6 +903,19 @@ def _forget() -> None:
     global _newest
     _newest = lambda: None  # noqa: E731
 
+
+def _until_reset(name: str) -> property:
+    """Return a property of the Accelerator's base, which its state ends."""
+    plain = getattr(accelerator.Accelerator, name)
+
+    def read(self: Accelerator) -> Any:
+        return getattr(self.state, name) if _ended else plain.__get__(self)
+
+    return property(read, doc=plain.__doc__)
+
+
+for _name in _RANKS:
+    setattr(Accelerator, _name, _until_reset(_name))
 
 for _twin, _home in (
     (PartialState, "state"),

@@ -125,7 +125,7 @@ class TorchContextParallelConfig(KwargsHandler):
             object.__setattr__(self, "cp_comm_strategy", launched)
         if self.cp_comm_strategy not in _ROTATIONS:
             raise ValueError(
-                f"cp_comm_strategy={self.cp_comm_strategy!r} is unknown; use one of {_ROTATIONS}."
+                f"Invalid cp_comm_strategy: {self.cp_comm_strategy}; use one of {_ROTATIONS}."
             )
 
     def to_plain(self) -> dict[str, Any]:

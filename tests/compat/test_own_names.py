@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import logging
 import os
@@ -129,6 +130,33 @@ def test_debug_of_a_state_is_that_of_the_collectives(pool):
     assert pool.run(compare_sizes_in_debug_mode) == [2.0, 2.0]
 
 
+def test_a_handle_knows_nothing_once_its_state_is_reset(state):
+    with pytest.raises(AttributeError, match=r"'PartialState' object has no attribute 'other'"):
+        _ = state.other
+    name("PartialState")._reset_state()
+    with pytest.raises(
+        AttributeError, match=r"`num_processes`\. .*`PartialState\._reset_state\(\)`"
+    ):
+        _ = state.num_processes
+    assert not hasattr(state, "device")
+    assert not hasattr(state, "is_main_process")
+    state.note = "kept"
+    assert state.note == "kept"
+    assert name("PartialState")(cpu=True).num_processes == state.num_processes == 1
+
+
+def test_an_accelerator_has_no_ranks_once_its_state_is_reset(state):
+    accelerator = name("Accelerator")(cpu=True)
+    accelerator.state._reset_state()
+    for holder in (accelerator, accelerator.state):
+        with pytest.raises(AttributeError, match=r"`AcceleratorState\._reset_state\(\)`"):
+            _ = holder.num_processes
+    assert state.num_processes == 1  # that of the process is not reset
+    accelerator.state.note = "kept"
+    assert accelerator.state.note == "kept"
+    assert name("Accelerator")(cpu=True).num_processes == accelerator.num_processes == 1
+
+
 # --- variables --------------------------------------------------------------------------------
 
 
@@ -157,6 +185,9 @@ def test_the_cpu_is_the_device_that_a_variable_names(monkeypatch):
         monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", device)
         assert twins._runs_on_cpu() is on_cpu
     assert chosen == [torch.device("cuda:3")]
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu:1")
+    assert str(name("Accelerator")().state.device) == "cpu:1"
+    name("PartialState")._reset_state()
 
 
 # --- loggers ----------------------------------------------------------------------------------
@@ -204,6 +235,24 @@ def test_a_tracker_in_place_of_another_of_its_name_is_told(monkeypatch):
         register(kinds[1])
     with pytest.raises(ValueError, match="cannot be registered"):
         register(kinds[2])
+
+
+def test_a_tracker_of_files_needs_a_folder(tmp_path):
+    make, project = name("Accelerator"), name("ProjectConfiguration", "accelerate.utils")
+    choose = name("filter_trackers", "accelerate.tracking")
+
+    class Rows(name("GeneralTracker", "accelerate.tracking")):
+        name, requires_logging_directory = "rows", True
+
+    for kind in ("tensorboard", Rows):
+        with pytest.raises(ValueError, match=r"requires a `logging_dir`.* project_dir="):
+            make(cpu=True, log_with=kind)
+    if importlib.util.find_spec("tensorboard"):
+        with pytest.raises(ValueError, match="Logging with `tensorboard` requires"):
+            choose("tensorboard")
+        make(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+        make(cpu=True, log_with="tensorboard", project_config=project(logging_dir=tmp_path))
+    make(cpu=True, log_with=["all", "jsonl"])
 
 
 @pytest.mark.parametrize("options", [{}, {"subdir": "curves"}])
