@@ -538,17 +538,48 @@ class Accelerator(AcceleratorMembers, accelerator.Accelerator):
 
         Args:
             output_dir: folder of the state, or a URL; numbered in the project if None.
-            safe_serialization: always on.
+            safe_serialization: always on, with a warning where a script has it off.
             **options: as of :meth:`accel_callbacks.Accelerator.save_state`.
         """
+        _warn_of_pickles(safe_serialization)
 
         def save(place: str) -> str:
-            return super(Accelerator, self).save_state(place, safe_serialization, **options)
+            return super(Accelerator, self).save_state(place, **options)
 
         # Callbacks are told of a place, and a save in the background returns before its end.
         if output_dir is None or options.get("async_save") or self.callbacks:
-            return super().save_state(output_dir, safe_serialization, **options)
+            return super().save_state(output_dir, **options)
         return save_beside(output_dir, save)
+
+    def save_model(
+        self,
+        model: torch.nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+        **options: Any,
+    ) -> None:
+        """Write the weights of a model.
+
+        Args:
+            model: prepared or not.
+            save_directory: the folder.
+            max_shard_size: largest file.
+            safe_serialization: always on, with a warning where a script has it off.
+            **options: as of :meth:`accel_callbacks.Accelerator.save_model`.
+        """
+        _warn_of_pickles(safe_serialization)
+        super().save_model(model, save_directory, max_shard_size, **options)
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+        """Write a flat dict of tensors as safetensors, which ``accelerate.utils.load`` reads.
+
+        Args:
+            obj: names to tensors.
+            f: path of the file.
+            safe_serialization: always on.
+        """
+        super().save(obj, f)
 
     def load_state(
         self,
@@ -672,6 +703,15 @@ class Accelerator(AcceleratorMembers, accelerator.Accelerator):
     @property
     def _dataloaders(self) -> list[Any]:
         return self.loaders
+
+
+def _warn_of_pickles(safe_serialization: bool) -> None:
+    if not safe_serialization:
+        warn(
+            "safe_serialization=False has no effect: nothing is pickled. safetensors are written, "
+            "which load_state, load_checkpoint_in_model and from_pretrained read; a script that "
+            "opens pytorch_model.bin itself reads model.safetensors instead, by safetensors."
+        )
 
 
 def _has_objects(data: Any) -> bool:

@@ -299,6 +299,27 @@ def test_a_configuration_of_another_kind_is_refused_where_it_is_assigned():
     assert not accelerator.split_batches
 
 
+# --- what is saved ----------------------------------------------------------------------------
+
+
+def test_nothing_is_pickled_where_a_script_turns_safetensors_off(tmp_path):
+    accelerator = name("Accelerator")(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(2, 1))
+    before = model.weight.detach().clone()
+    with pytest.warns(UserWarning, match=r"safe_serialization=False has no effect"):
+        accelerator.save_state(tmp_path / "state", safe_serialization=False)
+    with pytest.warns(UserWarning, match=r"pytorch_model\.bin itself reads model\.safetensors"):
+        accelerator.save_model(model, tmp_path / "model", safe_serialization=False)
+    accelerator.save({"a": torch.ones(1)}, tmp_path / "tensors", safe_serialization=False)
+    assert os.listdir(tmp_path / "model") == ["model.safetensors"]
+    torch.nn.init.zeros_(model.weight)
+    accelerator.load_state(tmp_path / "state")
+    assert torch.equal(model.weight, before)
+    name("load_checkpoint_in_model", "accelerate.utils")(model, tmp_path / "model")
+    assert torch.equal(model.weight, before)
+    assert name("load", "accelerate.utils")(tmp_path / "tensors")["a"].item() == 1
+
+
 # --- schedules --------------------------------------------------------------------------------
 
 
