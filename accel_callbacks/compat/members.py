@@ -142,6 +142,7 @@ def _with_state(kind: type[Any]) -> type[Any]:
         for name, value in vars(DataLoader).items()
         if name in vars(stateful) and not any(name in vars(base) for base in own)
     }
+    plain |= {"_base_class": stateful}
     if issubclass(kind, SkipDataLoader):
         plain |= {name: _delegate(name) for name in ("state_dict", "load_state_dict")}
     return type(kind.__name__, (kind, stateful), {**plain, "__doc__": kind.__doc__})
@@ -163,6 +164,15 @@ class OptimizerMembers(_Lent):
     def scaler(self: Any) -> Any:
         """The loss scaler of fp16, None with another precision."""
         return None if self._owner is None else self._owner.scaler
+
+    @property
+    def _is_overflow(self: Any) -> bool:
+        """Whether the last step was skipped, which a script may say of one of its own."""
+        return bool(self.step_was_skipped)
+
+    @_is_overflow.setter
+    def _is_overflow(self, value: bool) -> None:
+        self.outcome = not value
 
     @member
     def accelerator_state(self: Any) -> Any:
@@ -217,6 +227,7 @@ class LoaderMembers(_Lent):
     """Members of Accelerate's prepared loaders."""
 
     skip_batches = 0
+    _base_class: type[Any] = DataLoader
     submesh_tp = submesh_dp = submesh_fsdp = None
 
     @member
@@ -244,8 +255,9 @@ class LoaderMembers(_Lent):
 
     @member
     def base_dataloader(self: Any) -> Any:
-        """The loader that was prepared."""
-        return self if self.origin is None else self.origin
+        """The loader that was prepared, itself where only it keeps its state."""
+        is_given = self.origin is not None and isinstance(self.origin, self._base_class)
+        return self.origin if is_given else self
 
     @member
     def use_stateful_dataloader(self: Any) -> bool:

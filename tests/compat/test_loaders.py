@@ -70,6 +70,7 @@ def test_a_loader_that_keeps_its_state_is_one_of_torchdatas_too(torchdata, state
     whole = [[0, 1], [2, 3], [4]] if kind is DataLoader else [[0, 2], [4, 6], [8]]
     for loader, batches in ((prepared, whole), (view, [[2, 3], [4]])):
         assert loader.use_stateful_dataloader is stateful
+        assert isinstance(loader.base_dataloader, Stateful if stateful else DataLoader)
         assert isinstance(loader, Stateful) is stateful
         assert lists(loader) == lists(loader) == batches
         assert lists(pickle.loads(pickle.dumps(loader))) == batches

@@ -152,6 +152,17 @@ def test_a_prepared_optimizer_knows_its_scaler_and_states():
     assert again.gradient_state is accel.gradient_state
 
 
+def test_a_script_with_a_scaler_of_its_own_says_that_a_step_was_skipped():
+    accel = accelerator()
+    model, optimizer, _, scheduler = parts(torch.optim.lr_scheduler.ConstantLR)
+    _, optimizer, scheduler = accel.prepare(model, optimizer, scheduler)
+    for skipped, epoch in ((True, 0), (False, 1)):
+        optimizer._is_overflow = skipped
+        scheduler.step()
+        assert optimizer._is_overflow is optimizer.step_was_skipped is skipped
+        assert scheduler.last_epoch == epoch
+
+
 def test_a_prepared_scheduler_knows_its_optimizers_and_prints_rates(capsys):
     accel = accelerator(split_batches=True)
     model, optimizer, _, scheduler = parts()
