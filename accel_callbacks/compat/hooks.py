@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from accel_callbacks.collectives.nested import find_device
+from accel_callbacks.compat.finder import is_installed
 from accel_callbacks.compat.folder import PrefixedDataset
 from accel_callbacks.compat.tensors import (
     TiedParams,
@@ -432,6 +433,8 @@ class AlignDevicesHook(ModelHook):
             if not is_absent(tensor):
                 weights.check(name, tensor)
         device = None if self.execution_device is None else device_of(self.execution_device)
+        if is_installed():
+            device = torch.device("meta")  # what scripts of Accelerate ask for
         for name, tensor in away.items():
             if not is_absent(tensor) and tensor.data_ptr() in (self.tied_params_map or ()):
                 self.tied_params_names.add(name)

@@ -277,3 +277,33 @@ def test_classes_that_are_pickled_are_found_under_the_name_of_accelerate():
     assert [twin.__module__ for twin in twins] == ["accelerate.state", "accelerate.accelerator"]
     with pytest.raises(pickle.PicklingError):  # there is no accelerate in this process
         pickle.dumps(twins[0])
+
+
+def test_a_weight_that_a_hook_of_the_script_offloads_is_on_the_meta_device(tmp_path):
+    said = run(
+        tmp_path,
+        """
+        import torch
+        from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+        from accelerate.hooks import attach_align_device_hook, remove_hook_from_submodules
+
+        model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.BatchNorm1d(1)).eval()
+        expected = model(torch.ones(1, 2))
+        attach_align_device_hook(model, "cpu", offload=True, offload_buffers=True)
+        tensors = [model[0].weight, model[1].weight, model[1].running_mean]
+        print([tensor.device.type for tensor in tensors], tensors[0].is_meta)
+        print(torch.equal(model(torch.ones(1, 2)), expected))
+        try:
+            model[0].weight @ torch.ones(2)
+        except RuntimeError as error:
+            print(type(error).__name__)
+        remove_hook_from_submodules(model)
+        print(model[0].weight.device, torch.equal(model(torch.ones(1, 2)), expected))
+        """,
+    )
+    assert said.splitlines() == [
+        "['meta', 'meta', 'meta'] True",
+        "True",
+        "AbsentWeightError",
+        "cpu True",
+    ]
