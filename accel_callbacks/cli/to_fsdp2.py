@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from accel_callbacks.cli.config import nested
 from accel_callbacks.cli.parser import CommandError, CommandParser
@@ -30,22 +32,32 @@ def run(args: Namespace) -> int:
         raise CommandError("give --output_file, or --overwrite to convert the file in place")
     target = expanded(args.output_file or args.config_file)
     if os.path.lexists(target) and not args.overwrite:
-        raise CommandError(f"{target} already exists: --overwrite replaces it", exit_code=1)
+        text = f"{target} already exists: --overwrite replaces it"
+        raise CommandError(text, exit_code=1) from FileExistsError(text)
     try:
         return _convert(args.config_file, target)
     except SettingsError as error:
         raise CommandError(str(error)) from None
 
 
-def _convert(source: str, target: Path) -> int:
-    before = read_config(source)
+def converted(before: Mapping[str, Any], source: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of a file for FSDP2, and a line for each that changed.
+
+    Args:
+        before: those for FSDP1.
+        source: what errors call the file.
+    """
     values, _ = values_of(before, source)
     values, lines = to_fsdp2(values)
     after = nested(values)
     blocks = {name: after[name] for name in _BLOCKS if name in after}
     if "fsdp_config" not in blocks:
-        print(f"{source} has no fsdp_config: nothing to convert")
-        blocks = {}
+        return dict(before), [f"{source} has no fsdp_config: nothing to convert", *lines]
+    return {**before, **blocks}, lines
+
+
+def _convert(source: str, target: Path) -> int:
+    values, lines = converted(read_config(source), source)
     print("".join(f"{line}\n" for line in lines), end="")
-    print(f"wrote {write_config(target, {**before, **blocks})}; comments are not kept")
+    print(f"wrote {write_config(target, values)}; comments are not kept")
     return 0

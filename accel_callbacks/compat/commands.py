@@ -11,14 +11,18 @@ from typing import Any
 
 from accel_callbacks.cli import main as accel
 from accel_callbacks.cli.config import defaults
-from accel_callbacks.cli.parser import CommandParser
+from accel_callbacks.cli.parser import CommandError, CommandParser
 from accel_callbacks.cli.registry import COMMANDS
+from accel_callbacks.cli.to_fsdp2 import converted
 from accel_callbacks.launch.config_file import default_path, read_config, write_config
 from accel_callbacks.launch.machine import detect_machine
 
 __all__ = [
-    "LaunchConfig",
+    "BaseConfig",
+    "ClusterConfig",
+    "SageMakerConfig",
     "config_command",
+    "convert_config_to_fsdp2",
     "default_config_file",
     "default_json_config_file",
     "default_yaml_config_file",
@@ -44,24 +48,53 @@ default_config_file = str(default_path(os.environ))
 default_json_config_file = default_yaml_config_file = default_config_file
 
 
-class LaunchConfig:
-    """The values of a config file.
+class BaseConfig:
+    """The values of a config file, as attributes.
 
     Args:
-        values: by their keys in the file.
+        **values: by their keys in the file.
     """
 
-    def __init__(self, values: dict[str, Any]) -> None:
-        self._values = values
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values by their keys."""
-        return dict(self._values)
+        return dict(vars(self))
+
+    def to_yaml_file(self, yaml_file: str) -> None:
+        """Write them to a file, as JSON if its name ends so."""
+        write_config(yaml_file, self.to_dict())
+
+    to_json_file = to_yaml_file
 
 
-def load_config_from_file(config_file: str | None) -> LaunchConfig:
+class ClusterConfig(BaseConfig):
+    """Those of machines of one's own."""
+
+
+class SageMakerConfig(BaseConfig):
+    """Those of SageMaker, which can be read, and not launched."""
+
+
+def load_config_from_file(config_file: str | None) -> BaseConfig:
     """Return the values of a config file, the default one if None."""
-    return LaunchConfig(read_config(config_file or default_config_file))
+    values = read_config(_existing(config_file or default_config_file))
+    on_sagemaker = values.get("compute_environment") == "AMAZON_SAGEMAKER"
+    return (SageMakerConfig if on_sagemaker else ClusterConfig)(**values)
+
+
+def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a config file for FSDP1 as those of one for FSDP2."""
+    return converted(config, "the config")[0]
+
+
+def _existing(config_file: str) -> str:
+    if not os.path.lexists(os.path.expanduser(config_file)):
+        raise FileNotFoundError(
+            f"the config file {config_file} does not exist: `accel config` writes one."
+        )
+    return config_file
 
 
 def write_basic_config(
@@ -119,7 +152,13 @@ def _functions(subcommand: str) -> tuple[Callable[..., CommandParser], Callable[
     def command(args: argparse.Namespace) -> None:
         if hasattr(args, "as_accelerate"):  # its processes stand in too
             args.as_accelerate = True
-        code = COMMANDS[subcommand].load().run(args)
+        if getattr(args, "config_file", None) and subcommand != "config":
+            _existing(args.config_file)
+        try:
+            code = COMMANDS[subcommand].load().run(args)
+        except CommandError as error:  # a script gets what it knows, and not the end of a command
+            exists = isinstance(error.__cause__, FileExistsError)
+            raise (FileExistsError if exists else ValueError)(str(error)) from None
         if code:
             raise SystemExit(code)
 

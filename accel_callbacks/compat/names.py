@@ -26,7 +26,12 @@ PROGRAMS = {
 }
 _SUBMODULES = (
     *("accelerator", "big_modeling", "checkpointing", "commands"),
-    *("commands.config.config_args", "commands.config.default", "commands.to_fsdp2"),
+    *(
+        "commands.config.config_args",
+        "commands.config.default",
+        "commands.to_fsdp2",
+        "commands.tpu",
+    ),
     *("data_loader", "hooks", "inference", "launchers", "local_sgd", "logging"),
     *("memory_utils", "optimizer", "parallelism_config", "scheduler", "state", "tracking", "utils"),
     *("utils.ao", "utils.bnb", "utils.constants", "utils.dataclasses", "utils.deepspeed"),
@@ -121,6 +126,13 @@ NOT_PROVIDED: dict[str, str] = {
             *("prepare_simple_launcher_cmd_env", "prepare_tpu"),
         ),
         _LAUNCH,
+    ),
+    "_convert_nargs_to_dict": _SAGEMAKER,
+    "_validate_launch_command": _LAUNCH,
+    "gather_data": "`accel estimate-memory` prints what a model takes.",
+    **dict.fromkeys(
+        ("tpu_command_launcher", "tpu_command_parser"),
+        "TPU pods are not set up by a command here: start the script on their machines.",
     ),
     **dict.fromkeys(("override_numa_affinity", "set_numa_affinity"), _NUMA),
     **dict.fromkeys(

@@ -34,7 +34,8 @@ _NAMES = {
         config_command main
     """,
     "commands.config.config_args": """
-        default_config_file default_json_config_file default_yaml_config_file load_config_from_file
+        BaseConfig ClusterConfig SageMakerConfig default_config_file default_json_config_file
+        default_yaml_config_file load_config_from_file
     """,
     "commands.config.default": """
         write_basic_config
@@ -43,10 +44,10 @@ _NAMES = {
         env_command env_command_parser main
     """,
     "commands.estimate": """
-        estimate_command estimate_command_parser main
+        estimate_command estimate_command_parser gather_data main
     """,
     "commands.launch": """
-        launch_command launch_command_parser main
+        _validate_launch_command launch_command launch_command_parser main
     """,
     "commands.merge": """
         main merge_command merge_command_parser
@@ -55,7 +56,10 @@ _NAMES = {
         main test_command test_command_parser
     """,
     "commands.to_fsdp2": """
-        to_fsdp2_command to_fsdp2_command_parser
+        convert_config_to_fsdp2 to_fsdp2_command to_fsdp2_command_parser
+    """,
+    "commands.tpu": """
+        tpu_command_launcher tpu_command_parser
     """,
     "data_loader": """
         BatchSamplerShard DataLoaderAdapter DataLoaderDispatcher DataLoaderShard

@@ -116,3 +116,40 @@ def test_a_command_that_fails_ends_with_its_exit_code(tmp_path):
     with pytest.raises(SystemExit) as stop:
         resolve(module, "launch_command")(args)
     assert stop.value.code == len(STANDS_IN)
+
+
+def test_a_config_is_made_read_and_written(tmp_path):
+    module, path = "accelerate.commands.config.config_args", str(tmp_path / "config.yaml")
+    made = resolve(module, "ClusterConfig")(mixed_precision="bf16", num_processes=2)
+    made.to_yaml_file(path)
+    read = resolve(module, "load_config_from_file")(path)
+    assert isinstance(read, resolve(module, "ClusterConfig"))
+    assert isinstance(read, resolve(module, "BaseConfig"))
+    assert (read.mixed_precision, read.to_dict()) == ("bf16", made.to_dict())
+    resolve(module, "SageMakerConfig")(compute_environment="AMAZON_SAGEMAKER").to_yaml_file(path)
+    read = resolve(module, "load_config_from_file")(path)
+    assert isinstance(read, resolve(module, "SageMakerConfig"))
+    with pytest.raises(FileNotFoundError, match="`accel config` writes one"):
+        resolve(module, "load_config_from_file")(str(tmp_path / "other.yaml"))
+
+
+def test_a_command_raises_what_scripts_know(tmp_path):
+    module = "accelerate.commands.to_fsdp2"
+    source, target = tmp_path / "one.yaml", tmp_path / "two.yaml"
+    source.write_text("fsdp_config: {fsdp_sharding_strategy: FULL_SHARD, fsdp_version: 1}\n")
+
+    def convert(*words):
+        args = resolve(module, "to_fsdp2_command_parser")().parse_args(words)
+        return resolve(module, "to_fsdp2_command")(args)
+
+    with pytest.raises(FileNotFoundError, match=r"absent\.yaml does not exist"):
+        convert("--config_file", "absent.yaml")
+    with pytest.raises(ValueError, match="give --output_file, or --overwrite"):
+        convert("--config_file", str(source))
+    convert("--config_file", str(source), "--output_file", str(target))
+    with pytest.raises(FileExistsError, match="--overwrite replaces it"):
+        convert("--config_file", str(source), "--output_file", str(target))
+    given = {"fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"}, "debug": True}
+    config = resolve(module, "convert_config_to_fsdp2")(given)
+    assert config["debug"] is True
+    assert config["fsdp_config"]["fsdp_reshard_after_forward"] in (True, "true")
