@@ -31,9 +31,8 @@ def original(model: torch.nn.Module) -> torch.nn.Module:
     """Return the module that ``torch.compile`` has wrapped, else the model itself."""
     # Its class, without an import of dynamo: any module may have a child of that name.
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
-    if isinstance(model, getattr(dynamo, "OptimizedModule", ())):
-        return model.get_submodule("_orig_mod")
-    return model
+    is_wrapper = isinstance(model, getattr(dynamo, "OptimizedModule", ()))
+    return model.get_submodule("_orig_mod") if is_wrapper else model
 
 
 def adopt(model: torch.nn.Module) -> torch.nn.Module:
