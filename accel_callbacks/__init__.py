@@ -59,7 +59,7 @@ _HOME = {
     "TorchTensorParallelConfig": "plugins.parallelism_handlers",
     "TorchTensorParallelPlugin": "plugins.parallelism_handlers",
     "TrainingRun": "loop.run",
-    "apply_activation_checkpointing": "modeling.activation_checkpointing",
+    "apply_activation_checkpointing": "models.activation_checkpointing",
     "broadcast": "collectives",
     "broadcast_object": "collectives",
     "broadcast_object_list": "collectives",
@@ -73,14 +73,14 @@ _HOME = {
     "gather": "collectives",
     "gather_object": "collectives",
     "get_logger": "logging",
-    "infer_auto_device_map": "offload.device_map",
-    "init_empty_weights": "modeling.empty_weights",
-    "init_on_device": "modeling.empty_weights",
-    "initialize_weights": "modeling.absent_weights",
+    "infer_auto_device_map": "models.offload.device_map",
+    "init_empty_weights": "models.empty_weights",
+    "init_on_device": "models.empty_weights",
+    "initialize_weights": "models.absent_weights",
     "is_main_process": "distributed.process_control",
     "last_process_only": "distributed.process_control",
     "load_checkpoint_and_dispatch": "compat.big_modeling",
-    "load_checkpoint_in_model": "modeling.load",
+    "load_checkpoint_in_model": "models.load",
     "local_main_process_first": "distributed.process_control",
     "local_main_process_only": "distributed.process_control",
     "main_process_first": "distributed.process_control",
@@ -175,14 +175,16 @@ if TYPE_CHECKING:
     from accel_callbacks.memory import clear_device_cache as clear_device_cache
     from accel_callbacks.memory import find_executable_batch_size as find_executable_batch_size
     from accel_callbacks.memory import release_memory as release_memory
-    from accel_callbacks.modeling.absent_weights import initialize_weights as initialize_weights
-    from accel_callbacks.modeling.activation_checkpointing import (
+    from accel_callbacks.models.absent_weights import initialize_weights as initialize_weights
+    from accel_callbacks.models.activation_checkpointing import (
         apply_activation_checkpointing as apply_activation_checkpointing,
     )
-    from accel_callbacks.modeling.empty_weights import init_empty_weights as init_empty_weights
-    from accel_callbacks.modeling.empty_weights import init_on_device as init_on_device
-    from accel_callbacks.modeling.load import load_checkpoint_in_model as load_checkpoint_in_model
-    from accel_callbacks.offload.device_map import infer_auto_device_map as infer_auto_device_map
+    from accel_callbacks.models.empty_weights import init_empty_weights as init_empty_weights
+    from accel_callbacks.models.empty_weights import init_on_device as init_on_device
+    from accel_callbacks.models.load import load_checkpoint_in_model as load_checkpoint_in_model
+    from accel_callbacks.models.offload.device_map import (
+        infer_auto_device_map as infer_auto_device_map,
+    )
     from accel_callbacks.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
     from accel_callbacks.plugins.base import KwargsHandler as KwargsHandler
     from accel_callbacks.plugins.compile import DynamoBackend as DynamoBackend

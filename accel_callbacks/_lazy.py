@@ -28,7 +28,7 @@ def lazy_names(
 
     def get(name: str) -> Any:
         if name not in homes:
-            from accel_callbacks.foreign_names import IMPORTS, REMOVED
+            from accel_callbacks.errors.foreign_names import IMPORTS, REMOVED
 
             # No AttributeError: `from package import name` would replace its text.
             if name in IMPORTS:

@@ -28,6 +28,7 @@ from accel_callbacks.callbacks.dispatch.functions import (
 )
 from accel_callbacks.callbacks.dispatch.ledger import CallbackReport
 from accel_callbacks.callbacks.dispatch.registration import configured
+from accel_callbacks.callbacks.foreign import adapt
 from accel_callbacks.checkpoint.folder_leases import FolderLeases
 from accel_callbacks.checkpoint.project import ProjectConfiguration, chosen_project
 from accel_callbacks.collectives.metrics import (
@@ -53,8 +54,7 @@ from accel_callbacks.distributed.topology import (
 from accel_callbacks.distributed.votes import Trigger
 from accel_callbacks.engine_options import resolve_engine
 from accel_callbacks.errors import unknown_option
-from accel_callbacks.foreign_names import ATTRIBUTES, OPTIONS
-from accel_callbacks.integrations.adapt import adapt
+from accel_callbacks.errors.foreign_names import ATTRIBUTES, OPTIONS
 from accel_callbacks.loop.accumulation import Accumulate
 from accel_callbacks.loop.first_steps import FirstSteps
 from accel_callbacks.loop.gradient_window import GradientWindow
@@ -64,7 +64,7 @@ from accel_callbacks.loop.prepare import ModelRequest, Preparer, is_scheduler
 from accel_callbacks.loop.run import TrainingRun
 from accel_callbacks.loop.run_identity import RunIdentity, config_fields
 from accel_callbacks.loop.step import StepEngine
-from accel_callbacks.modeling.compile import uncompile
+from accel_callbacks.models.compile import uncompile
 from accel_callbacks.optimizer import AcceleratedOptimizer
 from accel_callbacks.plugins.base import KwargsHandler, sort_handlers
 from accel_callbacks.plugins.compile import DynamoBackend, TorchDynamoPlugin
@@ -79,11 +79,12 @@ from accel_callbacks.tracking.media import Keywords, MediaLogging
 from accel_callbacks.tracking.trackers import Tracking
 
 if TYPE_CHECKING:
+    from accel_callbacks.addons.journal.recorder import Recorder
+    from accel_callbacks.addons.journal.replay_request import ReplayRequest
     from accel_callbacks.checkpoint.checkpointer import Checkpointer
     from accel_callbacks.checkpoint.selection import Only, Rename
     from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
-    from accel_callbacks.journal.recorder import Recorder
-    from accel_callbacks.journal.replay_request import ReplayRequest
+    from accel_callbacks.engines.pipeline.strategy import PipelinedModel
     from accel_callbacks.loop.contexts import Evaluate
     from accel_callbacks.plugins import MegatronLMPlugin
     from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin
@@ -91,7 +92,6 @@ if TYPE_CHECKING:
     from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
     from accel_callbacks.profiler import ProfileKwargs
     from accel_callbacks.state import AcceleratorState, GradientState
-    from accel_callbacks.strategies.pipeline_parallel import PipelinedModel
 
 __all__ = ["Accelerator"]
 
@@ -694,7 +694,7 @@ class Accelerator(ProcessControl, MediaLogging):
                 'backward before the loss can be scaled: use "bf16".'
             )
         # Imported here, because most runs have no pipeline.
-        from accel_callbacks.strategies.pipeline_runner import PipelineOptions
+        from accel_callbacks.engines.pipeline.runner import PipelineOptions
 
         self.loop.share_identity(self.loop.run)
         self.strategy.share_random_state()
@@ -1042,7 +1042,7 @@ class Accelerator(ProcessControl, MediaLogging):
             >>> Accelerator(cpu=True).propose_tp_plan(mlp)
             {'up_proj': 'colwise', 'down_proj': 'rowwise'}
         """
-        from accel_callbacks.strategies.tensor_plan import propose_plan
+        from accel_callbacks.engines.tensor.plan import propose_plan
 
         return propose_plan(self.strategy.unwrap(model), sequence_parallel=sequence_parallel)
 
@@ -1706,7 +1706,7 @@ class Accelerator(ProcessControl, MediaLogging):
         if project.project_dir is None or not (self.config.journal or self._replay):
             return None
         # Imported here, because a loop without a project folder has no journal.
-        from accel_callbacks.journal.recorder import Recorder
+        from accel_callbacks.addons.journal.recorder import Recorder
 
         facts = {
             "distributed_type": self.distributed_type.value,
@@ -1718,7 +1718,7 @@ class Accelerator(ProcessControl, MediaLogging):
         parts = self.loop, self._first_steps, project.root, self.device, facts
         if self._replay is None:
             return Recorder(*parts)
-        from accel_callbacks.journal.replayed_step import ReplayRecorder
+        from accel_callbacks.addons.journal.replayed_step import ReplayRecorder
 
         return ReplayRecorder(*parts, request=self._replay)
 
@@ -2151,7 +2151,7 @@ def _requested_replay() -> ReplayRequest | None:
     """Return what `accel replay` has started this process for, None for all other processes."""
     if "ACCEL_REPLAY" not in os.environ:
         return None
-    from accel_callbacks.journal.replay_request import ReplayRequest
+    from accel_callbacks.addons.journal.replay_request import ReplayRequest
 
     return ReplayRequest.requested(os.environ)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, get_args
 
-from accel_callbacks import foreign_names, plugins
-from accel_callbacks.errors import nearest
+from accel_callbacks import plugins
+from accel_callbacks.errors import foreign_names, nearest
 from accel_callbacks.plugins.compile import TorchDynamoPlugin
 from accel_callbacks.plugins.option import Option, option, options_of
 from accel_callbacks.plugins.precision import AORecipeKwargs

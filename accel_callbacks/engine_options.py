@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_callbacks import plugins
 from accel_callbacks.config import AcceleratorConfig, unread_variables
+from accel_callbacks.engines import create_strategy
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.compile import TorchDynamoPlugin, choose_plugin
 from accel_callbacks.plugins.parallelism import AXES, ParallelismConfig
@@ -16,15 +17,14 @@ from accel_callbacks.plugins.parallelism_handlers import (
     TorchTensorParallelPlugin,
 )
 from accel_callbacks.plugins.precision import AORecipeKwargs
-from accel_callbacks.strategies import create_strategy
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.distributed.topology import Topology
+    from accel_callbacks.engines.base import Strategy
     from accel_callbacks.plugins import MegatronLMPlugin
     from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin, DeepSpeedPlugins
     from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
-    from accel_callbacks.strategies.base import Strategy
 
 __all__ = [
     "EngineOptions",

@@ -8,7 +8,7 @@ import re
 from contextlib import suppress
 from types import TracebackType
 
-from accel_callbacks.error_text import innermost_call, is_library_error
+from accel_callbacks.errors.text import innermost_call, is_library_error
 
 __all__ = ["fingerprint", "note_step", "reason_to_recur", "step_of"]
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import accel_callbacks
 from accel_callbacks._lazy import lazy_names
-from accel_callbacks.foreign_names import PACKAGES
+from accel_callbacks.errors.foreign_names import PACKAGES
 
 _HOME = {
     "AlignDevicesHook": "compat.hooks",
     "CpuOffload": "compat.hooks",
-    "CustomDtype": "offload.sizes",
+    "CustomDtype": "models.offload.sizes",
     "DummyOptim": "plugins.deepspeed_dummies",
     "DummyScheduler": "plugins.deepspeed_dummies",
     "HfDeepSpeedConfig": "plugins.deepspeed_config",
@@ -37,36 +37,36 @@ _HOME = {
     "attach_align_device_hook_on_blocks": "compat.hooks",
     "attach_execution_device_hook": "compat.hooks",
     "attach_layerwise_casting_hooks": "compat.casting",
-    "calculate_maximum_sizes": "offload.sizes",
-    "check_device_map": "offload.device_map",
-    "check_tied_parameters_in_config": "offload.sizes",
-    "check_tied_parameters_on_same_device": "offload.device_map",
-    "clean_device_map": "offload.device_map",
+    "calculate_maximum_sizes": "models.offload.sizes",
+    "check_device_map": "models.offload.device_map",
+    "check_tied_parameters_in_config": "models.offload.sizes",
+    "check_tied_parameters_on_same_device": "models.offload.device_map",
+    "clean_device_map": "models.offload.device_map",
     "compare_versions": "compat.packages",
-    "compute_module_sizes": "offload.sizes",
-    "compute_module_total_buffer_size": "offload.sizes",
+    "compute_module_sizes": "models.offload.sizes",
+    "compute_module_total_buffer_size": "models.offload.sizes",
     "concatenate": "compat.operations",
-    "convert_file_size_to_int": "offload.sizes",
+    "convert_file_size_to_int": "models.offload.sizes",
     "convert_outputs_to_fp32": "compat.operations",
     "convert_to_fp32": "compat.operations",
     "disable_fsdp_ram_efficient_loading": "compat.fsdp",
-    "dtype_byte_size": "offload.sizes",
+    "dtype_byte_size": "models.offload.sizes",
     "enable_fsdp_ram_efficient_loading": "compat.fsdp",
     "extract_model_from_parallel": "compat.wrappers",
     "extract_submodules_state_dict": "compat.folder",
-    "fallback_allocate": "offload.device_map",
+    "fallback_allocate": "models.offload.device_map",
     "find_batch_size": "compat.operations",
     "find_device": "compat.operations",
-    "find_tied_parameters": "offload.sizes",
+    "find_tied_parameters": "models.offload.sizes",
     "fsdp2_prepare_model": "compat.fsdp",
     "get_active_deepspeed_plugin": "plugins.deepspeed",
-    "get_balanced_memory": "offload.device_map",
+    "get_balanced_memory": "models.offload.device_map",
     "get_data_structure": "compat.operations",
-    "get_max_layer_size": "offload.sizes",
-    "get_max_memory": "offload.budgets",
-    "get_module_leaves": "offload.sizes",
-    "get_module_size_with_ties": "offload.device_map",
-    "get_non_persistent_buffers": "offload.sizes",
+    "get_max_layer_size": "models.offload.sizes",
+    "get_max_memory": "models.offload.budgets",
+    "get_module_leaves": "models.offload.sizes",
+    "get_module_size_with_ties": "models.offload.device_map",
+    "get_non_persistent_buffers": "models.offload.sizes",
     "get_shape": "compat.operations",
     "get_state_dict_from_offload": "compat.tensors",
     "get_state_dict_offloaded_model": "compat.tensors",
@@ -92,7 +92,7 @@ _HOME = {
     "load_offloaded_weight": "compat.folder",
     "load_offloaded_weights": "compat.folder",
     "merge_fsdp_weights": "compat.fsdp",
-    "named_module_tensors": "offload.sizes",
+    "named_module_tensors": "models.offload.sizes",
     "offload_state_dict": "compat.folder",
     "offload_weight": "compat.folder",
     "pad_input_tensors": "compat.operations",
@@ -127,9 +127,9 @@ if TYPE_CHECKING:
     from accel_callbacks.data.skip import *
     from accel_callbacks.distributed.topology import *
     from accel_callbacks.memory import *
-    from accel_callbacks.offload.budgets import *
-    from accel_callbacks.offload.device_map import *
-    from accel_callbacks.offload.sizes import *
+    from accel_callbacks.models.offload.budgets import *
+    from accel_callbacks.models.offload.device_map import *
+    from accel_callbacks.models.offload.sizes import *
     from accel_callbacks.plugins.deepspeed import *
     from accel_callbacks.plugins.deepspeed_config import *
     from accel_callbacks.plugins.deepspeed_dummies import *

@@ -162,7 +162,7 @@ def resident(folder: str, size: list[int], tokens: torch.Tensor) -> Forward:
 def ours(direct: bool) -> Callable[[str, list[int], torch.Tensor], Forward]:
     def made(folder: str, size: list[int], tokens: torch.Tensor) -> Forward:
         from accel_callbacks import load_checkpoint_and_dispatch
-        from accel_callbacks.offload import OffloadOptions
+        from accel_callbacks.models.offload import OffloadOptions
 
         model = build(size, "meta")
         load_checkpoint_and_dispatch(
@@ -175,7 +175,7 @@ def ours(direct: bool) -> Callable[[str, list[int], torch.Tensor], Forward]:
 
 
 def window_of(model: nn.Module) -> Row:
-    from accel_callbacks.offload import report
+    from accel_callbacks.models.offload import report
 
     traffic = report(model).traffic
     return {"window": traffic.peak, "waited": traffic.waited, "misses": traffic.misses}

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from accel_callbacks.offload import Unit, Weights, plan
+from accel_callbacks.models.offload import Unit, Weights, plan
 from accel_callbacks.utils import infer_auto_device_map
 
 GOAL = 50.0  # milliseconds

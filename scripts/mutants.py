@@ -76,13 +76,13 @@ scaler
     tests/accel_callbacks/loop/test_accumulation.py
     tests/accel_callbacks/loop/test_first_steps.py
     tests/accel_callbacks/callbacks/test_non_finite.py
-    tests/accel_callbacks/modeling/test_forward_methods.py
+    tests/accel_callbacks/models/test_forward_methods.py
     tests/accel_callbacks/precision/test_fp8.py
     tests/accel_callbacks/plugins/test_plugins.py
 clipping
     accel_callbacks/loop/step.py
     accel_callbacks/gradients.py
-    accel_callbacks/strategies/base.py
+    accel_callbacks/engines/base.py
     accel_callbacks/callbacks/gradient_norm.py
     tests/accel_callbacks/loop/test_step.py
     tests/accel_callbacks/loop/test_accumulation.py
@@ -93,7 +93,7 @@ clipping
     tests/accel_callbacks/plugins/test_plugins.py
     tests/accel_callbacks/loop/test_accumulation_ranks.py
     tests/accel_callbacks/loop/test_hooks.py
-    tests/accel_callbacks/strategies/test_ddp_options.py
+    tests/accel_callbacks/engines/ddp/test_ddp_options.py
     tests/accel_callbacks/checkpoint/test_restore.py
 order
     accel_callbacks/data/order.py
@@ -157,16 +157,16 @@ leases
     tests/accel_callbacks/checkpoint/test_folder_leases.py
     tests/accel_callbacks/checkpoint/test_folder_leases_ranks.py
 agreement
-    accel_callbacks/strategies/rank_agreement.py
-    accel_callbacks/strategies/unit_agreement.py
-    accel_callbacks/strategies/replica_agreement.py
-    tests/accel_callbacks/strategies/test_rank_agreement.py
-    tests/accel_callbacks/strategies/test_replica_agreement.py
-    tests/accel_callbacks/strategies/test_unit_agreement.py
+    accel_callbacks/engines/rank_agreement.py
+    accel_callbacks/engines/fsdp/unit_agreement.py
+    accel_callbacks/engines/replica_agreement.py
+    tests/accel_callbacks/engines/test_rank_agreement.py
+    tests/accel_callbacks/engines/test_replica_agreement.py
+    tests/accel_callbacks/engines/fsdp/test_unit_agreement.py
     tests/mistakes/test_ranks_agree.py
-    tests/accel_callbacks/strategies/test_one_rank_forward.py
-    tests/accel_callbacks/strategies/test_pipeline_ranks.py
-    tests/accel_callbacks/strategies/test_tensor_parallel.py
+    tests/accel_callbacks/engines/fsdp/test_one_rank_forward.py
+    tests/accel_callbacks/engines/pipeline/test_pipeline_ranks.py
+    tests/accel_callbacks/engines/tensor/test_tensor_parallel.py
 copies
     checkpoint_io/async_save/staging.py
     checkpoint_io/async_save/background.py
@@ -174,11 +174,11 @@ copies
     tests/checkpoint_io/test_background.py
     tests/checkpoint_io/test_saving_thread.py
 pipeline
-    accel_callbacks/strategies/pipeline_stages.py
-    accel_callbacks/strategies/pipeline_rehearsal.py
-    tests/accel_callbacks/strategies/test_pipeline_stages.py
-    tests/accel_callbacks/strategies/test_pipeline.py
-    tests/accel_callbacks/strategies/test_pipeline_models.py
+    accel_callbacks/engines/pipeline/stages.py
+    accel_callbacks/engines/pipeline/rehearsal.py
+    tests/accel_callbacks/engines/pipeline/test_pipeline_stages.py
+    tests/accel_callbacks/engines/pipeline/test_pipeline.py
+    tests/accel_callbacks/engines/pipeline/test_pipeline_models.py
 retention
     checkpoint_io/folder/retention.py
     checkpoint_io/folder/removal.py
@@ -288,59 +288,59 @@ config
     tests/cli/test_config_launch.py
     tests/cli/test_launch_plan.py
 offload
-    accel_callbacks/offload/align.py
-    accel_callbacks/offload/assignment.py
-    accel_callbacks/offload/budgets.py
+    accel_callbacks/models/offload/align.py
+    accel_callbacks/models/offload/assignment.py
+    accel_callbacks/models/offload/budgets.py
     accel_callbacks/compat/casting.py
-    accel_callbacks/offload/checkpoint_weights.py
-    accel_callbacks/offload/contents.py
-    accel_callbacks/offload/device_copies.py
-    accel_callbacks/offload/device_map.py
-    accel_callbacks/offload/dispatch.py
-    accel_callbacks/offload/file_pages.py
+    accel_callbacks/models/offload/checkpoint_weights.py
+    accel_callbacks/models/offload/contents.py
+    accel_callbacks/models/offload/device_copies.py
+    accel_callbacks/models/offload/device_map.py
+    accel_callbacks/models/offload/dispatch.py
+    accel_callbacks/models/offload/file_pages.py
     accel_callbacks/compat/folder.py
     accel_callbacks/compat/hooks.py
-    accel_callbacks/offload/origins.py
-    accel_callbacks/offload/placeholder.py
-    accel_callbacks/offload/placement.py
-    accel_callbacks/offload/planner.py
-    accel_callbacks/offload/residence.py
-    accel_callbacks/offload/sizes.py
-    accel_callbacks/offload/slots.py
-    accel_callbacks/offload/source.py
-    accel_callbacks/offload/spill.py
+    accel_callbacks/models/offload/origins.py
+    accel_callbacks/models/offload/placeholder.py
+    accel_callbacks/models/offload/placement.py
+    accel_callbacks/models/offload/planner.py
+    accel_callbacks/models/offload/residence.py
+    accel_callbacks/models/offload/sizes.py
+    accel_callbacks/models/offload/slots.py
+    accel_callbacks/models/offload/source.py
+    accel_callbacks/models/offload/spill.py
     accel_callbacks/compat/tensors.py
-    accel_callbacks/offload/traffic_report.py
-    accel_callbacks/offload/units.py
+    accel_callbacks/models/offload/traffic_report.py
+    accel_callbacks/models/offload/units.py
     accel_callbacks/compat/big_modeling.py
     accel_callbacks/compat/views.py
-    accel_callbacks/offload/weights.py
-    accel_callbacks/offload/window.py
-    tests/accel_callbacks/offload/test_budgets.py
+    accel_callbacks/models/offload/weights.py
+    accel_callbacks/models/offload/window.py
+    tests/accel_callbacks/models/offload/test_budgets.py
     tests/compat/test_casting.py
-    tests/accel_callbacks/offload/test_device_copies.py
-    tests/accel_callbacks/offload/test_device_map.py
-    tests/accel_callbacks/offload/test_dispatch.py
-    tests/accel_callbacks/offload/test_dispatch_devices.py
+    tests/accel_callbacks/models/offload/test_device_copies.py
+    tests/accel_callbacks/models/offload/test_device_map.py
+    tests/accel_callbacks/models/offload/test_dispatch.py
+    tests/accel_callbacks/models/offload/test_dispatch_devices.py
     tests/compat/test_dispatch_views.py
-    tests/accel_callbacks/offload/test_fetching.py
+    tests/accel_callbacks/models/offload/test_fetching.py
     tests/compat/test_folder.py
     tests/compat/test_hooks.py
-    tests/accel_callbacks/offload/test_memory_limit.py
-    tests/accel_callbacks/offload/test_placeholder.py
-    tests/accel_callbacks/offload/test_plan.py
-    tests/accel_callbacks/offload/test_reads.py
-    tests/accel_callbacks/offload/test_residence.py
-    tests/accel_callbacks/offload/test_sizes.py
-    tests/accel_callbacks/offload/test_source.py
+    tests/accel_callbacks/models/offload/test_memory_limit.py
+    tests/accel_callbacks/models/offload/test_placeholder.py
+    tests/accel_callbacks/models/offload/test_plan.py
+    tests/accel_callbacks/models/offload/test_reads.py
+    tests/accel_callbacks/models/offload/test_residence.py
+    tests/accel_callbacks/models/offload/test_sizes.py
+    tests/accel_callbacks/models/offload/test_source.py
     tests/compat/test_tensors.py
-    tests/accel_callbacks/offload/test_traffic_report.py
-    tests/accel_callbacks/offload/test_training.py
-    tests/accel_callbacks/offload/test_units.py
-    tests/accel_callbacks/offload/test_uses.py
-    tests/accel_callbacks/offload/test_weights.py
+    tests/accel_callbacks/models/offload/test_traffic_report.py
+    tests/accel_callbacks/models/offload/test_training.py
+    tests/accel_callbacks/models/offload/test_units.py
+    tests/accel_callbacks/models/offload/test_uses.py
+    tests/accel_callbacks/models/offload/test_weights.py
     tests/compat/test_whole_model.py
-    tests/accel_callbacks/offload/test_window.py
+    tests/accel_callbacks/models/offload/test_window.py
 plugins
     accel_callbacks/plugins/base.py
     accel_callbacks/plugins/compile.py

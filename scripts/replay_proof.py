@@ -20,9 +20,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from accel_callbacks.journal import Journal
-from accel_callbacks.journal.replay import Difference, Replay, first_difference
-from accel_callbacks.journal.replay_request import ReplayRequest
+from accel_callbacks.addons.journal import Journal
+from accel_callbacks.addons.journal.replay import Difference, Replay, first_difference
+from accel_callbacks.addons.journal.replay_request import ReplayRequest
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -20,33 +20,33 @@ import layout_figures as layout
 ROOT = Path(__file__).parent.parent
 PICTURE = ROOT / "docs" / "images" / "rooms.svg"
 ROWS = (
-    ("tuning", "testing", "selftest", "cli"),
-    ("compat", "accelerator", "integrations", "journal"),
+    ("testing", "cli", "compat"),
+    ("accelerator", "addons"),
     ("loop", "tracking", "precision", "callbacks"),
-    ("checkpoint", "strategies", "offload", "launch"),
-    ("options", "data", "modeling", "parts"),
-    ("plugins", "distributed", "collectives", "texts"),
+    ("checkpoint", "engines", "launch"),
+    ("options", "models", "data", "parts"),
+    ("plugins", "distributed", "collectives", "errors"),
     ("checkpoint_io", "loggers"),
 )
 #: Files of the root, by the room that they are drawn as.
 ROOT_FILES = {
-    **dict.fromkeys(("config", "engine_options", "foreign_names"), "options"),
+    **dict.fromkeys(("config", "engine_options"), "options"),
     **dict.fromkeys(("optimizer", "scheduler", "gradients", "memory"), "parts"),
     **dict.fromkeys(("profiler", "logging"), "parts"),
-    **dict.fromkeys(("errors", "error_text", "warning", "rank_report"), "texts"),
-    **dict.fromkeys(("local_files", "host_copy", "terminal_text", "redaction"), "texts"),
-    **dict.fromkeys(("_siblings", "_lazy", "launch_memory", "launch_notes", "recurrence"), "texts"),
-    **dict.fromkeys(("state", "local_sgd"), "accelerator"),
+    **dict.fromkeys(("warning", "local_files", "host_copy", "terminal_text"), "errors"),
+    **dict.fromkeys(("_siblings", "_lazy", "launch_memory", "launch_notes"), "errors"),
+    **dict.fromkeys(("recurrence", "redaction"), "errors"),
+    **dict.fromkeys(("state", "local_sgd", "journal", "offload", "tuning"), "accelerator"),
     **dict.fromkeys(("as_accelerate", "utils"), "compat"),
 }
 #: Why a room imports one above it. A pair that is not here fails `test_architecture.py`.
 REASONS = {
     ("compat", "cli"): "`accelerate.commands` are ours by other names",
+    ("addons", "accelerator"): "the checks of `accel test` train by it",
     ("checkpoint", "loop"): "a training state holds the loop's place, and a project names its run",
     ("checkpoint", "callbacks"): "the states of callbacks are found by their names",
     ("checkpoint", "tracking"): "a training state holds what trackers resume from",
-    ("modeling", "strategies"): "estimates and loads ask engines for their shards",
-    ("modeling", "offload"): "estimates read weights of folders as an offload does",
+    ("models", "engines"): "estimates and loads ask engines for their shards",
     ("parts", "loop"): "prepared optimizers and schedulers follow the loop's window",
     ("parts", "callbacks"): "a prepared optimizer fires the hooks around its step",
     ("parts", "precision"): "a prepared optimizer steps through the precision",

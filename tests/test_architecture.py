@@ -53,8 +53,8 @@ MAY_IMPORT_COMPAT = {
 #: Each entry is one whole circle. The list only shrinks.
 ALLOWED_CIRCLES: list[set[str]] = [
     {
-        "accel_callbacks.integrations.lightning.trainer",
-        "accel_callbacks.integrations.lightning.trainer_parts",
+        "accel_callbacks.addons.lightning.trainer",
+        "accel_callbacks.addons.lightning.trainer_parts",
     }
 ]
 #: Files and folders that are named after something that the field calls so.
@@ -67,9 +67,9 @@ FIELD_TERMS = {
     "learning_rate_monitor",
     "listing",
     "logging",
-    "modeling",
     "sharding",
     "staging",
+    "steering",
     "testing",
     "tracking",
     "training",
@@ -113,7 +113,7 @@ MAY_FOLLOW_THE_DEFAULT_DEVICE = {
 SPLIT_AT_SLASHES = {
     "accel_callbacks/checkpoint/selection.py",
     "accel_callbacks/checkpoint/training_state.py",
-    "accel_callbacks/integrations/trainer_mirror.py",
+    "accel_callbacks/addons/trainer/trainer_mirror.py",
     "checkpoint_io/loader/load.py",
     "checkpoint_io/loader/selection.py",
     "checkpoint_io/storage/fsspec_store.py",

@@ -35,7 +35,8 @@ def classes() -> dict[str, type[BaseException]]:
         for path in (PAGE.parents[2] / package).rglob("*.py"):
             for name in DEFINITION.findall(path.read_text("utf-8")):
                 words = path.relative_to(PAGE.parents[2]).with_suffix("").parts
-                value = getattr(importlib.import_module(".".join(words)), name)
+                module = ".".join(words).removesuffix(".__init__")
+                value = getattr(importlib.import_module(module), name)
                 if issubclass(value, BaseException):
                     defined[name] = value
     return defined

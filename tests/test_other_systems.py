@@ -20,7 +20,7 @@ IMPORTS = """
 
     def check():
         assert not hasattr(os, "sched_getaffinity") and sys.platform != "linux"
-        outside = ("accel_callbacks.integrations", "accel_callbacks.launch.worker")
+        outside = ("accel_callbacks.addons.hosts", "accel_callbacks.launch.worker")
         for package in (accel_callbacks, checkpoint_io, loggers):
             for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
                 if not found.name.startswith(outside) and not found.name.endswith("__main__"):

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from accel_callbacks.collectives import full_tensor, is_sharded, shard_like
+from accel_callbacks.engines.deepspeed.zero_state import RowMesh, ZeroWeight, zero_weight
 from accel_callbacks.errors import ResumeError, nearest
 from accel_callbacks.gradients import local_part
-from accel_callbacks.offload.placeholder import AbsentWeight
-from accel_callbacks.strategies.zero_state import RowMesh, ZeroWeight, zero_weight
+from accel_callbacks.models.offload.placeholder import AbsentWeight
 
 __all__ = ["Averages", "Rule"]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks.errors import unknown_option
-from accel_callbacks.foreign_names import CALLBACK_OPTIONS
+from accel_callbacks.errors.foreign_names import CALLBACK_OPTIONS
 
 if TYPE_CHECKING:
     import torch

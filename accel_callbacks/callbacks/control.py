@@ -18,7 +18,7 @@ from accel_callbacks.local_files import base_name, local_path
 from accel_callbacks.logging import notice
 
 if TYPE_CHECKING:
-    from accel_callbacks.journal.mailbox import Command, Mailbox
+    from accel_callbacks.addons.steering.mailbox import Command, Mailbox
     from accel_callbacks.loop.run import TrainingRun
     from checkpoint_io import Lease
 
@@ -136,7 +136,7 @@ class Control(ResumableState):
         self._apply_changed(run)
         run.on_command = lambda text: self._carry_out(run, json.loads(text))
         if run.accelerator.loop.replays:
-            from accel_callbacks.journal.replay_request import ReplayRequest
+            from accel_callbacks.addons.journal.replay_request import ReplayRequest
 
             request = ReplayRequest.requested(os.environ)
             commands = [] if request is None else request.commands
@@ -150,8 +150,8 @@ class Control(ResumableState):
 
     def _open(self, run: TrainingRun) -> None:
         """Open the mailbox; say why the run cannot be steered where that fails."""
+        from accel_callbacks.addons.steering.mailbox import CONTROL, Mailbox
         from accel_callbacks.checkpoint.project import path_in
-        from accel_callbacks.journal.mailbox import CONTROL, Mailbox
         from checkpoint_io import Lease, LeaseError
 
         folder = local_path(path_in(run.default_root_dir, "journal", run.run_id))

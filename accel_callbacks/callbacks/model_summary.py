@@ -18,7 +18,7 @@ from accel_callbacks.callbacks.flops import FlopCounter
 from accel_callbacks.callbacks.progress_display import can_redraw
 from accel_callbacks.collectives import tensors_in
 from accel_callbacks.collectives.sharded import class_of
-from accel_callbacks.modeling.undisturbed import undisturbed_eval
+from accel_callbacks.models.undisturbed import undisturbed_eval
 from accel_callbacks.terminal_text import table, terminal_width, wrapped
 
 if TYPE_CHECKING:

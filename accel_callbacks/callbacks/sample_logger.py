@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from accel_callbacks.callbacks.base import ResumableState, require_at_least
 from accel_callbacks.callbacks.interval import Interval
-from accel_callbacks.modeling.undisturbed import undisturbed_eval
+from accel_callbacks.models.undisturbed import undisturbed_eval
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun

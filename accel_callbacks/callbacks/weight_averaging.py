@@ -14,7 +14,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from accel_callbacks.callbacks.averaged_weights import Averages, Rule
 from accel_callbacks.callbacks.base import ResumableState, require_at_least
 from accel_callbacks.logging import notice
-from accel_callbacks.modeling.compile import original
+from accel_callbacks.models.compile import original
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingSta
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.errors import ResumeError
 from accel_callbacks.gradients import local_part
-from accel_callbacks.offload.placeholder import AbsentWeight
-from accel_callbacks.offload.residence import held_weights
+from accel_callbacks.models.offload.placeholder import AbsentWeight
+from accel_callbacks.models.offload.residence import held_weights
 
 if TYPE_CHECKING:
     from checkpoint_io import CheckpointReader

@@ -31,7 +31,7 @@ from accel_callbacks.distributed.failures import meet, shared_failure
 from accel_callbacks.distributed.process_control import synchronize
 from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.local_files import split_path
-from accel_callbacks.modeling.adapters import (
+from accel_callbacks.models.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     Adapter,

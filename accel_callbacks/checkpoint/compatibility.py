@@ -16,7 +16,7 @@ from accel_callbacks.checkpoint.training_state import (
     with_local_state,
 )
 from accel_callbacks.errors import ResumeError, nearest
-from accel_callbacks.offload.placeholder import unwritable
+from accel_callbacks.models.offload.placeholder import unwritable
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:

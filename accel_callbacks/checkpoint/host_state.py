@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from accel_callbacks.offload.placeholder import AbsentWeight
-from accel_callbacks.strategies.fsdp_groups import reshard
+from accel_callbacks.engines.fsdp.groups import reshard
+from accel_callbacks.models.offload.placeholder import AbsentWeight
 
 __all__ = ["Undo", "capture"]
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.checkpoint.async_save import SaveGroup, TrainingGroup
-from accel_callbacks.error_text import published_text
 from accel_callbacks.errors import RemoteError
+from accel_callbacks.errors.text import published_text
 from accel_callbacks.logging import notice
 
 if TYPE_CHECKING:

@@ -41,14 +41,14 @@ from accel_callbacks.checkpoint.training_state import (
 )
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.rng import devices_of, restore_rng
+from accel_callbacks.engines.optimizer_state import parameter_names
 from accel_callbacks.errors import NO_MODEL, ResumeError
 from accel_callbacks.gradients import local_part
 from accel_callbacks.logging import notice
-from accel_callbacks.strategies.optimizer_state import parameter_names
 
 if TYPE_CHECKING:
     from accel_callbacks.checkpoint.memory_snapshots import MemorySnapshots
-    from accel_callbacks.strategies.base import Strategy
+    from accel_callbacks.engines.base import Strategy
     from checkpoint_io import CheckpointFolder, CheckpointReader, TensorView
 
 __all__ = [

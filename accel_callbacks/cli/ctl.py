@@ -11,8 +11,8 @@ from accel_callbacks.cli.parser import CommandError, CommandParser
 from accel_callbacks.terminal_text import printable
 
 if TYPE_CHECKING:
-    from accel_callbacks.journal.control import LivingRun
-    from accel_callbacks.journal.mailbox import Answer
+    from accel_callbacks.addons.steering.control import LivingRun
+    from accel_callbacks.addons.steering.mailbox import Answer
 
 _ACTIONS = ("save", "evaluate", "stop", "set")  # those of journal/mailbox.py, without its imports
 _PAUSE = 0.1  # seconds between two looks for the answer
@@ -46,9 +46,9 @@ def run(args: Namespace) -> int:
     Returns:
         0 if the run has done it, 1 if it refused or does not live, 3 if the time was up.
     """
-    from accel_callbacks.journal.control import living_run
-    from accel_callbacks.journal.format import JournalError
-    from accel_callbacks.journal.mailbox import send
+    from accel_callbacks.addons.journal.format import JournalError
+    from accel_callbacks.addons.steering.control import living_run
+    from accel_callbacks.addons.steering.mailbox import send
 
     name, value = _setting(args)
     try:
@@ -70,7 +70,7 @@ def _wait(target: LivingRun, sent: str, timeout: float) -> Answer:
     Raises:
         CommandError: the run has ended or was started again, or the time is up.
     """
-    from accel_callbacks.journal.mailbox import read_answer, withdraw
+    from accel_callbacks.addons.steering.mailbox import read_answer, withdraw
 
     deadline = time.monotonic() + timeout
     next_look = time.monotonic() + target.patience
@@ -97,7 +97,7 @@ def _wait(target: LivingRun, sent: str, timeout: float) -> Answer:
 
 def _given_up(target: LivingRun, sent: str, timeout: float) -> str:
     """Withdraw the command, and return what has become of it."""
-    from accel_callbacks.journal.mailbox import withdraw
+    from accel_callbacks.addons.steering.mailbox import withdraw
 
     if withdraw(target.mailbox, sent):
         text = "took no command, and this one is withdrawn: is it in a long step or evaluation?"

@@ -13,8 +13,8 @@ from accel_callbacks.cli.parser import CommandError, CommandParser, natural_int,
 from accel_callbacks.terminal_text import printable, table
 
 if TYPE_CHECKING:
-    from accel_callbacks.journal import Journal
-    from accel_callbacks.journal.samples import StepSamples
+    from accel_callbacks.addons.journal import Journal
+    from accel_callbacks.addons.journal.samples import StepSamples
 
 _MOST_STEPS = 20  # whose samples --where shows
 _LONGEST = 200  # characters of a sample
@@ -43,7 +43,7 @@ def configure(parser: CommandParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print the indices of the samples, or the samples."""
-    from accel_callbacks.journal import Journal, JournalError
+    from accel_callbacks.addons.journal import Journal, JournalError
 
     try:
         journal = Journal.read(args.run, args.run_id)
@@ -54,8 +54,8 @@ def run(args: Namespace) -> int:
 
 
 def _show(args: Namespace, journal: Journal, source: Any) -> int:
-    from accel_callbacks.journal.row_filter import chosen_rows
-    from accel_callbacks.journal.samples import samples_of
+    from accel_callbacks.addons.journal.row_filter import chosen_rows
+    from accel_callbacks.addons.journal.samples import samples_of
 
     steps = [args.step]
     if args.where is not None:

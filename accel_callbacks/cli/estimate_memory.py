@@ -24,9 +24,9 @@ from accel_callbacks.terminal_text import size_of, table, to_json
 if TYPE_CHECKING:
     import torch
 
-    from accel_callbacks.modeling.memory_estimate import MemoryEstimate, ModelSizes
-    from accel_callbacks.modeling.sharded_memory import ShardedMemory
-    from accel_callbacks.offload import Plan, Weights
+    from accel_callbacks.models.memory_estimate import MemoryEstimate, ModelSizes
+    from accel_callbacks.models.offload import Plan, Weights
+    from accel_callbacks.models.sharded_memory import ShardedMemory
 
 PATIENCE = 3.0  # seconds for the hub to answer
 POLICIES = ("auto", "sequential", "balanced", "balanced_low_0")
@@ -175,7 +175,7 @@ def run(args: Namespace) -> int:
         raise CommandError("--tp_plan is for --parallelism with a tp above 1")
     if args.parallelism is not None:
         return _sharded(args, from_cache)
-    from accel_callbacks.modeling.memory_estimate import model_sizes  # imports torch
+    from accel_callbacks.models.memory_estimate import model_sizes  # imports torch
 
     sizes = model_sizes(_make(args, from_cache), args.dtypes)
     print(_as_json(args.model, sizes) if args.json else _as_text(args.model, sizes))
@@ -184,8 +184,8 @@ def run(args: Namespace) -> int:
 
 def _planned(args: Namespace) -> int:
     """Print on which device each part of the model is."""
-    from accel_callbacks.offload import PlanError, plan
-    from accel_callbacks.offload.budgets import get_max_memory
+    from accel_callbacks.models.offload import PlanError, plan
+    from accel_callbacks.models.offload.budgets import get_max_memory
 
     if args.parallelism is not None:
         raise CommandError("--plan is for one process: leave --parallelism out")
@@ -215,7 +215,7 @@ def _planned(args: Namespace) -> int:
 
 def _weights(args: Namespace) -> Weights:
     """Return the sizes of a model, from the headers of its weights where there are any."""
-    from accel_callbacks.offload import Weights
+    from accel_callbacks.models.offload import Weights
     from checkpoint_io import CheckpointError
 
     dtype = _PLANNED.get(args.dtypes[0]) if len(args.dtypes) == 1 else None
@@ -263,9 +263,9 @@ def _plan_as_json(name: str, memory_plan: Plan) -> dict[str, Any]:
 
 def _sharded(args: Namespace, from_cache: bool) -> int:
     """Print the sizes of the parts on each process."""
-    from accel_callbacks.modeling.sharded_memory import sharded_memory
+    from accel_callbacks.engines.fsdp.units import find_units
+    from accel_callbacks.models.sharded_memory import sharded_memory
     from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
-    from accel_callbacks.strategies.units import find_units
 
     dtypes = [name for name in args.dtypes if name not in ("int8", "int4")]
     if not dtypes:
@@ -307,7 +307,7 @@ def _sharded(args: Namespace, from_cache: bool) -> int:
 
 def _plan(model: torch.nn.Module, args: Namespace) -> Mapping[str, Any]:
     """Return the plan that was given, or that the model brings along."""
-    from accel_callbacks.strategies.tensor_plan import plan_of, propose_plan
+    from accel_callbacks.engines.tensor.plan import plan_of, propose_plan
 
     if plan := args.tp_plan or plan_of(model):
         return plan

@@ -11,9 +11,9 @@ from accel_callbacks.cli.parser import CommandError, CommandParser, positive_int
 from accel_callbacks.terminal_text import printable
 
 if TYPE_CHECKING:
-    from accel_callbacks.journal import Journal
-    from accel_callbacks.journal.replay import Replay
-    from accel_callbacks.journal.replay_request import ReplayRequest
+    from accel_callbacks.addons.journal import Journal
+    from accel_callbacks.addons.journal.replay import Replay
+    from accel_callbacks.addons.journal.replay_request import ReplayRequest
 
 
 def configure(parser: CommandParser) -> None:
@@ -44,9 +44,9 @@ def configure(parser: CommandParser) -> None:
 
 def run(args: Namespace) -> int:
     """Replay the step; return 1 if something differs."""
-    from accel_callbacks.journal import Journal, JournalError
-    from accel_callbacks.journal.replay import Replay, scratch_folder
-    from accel_callbacks.journal.replay_request import ReplayRequest
+    from accel_callbacks.addons.journal import Journal, JournalError
+    from accel_callbacks.addons.journal.replay import Replay, scratch_folder
+    from accel_callbacks.addons.journal.replay_request import ReplayRequest
 
     scratch = Path(args.scratch or scratch_folder())
     try:
@@ -71,7 +71,11 @@ def run(args: Namespace) -> int:
 def _replayed(replay: Replay, request: ReplayRequest, scratch: Path, *, check: bool) -> int:
     from dataclasses import replace
 
-    from accel_callbacks.journal.replay import changes, first_difference, host_generators_differ
+    from accel_callbacks.addons.journal.replay import (
+        changes,
+        first_difference,
+        host_generators_differ,
+    )
 
     place = replay.checkpoint or "the start of the run"
     ranks = replay.attempt.world_size

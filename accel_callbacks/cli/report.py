@@ -15,7 +15,7 @@ from accel_callbacks.local_files import replace
 from accel_callbacks.terminal_text import printable, size_of, table
 
 if TYPE_CHECKING:
-    from accel_callbacks.journal import Attempt, Journal
+    from accel_callbacks.addons.journal import Attempt, Journal
 
 
 def configure(parser: CommandParser) -> None:
@@ -38,7 +38,7 @@ def configure(parser: CommandParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print the attempts of each run and its goodput, or write the page."""
-    from accel_callbacks.journal import Journal, JournalError
+    from accel_callbacks.addons.journal import Journal, JournalError
 
     if args.html is not None and (args.json or args.price is not None):
         raise CommandError("--html writes a page and prints nothing: leave --json and --price out")
@@ -69,14 +69,14 @@ def run(args: Namespace) -> int:
 
 
 def _as_facts(journal: Journal, price: float | None) -> dict[str, Any]:
-    from accel_callbacks.journal.report.page import run_facts
+    from accel_callbacks.addons.journal.report.page import run_facts
 
     return run_facts(journal)
 
 
 def _write_page(reports: Sequence[tuple[Journal, Mapping[str, Any]]], file: str) -> None:
     """Write the page in one step: a browser that has it open never reads half of one."""
-    from accel_callbacks.journal.report.page import page_of
+    from accel_callbacks.addons.journal.report.page import page_of
 
     journals, facts = zip(*reports, strict=True)
     # A name from a file system may hold half of a character, which UTF-8 has not.
@@ -99,8 +99,8 @@ def _write_page(reports: Sequence[tuple[Journal, Mapping[str, Any]]], file: str)
 
 def _as_text(journal: Journal, price: float | None) -> str:
     """Return the tables of a run."""
-    from accel_callbacks.journal import Goodput
-    from accel_callbacks.journal.goodput import energy_of
+    from accel_callbacks.addons.journal import Goodput
+    from accel_callbacks.addons.journal.goodput import energy_of
 
     goodput = Goodput.of(journal)
     parts = [
@@ -134,15 +134,15 @@ def _attempts(journal: Journal) -> list[tuple[str, ...]]:
 
 def _unended(journal: Journal, attempt: Attempt) -> str:
     """Return how an attempt without an end is."""
-    from accel_callbacks.journal.state import state_of
+    from accel_callbacks.addons.journal.state import state_of
 
     state = state_of(journal) if attempt is journal.attempts[-1] else "killed"
     return "killed, or still running" if state == "unknown" else state
 
 
 def _as_json(journal: Journal, price: float | None) -> dict[str, Any]:
-    from accel_callbacks.journal import Goodput
-    from accel_callbacks.journal.goodput import energy_of
+    from accel_callbacks.addons.journal import Goodput
+    from accel_callbacks.addons.journal.goodput import energy_of
 
     goodput = Goodput.of(journal)
     names = [name for name in vars(goodput) if name != "rank_s"]

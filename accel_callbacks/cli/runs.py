@@ -12,7 +12,7 @@ from accel_callbacks.local_files import split_path
 from accel_callbacks.terminal_text import printable, table
 
 if TYPE_CHECKING:
-    from accel_callbacks.journal.runs import RunSummary
+    from accel_callbacks.addons.journal.runs import RunSummary
 
 _LONGEST = 24  # characters of a setting in the table
 _COLUMNS: dict[str, Callable[[RunSummary], Any]] = {
@@ -52,7 +52,7 @@ def run(args: Namespace) -> int:
     """Print a line for each run; return 1 if one could not be read."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from accel_callbacks.journal.runs import journal_folders, summary_of
+    from accel_callbacks.addons.journal.runs import journal_folders, summary_of
 
     try:
         folders = journal_folders(args.folder)
@@ -88,8 +88,8 @@ def run(args: Namespace) -> int:
 
 
 def _unknown_metric(metric: str, runs: Sequence[RunSummary]) -> str:
-    from accel_callbacks.journal.metrics import metrics_of
-    from accel_callbacks.journal.reader import Journal
+    from accel_callbacks.addons.journal.metrics import metrics_of
+    from accel_callbacks.addons.journal.reader import Journal
 
     names = {name for run in runs for name in metrics_of(Journal.read(run.folder))}
     listed = ", ".join(sorted({"loss", *names}))
@@ -115,7 +115,7 @@ def _sorted(runs: Sequence[RunSummary], column: str, descending: bool) -> list[R
 
 
 def _print(runs: Sequence[RunSummary], metric: str) -> None:
-    from accel_callbacks.journal.runs import differing_settings
+    from accel_callbacks.addons.journal.runs import differing_settings
 
     settings = differing_settings(runs)
     projects = {run.project for run in runs}

@@ -93,7 +93,7 @@ def run(args: Namespace) -> int:
 
 
 def _launch_options(args: Namespace, scratch: str, report: Path) -> Namespace:
-    """Convert the options to those of ``accel launch -m accel_callbacks.selftest``."""
+    """Convert the options to those of ``accel launch -m accel_callbacks.addons.selftest``."""
     arguments = [f"--report={report}", f"--scratch={scratch}", f"--patience={args.patience:g}"]
     arguments += [f"--checks={','.join(args.checks)}"] if args.checks else []
     arguments += [f"--folder={args.folder}"] if args.folder else []
@@ -102,7 +102,7 @@ def _launch_options(args: Namespace, scratch: str, report: Path) -> Namespace:
     parser.add_help = False
     _add_own(parser)
     _, others = parser.parse_known_args(getattr(args, "words", []))
-    program = ["accel_callbacks.selftest", *arguments]
+    program = ["accel_callbacks.addons.selftest", *arguments]
     values = {
         **vars(args),
         "module": True,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     from rich.console import Console, RenderableType
 
-    from accel_callbacks.journal import Journal
+    from accel_callbacks.addons.journal import Journal
 
 _RECENT = 50  # rows over which speed and ranks are told
 _WIDTH = 40  # of the curve of the loss
@@ -48,7 +48,7 @@ def run(args: Namespace) -> int:
         raise CommandError(
             "watch draws with rich: pip install accel-callbacks[ui]", exit_code=1
         ) from None
-    from accel_callbacks.journal import JournalError
+    from accel_callbacks.addons.journal import JournalError
 
     console = Console()
     try:
@@ -66,8 +66,8 @@ def run(args: Namespace) -> int:
 
 def _frames(args: Namespace, console: Console) -> Iterator[RenderableType]:
     """Yield a picture every so often, the last one after the end of the run."""
-    from accel_callbacks.journal import Journal
-    from accel_callbacks.journal.state import ended, state_of
+    from accel_callbacks.addons.journal import Journal
+    from accel_callbacks.addons.journal.state import ended, state_of
 
     journal = Journal.read(args.run, args.run_id)
     state, next_look = "", 0.0
@@ -98,7 +98,7 @@ def frame(journal: Journal, state: str, blocks: str = _BLOCKS) -> RenderableType
     from rich.table import Table
     from rich.text import Text
 
-    from accel_callbacks.journal.rank_means import rank_means
+    from accel_callbacks.addons.journal.rank_means import rank_means
 
     rows = journal.rows(repeated=False)
     facts = Table.grid(padding=(0, 2))
@@ -127,7 +127,7 @@ def frame(journal: Journal, state: str, blocks: str = _BLOCKS) -> RenderableType
 
 def _facts(journal: Journal, rows: np.ndarray[Any, Any], blocks: str) -> Iterator[tuple[str, str]]:
     """Yield names and texts: where the run is, how fast, its losses and its goodput."""
-    from accel_callbacks.journal.goodput import Goodput
+    from accel_callbacks.addons.journal.goodput import Goodput
 
     newest = journal.attempts[-1]
     yield "folder", journal.folder
@@ -151,7 +151,7 @@ def _facts(journal: Journal, rows: np.ndarray[Any, Any], blocks: str) -> Iterato
 
 def _sparkline(rows: np.ndarray[Any, Any], blocks: str) -> str:
     """Return the losses of the whole run as a line of characters, a space where none is finite."""
-    from accel_callbacks.journal.report.curves import curve_of
+    from accel_callbacks.addons.journal.report.curves import curve_of
 
     curve = curve_of(rows["step"], rows["time"], rows["loss"], _WIDTH)
     if curve is None:
@@ -166,7 +166,7 @@ def _sparkline(rows: np.ndarray[Any, Any], blocks: str) -> str:
 
 def _marks(journal: Journal) -> list[tuple[str, str, str]]:
     """Return the last marks: step, kind, and what they say."""
-    from accel_callbacks.journal.format import ROUTINE
+    from accel_callbacks.addons.journal.format import ROUTINE
 
     told = [mark for mark in journal.marks if mark.get("kind") not in ROUTINE][-_MARKS:]
     return [

@@ -11,16 +11,22 @@ import torch
 
 from accel_callbacks.compat.folder import Index, stored_in_index
 from accel_callbacks.compat.views import put_views, remove_views
-from accel_callbacks.modeling.compile import original
-from accel_callbacks.modeling.load import dtype_rule, load_checkpoint_in_model
-from accel_callbacks.offload.align import align, guard_moves
-from accel_callbacks.offload.assignment import Assignment, Place, as_device, assign, assign_all
-from accel_callbacks.offload.checkpoint_weights import load_spread
-from accel_callbacks.offload.device_map import planned_device_map
-from accel_callbacks.offload.dispatch import release, spread
-from accel_callbacks.offload.origins import Origins
-from accel_callbacks.offload.residence import DEFAULTS, OffloadOptions
-from accel_callbacks.offload.sizes import class_names
+from accel_callbacks.models.compile import original
+from accel_callbacks.models.load import dtype_rule, load_checkpoint_in_model
+from accel_callbacks.models.offload.align import align, guard_moves
+from accel_callbacks.models.offload.assignment import (
+    Assignment,
+    Place,
+    as_device,
+    assign,
+    assign_all,
+)
+from accel_callbacks.models.offload.checkpoint_weights import load_spread
+from accel_callbacks.models.offload.device_map import planned_device_map
+from accel_callbacks.models.offload.dispatch import release, spread
+from accel_callbacks.models.offload.origins import Origins
+from accel_callbacks.models.offload.residence import DEFAULTS, OffloadOptions
+from accel_callbacks.models.offload.sizes import class_names
 
 __all__ = ["cpu_offload", "disk_offload", "dispatch_model", "load_checkpoint_and_dispatch"]
 

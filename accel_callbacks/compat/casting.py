@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from accel_callbacks.compat.hooks import ModelHook, add_hook_to_module, outside_graphs
-from accel_callbacks.offload.slots import Lent, Slot
+from accel_callbacks.models.offload.slots import Lent, Slot
 
 __all__ = ["LayerwiseCastingHook", "attach_layerwise_casting_hooks"]
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from accel_callbacks.offload.budgets import Device, get_max_memory
-from accel_callbacks.offload.device_map import (
+from accel_callbacks.models.offload.budgets import Device, get_max_memory
+from accel_callbacks.models.offload.device_map import (
     clean_device_map,
     fallback_allocate,
     get_module_size_with_ties,
 )
-from accel_callbacks.offload.sizes import (
+from accel_callbacks.models.offload.sizes import (
     AnyDtype,
     check_tied_parameters_in_config,
     class_names,

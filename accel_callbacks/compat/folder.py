@@ -20,9 +20,9 @@ from accel_callbacks.compat.tensors import (
     set_module_tensor_to_device,
 )
 from accel_callbacks.local_files import make_folders, replace
-from accel_callbacks.offload.assignment import Place, device_of
-from accel_callbacks.offload.placeholder import is_absent
-from accel_callbacks.offload.source import (
+from accel_callbacks.models.offload.assignment import Place, device_of
+from accel_callbacks.models.offload.placeholder import is_absent
+from accel_callbacks.models.offload.source import (
     FileIdentity,
     StoredTensor,
     StoredWeights,

@@ -27,17 +27,17 @@ from accel_callbacks.compat.tensors import (
 from accel_callbacks.data.device import is_on, send_to_device
 from accel_callbacks.distributed.topology import own_accelerator
 from accel_callbacks.memory import clear_device_cache
-from accel_callbacks.offload.align import MOVERS
-from accel_callbacks.offload.assignment import Place, device_of
-from accel_callbacks.offload.placeholder import (
+from accel_callbacks.models.offload.align import MOVERS
+from accel_callbacks.models.offload.assignment import Place, device_of
+from accel_callbacks.models.offload.placeholder import (
     ON_DISK,
     AbsentWeight,
     LostGradient,
     is_absent,
     on_meta,
 )
-from accel_callbacks.offload.sizes import get_non_persistent_buffers, named_module_tensors
-from accel_callbacks.offload.slots import Lent, Slot
+from accel_callbacks.models.offload.sizes import get_non_persistent_buffers, named_module_tensors
+from accel_callbacks.models.offload.slots import Lent, Slot
 
 __all__ = [
     "AlignDevicesHook",

@@ -18,14 +18,14 @@ from accel_callbacks.accelerator import Accelerator
 from accel_callbacks.checkpoint.tensor_file import save_tensors
 from accel_callbacks.compat.tensors import id_tensor_storage
 from accel_callbacks.distributed.topology import own_accelerator
-from accel_callbacks.modeling.activation_checkpointing import apply_activation_checkpointing
-from accel_callbacks.modeling.compile import compile_model, regions
+from accel_callbacks.engines.fsdp.units import find_units
+from accel_callbacks.models.activation_checkpointing import apply_activation_checkpointing
+from accel_callbacks.models.compile import compile_model, regions
 from accel_callbacks.plugins.compile import TorchDynamoPlugin
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.precision import AutocastKwargs
 from accel_callbacks.state import AcceleratorState, PartialState
-from accel_callbacks.strategies.units import find_units
 from accel_callbacks.terminal_text import listed
 from accel_callbacks.warning import warn
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from accel_callbacks.compat import folder
-from accel_callbacks.offload import sizes
+from accel_callbacks.models.offload import sizes
 
 __all__ = ["dtype_byte_size", "offload_weight", "save_offload_index"]
 

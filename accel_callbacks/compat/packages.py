@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from accel_callbacks.foreign_names import PACKAGES
+from accel_callbacks.errors.foreign_names import PACKAGES
 
 __all__ = [
     "compare_versions",

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 
 from accel_callbacks.memory import clear_device_cache
-from accel_callbacks.offload.assignment import Place, device_of
-from accel_callbacks.offload.placeholder import (
+from accel_callbacks.models.offload.assignment import Place, device_of
+from accel_callbacks.models.offload.placeholder import (
     AbsentWeight,
     AbsentWeightError,
     is_absent,
     on_meta,
     placeholder,
 )
-from accel_callbacks.offload.residence import offload_hook
-from accel_callbacks.offload.sizes import as_dtype
-from accel_callbacks.offload.slots import Lent, Slot
+from accel_callbacks.models.offload.residence import offload_hook
+from accel_callbacks.models.offload.sizes import as_dtype
+from accel_callbacks.models.offload.slots import Lent, Slot
 
 __all__ = [
     "align_module_device",

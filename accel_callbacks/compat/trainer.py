@@ -19,8 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from accel_callbacks import collectives
-from accel_callbacks.distributed.failures import shared_failure
-from accel_callbacks.integrations.trainer_folder import (
+from accel_callbacks.addons.trainer.trainer_folder import (
     PREFIX,
     SAVING,
     STATE,
@@ -29,7 +28,8 @@ from accel_callbacks.integrations.trainer_folder import (
     problem_of,
     step_of,
 )
-from accel_callbacks.integrations.trainer_mirror import folder_of, mirror_of
+from accel_callbacks.addons.trainer.trainer_mirror import folder_of, mirror_of
+from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.local_files import base_name, local_path, replace, sync_folder
 from accel_callbacks.logging import notice
 from accel_callbacks.warning import warn
@@ -160,7 +160,7 @@ def _writing_to(trainer: Any, saving: str) -> Iterator[None]:
 
 def _save_callbacks(trainer: Any, saving: str, folder: str, run_dir: str) -> None:
     """Write what belongs to a checkpoint and the Trainer's method has not written, or wrongly."""
-    from accel_callbacks.integrations.transformers import TrainerEvents
+    from accel_callbacks.addons.trainer.transformers import TrainerEvents
 
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, TrainerEvents):
@@ -249,8 +249,8 @@ def _resuming_whole(plain: Callable[..., Any]) -> Any:
 
 def _meet_signals(trainer: Any) -> None:
     """Add a callback that saves and stops on a signal for which the script has no handler."""
+    from accel_callbacks.addons.trainer.transformers import TrainerEvents, to_transformers
     from accel_callbacks.callbacks import Preemption
-    from accel_callbacks.integrations.transformers import TrainerEvents, to_transformers
 
     hosted = [c for c in trainer.callback_handler.callbacks if isinstance(c, TrainerEvents)]
     if threading.current_thread() is not threading.main_thread() or any(

@@ -10,12 +10,12 @@ import torch
 
 from accel_callbacks.compat.folder import PrefixedDataset, names_in
 from accel_callbacks.compat.hooks import AlignDevicesHook
-from accel_callbacks.offload.align import AlignHook
-from accel_callbacks.offload.origins import note_origin, same_bits
-from accel_callbacks.offload.placeholder import AbsentWeight
-from accel_callbacks.offload.residence import Offload, offload_hooks
-from accel_callbacks.offload.slots import Slot
-from accel_callbacks.offload.units import FetchUnit
+from accel_callbacks.models.offload.align import AlignHook
+from accel_callbacks.models.offload.origins import note_origin, same_bits
+from accel_callbacks.models.offload.placeholder import AbsentWeight
+from accel_callbacks.models.offload.residence import Offload, offload_hooks
+from accel_callbacks.models.offload.slots import Slot
+from accel_callbacks.models.offload.units import FetchUnit
 
 __all__ = ["DispatchHook", "OffloadWeights", "put_views", "remove_views"]
 

@@ -8,7 +8,7 @@ import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from accel_callbacks.compat.constants import BaseEnum
-from accel_callbacks.modeling.compile import original, uncompile
+from accel_callbacks.models.compile import original, uncompile
 from accel_callbacks.precision import Precision
 
 __all__ = ["PrecisionType", "extract_model_from_parallel", "has_original", "is_compiled_module"]

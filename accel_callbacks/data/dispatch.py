@@ -24,8 +24,8 @@ from accel_callbacks.data.order import Generators, Record
 from accel_callbacks.data.shard import ShareSource
 from accel_callbacks.data.sources import Delivery, Setting, Source, State
 from accel_callbacks.data.stream import StreamSource
-from accel_callbacks.error_text import published_text
 from accel_callbacks.errors import RemoteError
+from accel_callbacks.errors.text import published_text
 
 __all__ = [
     "AlreadySent",

@@ -32,8 +32,8 @@ from accel_callbacks.distributed.heartbeat import (
     stop_heartbeat,
 )
 from accel_callbacks.distributed.remote_failure import remote_failure
-from accel_callbacks.error_text import published_text
 from accel_callbacks.errors import DistributedOperationException, LostRankError, RemoteError
+from accel_callbacks.errors.text import published_text
 
 __all__ = [
     "abort_all_groups",

@@ -22,8 +22,8 @@ from accel_callbacks.distributed.flight_recorder import dump_hang
 from accel_callbacks.distributed.heartbeat import current_heartbeat, stop_heartbeat
 from accel_callbacks.distributed.rank_warnings import show_held_warnings
 from accel_callbacks.distributed.remote_failure import remote_failure
-from accel_callbacks.error_text import published_text
 from accel_callbacks.errors import DistributedOperationException, RemoteError
+from accel_callbacks.errors.text import published_text
 
 __all__ = ["leave", "meet", "share_failure", "shared_failure"]
 

@@ -44,7 +44,7 @@ from accel_callbacks.distributed.rank_warnings import (
     show_warnings_plainly,
 )
 from accel_callbacks.distributed.xla import has_xla, xla_device
-from accel_callbacks.rank_report import install_excepthook
+from accel_callbacks.errors.rank_report import install_excepthook
 from accel_callbacks.warning import warn
 
 __all__ = [

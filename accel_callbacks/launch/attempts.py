@@ -128,7 +128,7 @@ class Attempts:
         note = read_note(self._notes, JOURNAL)
         if note is None or self._quiet:
             return ""
-        from accel_callbacks.journal import Goodput, Journal
+        from accel_callbacks.addons.journal import Goodput, Journal
 
         try:
             goodput = Goodput.of(Journal.read(note["folder"], note["run_id"]))

@@ -23,8 +23,8 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from accel_callbacks.distributed.topology import destroy_topology
-from accel_callbacks.error_text import published_text
 from accel_callbacks.errors import RemoteError
+from accel_callbacks.errors.text import published_text
 from accel_callbacks.launch.environment import (
     OWN_STORES,
     changed_environment,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from accel_callbacks.distributed.processes import ending_of
-from accel_callbacks.rank_report import CONSEQUENCES
+from accel_callbacks.errors.rank_report import CONSEQUENCES
 
 _MOST_LINES = 60
 _SIGKILL = 9  # the name is missing on Windows, and so is that of SIGBUS

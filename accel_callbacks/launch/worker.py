@@ -136,7 +136,7 @@ def _report(error: Exception) -> None:
     path = os.path.abspath(__file__)
     sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(path))))  # scripts change it
     try:
-        from accel_callbacks.rank_report import report_error
+        from accel_callbacks.errors.rank_report import report_error
 
         report_error(error, trace)
     except Exception:

@@ -21,6 +21,7 @@ from accel_callbacks.data.prepare import Loaders
 from accel_callbacks.distributed.abort import abort_run, refuse_aborted_group, watch_for_failures
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.remote_failure import remote_failure
+from accel_callbacks.engines import Strategy
 from accel_callbacks.errors import RemoteError, ResumeError, nearest
 from accel_callbacks.logging import notice
 from accel_callbacks.loop.boundary_exit import BoundaryExit, RunLeft
@@ -28,12 +29,11 @@ from accel_callbacks.loop.loop import Loop
 from accel_callbacks.loop.passes import Passes
 from accel_callbacks.loop.run import TrainingRun
 from accel_callbacks.loop.step_boundary import StepBoundary
-from accel_callbacks.strategies import Strategy
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
+    from accel_callbacks.addons.journal.recorder import Recorder
     from accel_callbacks.checkpoint.borrowed_weights import BorrowedWeights
-    from accel_callbacks.journal.recorder import Recorder
     from checkpoint_io import CheckpointReader
 
 __all__ = ["Evaluate", "RunContext", "join_uneven_inputs"]
@@ -421,7 +421,7 @@ def join_uneven_inputs(
         followers: returns the objects whose states the ranks take over from the one that took the
             most steps.
     """
-    from accel_callbacks.strategies.join import state_from
+    from accel_callbacks.engines.ddp.join import state_from
 
     rank, device = strategy.topology.rank, strategy.topology.device
 

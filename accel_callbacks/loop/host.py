@@ -80,7 +80,7 @@ class Host(Protocol):
     """The trainer of a `TrainingRun`, under the names that the Accelerator gives to its parts.
 
     The Accelerator is one. Another library's trainer is one through
-    `accel_callbacks.integrations.host.ForeignHost`.
+    `accel_callbacks.addons.hosts.host.ForeignHost`.
     """
 
     gradient_accumulation_steps: int

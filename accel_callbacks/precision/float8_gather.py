@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from accel_callbacks.modeling.compile import is_compiled
+from accel_callbacks.models.compile import is_compiled
 
 __all__ = ["Float8Shard", "share_scales"]
 

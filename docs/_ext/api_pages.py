@@ -24,7 +24,7 @@ PACKAGES = {
     "accel_callbacks.testing": "The test kit for callbacks",
     "accel_callbacks.tuning": "Search of a batch size and a learning rate",
     "accel_callbacks.offload": "Models larger than memory",
-    "accel_callbacks.strategies": "How ranks share a model",
+    "accel_callbacks.engines": "How ranks share a model",
     "accel_callbacks.precision": "In which types a model computes",
     "accel_callbacks.tracking": "Trackers of an Accelerator",
     "accel_callbacks.journal": "What happened in each step of a run",

@@ -14,11 +14,11 @@ import torch
 
 import accel_callbacks
 import accel_callbacks.callbacks
-import accel_callbacks.offload
+import accel_callbacks.models.offload
 import accel_callbacks.utils
 
 ROOT = Path(__file__).resolve().parents[2]
-LAZY = [accel_callbacks, accel_callbacks.callbacks, accel_callbacks.offload]
+LAZY = [accel_callbacks, accel_callbacks.callbacks, accel_callbacks.models.offload]
 lazy = pytest.mark.parametrize("package", LAZY, ids=lambda package: package.__name__)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from accel_callbacks import error_text
 from accel_callbacks.cli.parser import CommandParser
 from accel_callbacks.config import launched_options, resolve_config
+from accel_callbacks.errors import text as error_text
 from accel_callbacks.launch.resolve import (
     Resolved,
     refuse_absent_gpus,

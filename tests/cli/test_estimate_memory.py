@@ -16,7 +16,7 @@ from torch import nn
 
 from accel_callbacks.cli import estimate_memory
 from accel_callbacks.cli.main import main
-from accel_callbacks.modeling.memory_estimate import ESTIMATED_DTYPES, model_sizes
+from accel_callbacks.models.memory_estimate import ESTIMATED_DTYPES, model_sizes
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -14,8 +14,8 @@ import yaml
 from torch import nn
 
 from accel_callbacks.cli.main import main
-from accel_callbacks.modeling.compile import regions
-from accel_callbacks.modeling.sharded_memory import sharded_memory
+from accel_callbacks.models.compile import regions
+from accel_callbacks.models.sharded_memory import sharded_memory
 
 pytestmark = pytest.mark.distributed
 

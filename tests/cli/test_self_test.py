@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from accel_callbacks.addons.selftest import checks
+from accel_callbacks.addons.selftest.__main__ import main as selftest
+from accel_callbacks.addons.selftest.check import Check, Expectations, Failed, Lab, Skipped
+from accel_callbacks.addons.selftest.checks import CHECKS
+from accel_callbacks.addons.selftest.runner import run_checks
 from accel_callbacks.cli.main import main
 from accel_callbacks.cli.test import CHECKS as NAMES
-from accel_callbacks.selftest import checks
-from accel_callbacks.selftest.__main__ import main as selftest
-from accel_callbacks.selftest.check import Check, Expectations, Failed, Lab, Skipped
-from accel_callbacks.selftest.checks import CHECKS
-from accel_callbacks.selftest.runner import run_checks
 from tests.support import warm
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -29,11 +29,11 @@ import contextlib, json, sys
 import torch
 from accel_callbacks import Accelerator, collectives
 from accel_callbacks.distributed import failures
-from accel_callbacks.selftest import checks
-from accel_callbacks.selftest.__main__ import main as selftest
-from accel_callbacks.selftest.check import Check, Lab
-from accel_callbacks.selftest.runner import run_checks
-from accel_callbacks.selftest.checks import CHECKS
+from accel_callbacks.addons.selftest import checks
+from accel_callbacks.addons.selftest.__main__ import main as selftest
+from accel_callbacks.addons.selftest.check import Check, Lab
+from accel_callbacks.addons.selftest.runner import run_checks
+from accel_callbacks.addons.selftest.checks import CHECKS
 from accel_callbacks.distributed.topology import destroy_topology, process_rank
 
 rank = process_rank()[0]
@@ -181,7 +181,7 @@ KILLED = """
 import os, signal, sys
 class Hook:
     def find_spec(self, name, path=None, target=None):
-        if name == "accel_callbacks.selftest.checks":
+        if name == "accel_callbacks.addons.selftest.checks":
             os.kill(os.getpid(), signal.SIGKILL)
 if os.environ.get("RANK") == "1":
     sys.meta_path.insert(0, Hook())
@@ -254,7 +254,7 @@ def test_dry_run_shows_the_launch(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--cpu", "--num_processes", "2", "--patience", "5", "--folder", "x"]
     assert main(["test", *words, "--dry_run"]) == 0
     shown = capsys.readouterr().out
-    assert "--module accel_callbacks.selftest" in shown
+    assert "--module accel_callbacks.addons.selftest" in shown
     assert "--patience=5" in shown
     assert "--folder=x" in shown
 

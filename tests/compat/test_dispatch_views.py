@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from accel_callbacks import cpu_offload, disk_offload, dispatch_model, load_checkpoint_and_dispatch
-from accel_callbacks.offload.placeholder import AbsentWeight
+from accel_callbacks.models.offload.placeholder import AbsentWeight
 from accel_callbacks.utils import (
     AlignDevicesHook,
     ModelHook,
@@ -21,8 +21,8 @@ from accel_callbacks.utils import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from tests.accel_callbacks.offload.small_model import Small, empty, saved, tokens, trained
-from tests.accel_callbacks.offload.test_dispatch import absent, files, same
+from tests.accel_callbacks.models.offload.small_model import Small, empty, saved, tokens, trained
+from tests.accel_callbacks.models.offload.test_dispatch import absent, files, same
 
 
 @pytest.fixture(params=["disk", "held"])
@@ -205,7 +205,7 @@ def test_copies_have_views_of_their_own(offloaded: Small) -> None:
 
 
 def test_a_folder_of_raw_files_is_told_as_such(tmp_path: Path) -> None:
-    from tests.accel_callbacks.offload.test_dispatch import accelerates_folder
+    from tests.accel_callbacks.models.offload.test_dispatch import accelerates_folder
 
     accelerates_folder(tmp_path / "folder", trained())
     model = disk_offload(empty(), tmp_path / "folder", offload_buffers=True)

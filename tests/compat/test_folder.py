@@ -23,7 +23,7 @@ from accel_callbacks.compat.folder import (
     save_offload_index,
     stored_in_index,
 )
-from accel_callbacks.offload.source import WeightReadError
+from accel_callbacks.models.offload.source import WeightReadError
 from checkpoint_io import CorruptCheckpointError
 
 TENSORS = {

@@ -29,8 +29,8 @@ from accel_callbacks.compat.tensors import (
     get_state_dict_offloaded_model,
     has_offloaded_params,
 )
-from accel_callbacks.offload.placeholder import AbsentWeight, AbsentWeightError, is_absent
-from accel_callbacks.offload.residence import onloaded
+from accel_callbacks.models.offload.placeholder import AbsentWeight, AbsentWeightError, is_absent
+from accel_callbacks.models.offload.residence import onloaded
 
 X = torch.linspace(-1.0, 1.0, 12).reshape(3, 4)
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel_callbacks import Accelerator, MegatronLMPlugin
-from accel_callbacks.modeling.activation_checkpointing import CheckpointedForward
+from accel_callbacks.models.activation_checkpointing import CheckpointedForward
 from tests.support.bound import BOUND
 from tests.support.rounding import reordered
 from tests.support.sharded import quiet

@@ -25,9 +25,9 @@ from accel_callbacks.compat.tensors import (
     retie_parameters,
     set_module_tensor_to_device,
 )
-from accel_callbacks.offload import assignment
-from accel_callbacks.offload.assignment import device_of
-from accel_callbacks.offload.placeholder import AbsentWeight, AbsentWeightError
+from accel_callbacks.models.offload import assignment
+from accel_callbacks.models.offload.assignment import device_of
+from accel_callbacks.models.offload.placeholder import AbsentWeight, AbsentWeightError
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_callbacks.integrations.trainer_folder import newest_whole
+from accel_callbacks.addons.trainer.trainer_folder import newest_whole
 from checkpoint_io.folder.sealed import seal_folder
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from accel_callbacks.compat.hooks import (
     add_hook_to_module,
     cpu_offload_with_hook,
 )
-from accel_callbacks.offload import assignment
+from accel_callbacks.models.offload import assignment
 
 
 class Moved(torch.nn.Module):

@@ -16,12 +16,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from accel_callbacks.offload import file_pages, source
-from accel_callbacks.offload import window as window_module
-from accel_callbacks.offload.placeholder import AbsentWeight
-from accel_callbacks.offload.source import WeightReadError
-from tests.accel_callbacks.offload.adapted import pretrained, saved, words
-from tests.accel_callbacks.offload.attached import attached
+from accel_callbacks.models.offload import file_pages, source
+from accel_callbacks.models.offload import window as window_module
+from accel_callbacks.models.offload.placeholder import AbsentWeight
+from accel_callbacks.models.offload.source import WeightReadError
+from tests.accel_callbacks.models.offload.adapted import pretrained, saved, words
+from tests.accel_callbacks.models.offload.attached import attached
 
 BATCH = torch.stack(words(3))
 ROOT = Path(__file__).resolve().parents[2]
@@ -218,9 +218,10 @@ def test_forked_workers_run_it_while_it_is_read_ahead_here(plain, tmp_path):
 def child(program, *arguments):
     start = """
         import sys, torch
-        from tests.accel_callbacks.offload.adapted import pretrained, saved, words
-        from tests.accel_callbacks.offload.attached import attached
-        from accel_callbacks.offload import source, window
+        from tests.accel_callbacks.models.offload.adapted import pretrained, saved, words
+        from tests.accel_callbacks.models.offload.attached import attached
+        from accel_callbacks.models.offload import source
+        from accel_callbacks.models.offload import window
         plain = pretrained().requires_grad_(False)
         batch = torch.stack(words(3))
     """

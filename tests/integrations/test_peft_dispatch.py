@@ -10,7 +10,7 @@ import torch
 
 from accel_callbacks import dispatch_model, load_checkpoint_and_dispatch
 from accel_callbacks.compat import hooks
-from accel_callbacks.offload.placeholder import AbsentWeight
+from accel_callbacks.models.offload.placeholder import AbsentWeight
 from checkpoint_io import save_model
 
 peft = pytest.importorskip("peft", reason="peft is not installed: scripts/test_adapters")

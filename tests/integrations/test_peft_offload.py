@@ -10,7 +10,7 @@ import torch
 from accel_callbacks.compat import hooks
 from accel_callbacks.compat.folder import OffloadedWeightsLoader, offload_state_dict
 from accel_callbacks.compat.tensors import has_offloaded_params
-from accel_callbacks.offload.placeholder import AbsentWeight
+from accel_callbacks.models.offload.placeholder import AbsentWeight
 
 peft = pytest.importorskip("peft", reason="peft is not installed: scripts/test_adapters")
 

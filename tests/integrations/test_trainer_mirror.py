@@ -10,10 +10,10 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from accel_callbacks.addons.trainer.hosted_checkpoint import HostedCheckpoint
+from accel_callbacks.addons.trainer.trainer_folder import newest_whole
+from accel_callbacks.addons.trainer.trainer_mirror import VARIABLE, Mirror, folder_of, mirror_of
 from accel_callbacks.callbacks import Checkpoint
-from accel_callbacks.integrations.hosted_checkpoint import HostedCheckpoint
-from accel_callbacks.integrations.trainer_folder import newest_whole
-from accel_callbacks.integrations.trainer_mirror import VARIABLE, Mirror, folder_of, mirror_of
 from checkpoint_io import CheckpointFolder, keep_last
 from checkpoint_io.folder.sealed import check_seal, seal_folder
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accel_callbacks import dispatch_model, init_empty_weights, load_checkpoint_and_dispatch
-from accel_callbacks.offload.placeholder import AbsentWeight
+from accel_callbacks.models.offload.placeholder import AbsentWeight
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.slow

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from accel_callbacks.addons.journal.report.page import report_page
 from accel_callbacks.journal import Journal
-from accel_callbacks.journal.report.page import report_page
 from tests.support.browser import DESKTOP, PHONE, chromium, keep, luminance
 from tests.support.journals import write_attempt, write_run
 

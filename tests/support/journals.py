@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_callbacks.journal.format import SKIPPED, UNKNOWN, Header, pack_header, pack_row
+from accel_callbacks.addons.journal.format import SKIPPED, UNKNOWN, Header, pack_header, pack_row
 
 
 def write_run(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from accel_callbacks import DistributedType, strategies
+from accel_callbacks import DistributedType
+from accel_callbacks import engines as strategies
 
 
 @contextmanager

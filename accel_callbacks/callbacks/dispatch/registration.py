@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from accel_callbacks import foreign_names
 from accel_callbacks.callbacks.base import HOOKS, Callback
-from accel_callbacks.errors import nearest
+from accel_callbacks.errors import foreign_names, nearest
 
 __all__ = [
     "ON_ERROR",

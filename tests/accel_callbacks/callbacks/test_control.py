@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from accel_callbacks import Accelerator, Callback
+from accel_callbacks.addons.journal.state import holder_of, state_of
+from accel_callbacks.addons.steering.mailbox import Answer, read_answer, send
 from accel_callbacks.callbacks import Checkpoint, Control, GradientNorm, Throughput
 from accel_callbacks.callbacks import control as module
 from accel_callbacks.journal import Journal
-from accel_callbacks.journal.mailbox import Answer, read_answer, send
-from accel_callbacks.journal.state import holder_of, state_of
 
 STEPS = 6
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_callbacks import Accelerator
-from accel_callbacks.strategies import DDP
+from accel_callbacks.engines import DDP
 from tests.support.bound import BOUND
 from tests.support.strategies import strategy
 

@@ -12,7 +12,7 @@ import torch
 from accel_callbacks import Accelerator
 from accel_callbacks.checkpoint import restore, training_state
 from accel_callbacks.distributed.rng import capture_rng, devices_of, restore_rng
-from accel_callbacks.modeling import undisturbed
+from accel_callbacks.models import undisturbed
 from checkpoint_io import load
 
 CPU = torch.device("cpu")

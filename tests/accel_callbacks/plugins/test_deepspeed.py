@@ -15,9 +15,9 @@ import torch
 
 from accel_callbacks import Accelerator, AcceleratorConfig, DeepSpeedPlugin
 from accel_callbacks.engine_options import launched_deepspeed, of_deepspeed
+from accel_callbacks.engines.deepspeed.build import building, stale_locks
 from accel_callbacks.plugins.deepspeed import KEYS
 from accel_callbacks.plugins.deepspeed_config import Known, fill
-from accel_callbacks.strategies.deepspeed_build import building, stale_locks
 from accel_callbacks.utils import DummyOptim, DummyScheduler, HfDeepSpeedConfig
 
 ZERO = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}

@@ -22,8 +22,8 @@ from accel_callbacks import (
     TorchTensorParallelConfig,
     TorchTensorParallelPlugin,
 )
-from accel_callbacks.strategies import create_strategy
-from accel_callbacks.strategies.single_device import SingleDevice
+from accel_callbacks.engines import create_strategy
+from accel_callbacks.engines.single_device import SingleDevice
 
 SIZES = {"dp_replicate_size": 2, "dp_shard_size": 3, "tp_size": 4, "cp_size": 5}
 

@@ -1,0 +1,31 @@
+"""The journal of a run: what happened in each optimizer step, and what can be told from it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accel_callbacks._lazy import lazy_names
+
+_HOME = {
+    "Attempt": "reader",
+    "Goodput": "goodput",
+    "Journal": "reader",
+    "JournalError": "format",
+    "StepSamples": "samples",
+    "samples_of": "samples",
+}
+
+# A type checker cannot compute it, and takes the imports below instead.
+if not TYPE_CHECKING:
+    __all__ = sorted(_HOME)
+
+if TYPE_CHECKING:
+    from accel_callbacks.addons.journal.format import JournalError as JournalError
+    from accel_callbacks.addons.journal.goodput import Goodput as Goodput
+    from accel_callbacks.addons.journal.reader import Attempt as Attempt
+    from accel_callbacks.addons.journal.reader import Journal as Journal
+    from accel_callbacks.addons.journal.samples import StepSamples as StepSamples
+    from accel_callbacks.addons.journal.samples import samples_of as samples_of
+
+
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -1,0 +1,1 @@
+"""Commands to a run that goes on."""

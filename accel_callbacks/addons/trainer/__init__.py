@@ -1,0 +1,1 @@
+"""Our callbacks and checkpoints in the Trainer of transformers."""

@@ -1,0 +1,616 @@
+"""The interface of a strategy: everything that differs between one device and many."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from weakref import WeakSet
+
+import torch
+
+from accel_callbacks import collectives
+from accel_callbacks.collectives.nested import map_tensors
+from accel_callbacks.data.device import Feed, device_feed
+from accel_callbacks.distributed.failures import meet
+from accel_callbacks.distributed.rng import share_rng
+from accel_callbacks.distributed.topology import DistributedType, Topology
+from accel_callbacks.engines.checks import is_plain, refuse_empty
+from accel_callbacks.engines.optimizer_state import (
+    named_optimizer_state,
+    positional_optimizer_state,
+    restore_exactly,
+)
+from accel_callbacks.gradients import has_gradients, parameters_of
+from accel_callbacks.logging import notice
+from accel_callbacks.models.compile import original, regions
+from accel_callbacks.models.offload.placeholder import unwritable
+from accel_callbacks.plugins.base import Handlers
+from accel_callbacks.plugins.parallelism import ParallelismConfig
+from accel_callbacks.warning import warn
+
+if TYPE_CHECKING:
+    from accel_callbacks.engines.context.sequences import ContextParallel
+
+__all__ = ["SetUp", "Strategy"]
+
+_Plugin = TypeVar("_Plugin")
+
+
+class SetUp(NamedTuple):
+    """The objects that `Strategy.setup` returns in place of those it was given."""
+
+    models: list[torch.nn.Module]
+    optimizers: list[torch.optim.Optimizer]
+    schedulers: list[Any]
+
+
+class GatherCast(NamedTuple):
+    """A parameter that ranks may gather in another type.
+
+    Args:
+        parameter: of the model, sharded or not.
+        cast: called with a rank's part and a function that counts the writes to the parameter;
+            returns a tensor in the memory of the part, with the methods that FSDP calls.
+    """
+
+    parameter: torch.nn.Parameter
+    cast: Callable[[torch.Tensor, Callable[[], int]], torch.Tensor]
+
+
+class Strategy(ABC):
+    """Wrap models and run backward for one way of distributing the work.
+
+    Args:
+        topology: the rank and device of this process.
+        handlers: the options; the defaults if ``None``.
+        parallelism: how the ranks are arranged; all of them read different data if ``None``.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks import Topology
+        >>> from accel_callbacks.engines import create_strategy
+        >>> create_strategy(Topology(torch.device("cpu"))).name
+        'single'
+    """
+
+    name: str
+    #: False if there are no gradients to synchronize, so that no_sync can be left out.
+    has_gradient_sync = False
+    #: True for an engine that scales losses, steps and skips steps by itself, and must know at each
+    #: backward whether it is the last one of a window.
+    owns_step = False
+    #: True for an engine that keeps gradients elsewhere than in ``parameter.grad``.
+    holds_gradients = False
+
+    def __init__(
+        self,
+        topology: Topology,
+        handlers: Handlers | None = None,
+        parallelism: ParallelismConfig | None = None,
+    ) -> None:
+        self.topology = topology
+        self.handlers = handlers or Handlers()
+        self.parallelism = parallelism
+        self._apart: WeakSet[torch.nn.Module] = WeakSet()
+        self._context: ContextParallel | None = None
+        self._warned_no_context = False
+        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
+            # Imported here, because few runs share sequences.
+            from accel_callbacks.engines.context.head_exchange import sequence_parallelism
+
+            self._context = sequence_parallelism(parallelism, lambda: self.device_mesh)
+
+    def check(self, model: torch.nn.Module) -> None:
+        """Refuse a model that cannot be wrapped, before it is changed.
+
+        Raises:
+            ValueError: the model cannot be wrapped; the message says what to do instead.
+        """
+        refuse_empty(model)
+
+    def check_accumulation(self, num_steps: int) -> None:
+        """Refuse gradient windows whose first backward does not average, before models are set up.
+
+        Args:
+            num_steps: the micro-batches of a window.
+
+        Raises:
+            ValueError: this strategy cannot train so; the message says what to do instead.
+        """
+        return None
+
+    @property
+    def copies(self) -> int:
+        """Number of ranks that share a replica of the model, and read the same data."""
+        return 1 if self.parallelism is None else self.parallelism.non_data_parallel_size
+
+    @property
+    def data_rank(self) -> int:
+        """Rank among those that read different data; ranks that share a model read the same."""
+        # Ranks that share a replica are neighbors: the axes of data are the outermost.
+        return self.topology.rank // self.copies
+
+    @property
+    def data_world(self) -> int:
+        """Number of ranks that read different data."""
+        return self.topology.world_size // self.copies
+
+    @property
+    def loss_world(self) -> int:
+        """Number of ranks whose losses are of different tokens: those of a sequence included."""
+        sizes = {} if self.parallelism is None else self.parallelism.sizes
+        return self.data_world * sizes.get("cp", 1) * sizes.get("sp", 1)
+
+    @property
+    def data_ranks(self) -> Sequence[int]:
+        """For each data rank, the rank whose samples count in metrics."""
+        return range(0, self.topology.world_size, self.copies)
+
+    def share_random_state(self) -> None:
+        """Collective: let ranks that share a model draw the same numbers, as for its dropout.
+
+        An engine overrides it whose ranks must draw different ones.
+        """
+        if self.copies > 1:
+            share_rng(self.copies, self.topology.device)
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """The kind of run, as ``Accelerator.distributed_type`` has it."""
+        return self.topology.distributed_type
+
+    @property
+    def device_mesh(self) -> Any:
+        """The named mesh of the ranks, None without one; collective at the first call."""
+        if self.parallelism is None:
+            return None
+        return self.parallelism.build_device_mesh(self.topology.device.type)
+
+    @property
+    def engine_plugins(self) -> tuple[Any, ...]:
+        """The options of the engine, besides the handlers."""
+        return ()
+
+    def plugin(self, kind: type[_Plugin]) -> _Plugin | None:
+        """Return the options of this class that the engine trains by, None without any."""
+        options = (*self.engine_plugins, *self.handlers.by_class.values())
+        return next((plugin for plugin in options if isinstance(plugin, kind)), None)
+
+    @property
+    def trains_together(self) -> bool:
+        """True if no rank can take a step with a prepared model without the others."""
+        return False
+
+    def engine_config(self, model: torch.nn.Module) -> Any:
+        """Return the configuration that a prepared model's engine was given, None without one."""
+        return None
+
+    @property
+    def keeps_gradients_apart(self) -> bool:
+        """True if a checkpoint cannot reach the gradients of an open window."""
+        return False
+
+    @property
+    def replaces_optimizers(self) -> bool:
+        """True if an engine may step with another class of optimizer than the user's."""
+        return False
+
+    @property
+    def averaged_over(self) -> int:
+        """Ranks with different losses over which backward averages gradients."""
+        return self.loss_world if self.has_gradient_sync else 1
+
+    @property
+    def allows_unfreezing(self) -> bool:
+        """True if parameters may be frozen and unfrozen after :meth:`setup`."""
+        return True
+
+    def casts_to(self, precision: str) -> bool:
+        """Return whether this strategy computes in a precision by itself, without autocast.
+
+        Called once, before any :meth:`setup`.
+
+        Args:
+            precision: ``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``.
+        """
+        return False
+
+    def init_context(self) -> AbstractContextManager[None]:
+        """Return a context to build models in, as they are best built for this strategy."""
+        return nullcontext()
+
+    def pretrained_context(self) -> AbstractContextManager[None]:
+        """Return a context to load models with ``from_pretrained`` in, on all ranks."""
+        return nullcontext()
+
+    def move(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Move a model to the device."""
+        return model.to(self.topology.device)
+
+    def place(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Move a new model that is to be trained to the device, before it is compiled."""
+        return self.move(model)
+
+    def feed(self, non_blocking: bool) -> Feed | None:
+        """Return what moves the batches of a loader to the device, ``None`` if nothing is moved.
+
+        Args:
+            non_blocking: do not wait for copies where the device allows it.
+        """
+        return device_feed(self.topology.device, non_blocking)
+
+    def checkpoint_activations(self, model: torch.nn.Module) -> None:
+        """Compute blocks again in backward if the options say so; before the model is compiled."""
+        handlers = self.handlers.by_class.values()
+        handler = next((each for each in handlers if each.activation_checkpointing), None)
+        if handler is None:
+            return
+        if not any(True for _ in regions(model)):
+            # On by default in the files of Accelerate, whatever models there are besides.
+            warn(
+                f"{type(model).__name__} repeats no blocks, and so none are computed again: the "
+                f"options of {type(handler).__name__} to recompute have no effect on it."
+            )
+            return
+        from accel_callbacks.models.activation_checkpointing import checkpoint_with
+
+        checkpoint_with(handler.activation_checkpointing, model)
+
+    def watch_calls(self, model: torch.nn.Module) -> None:
+        """Check how a new model is called from now on, also one that is only evaluated."""
+        if self._context is not None:
+            self._context.adopt(model)
+
+    @abstractmethod
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Wrap a model for training on this topology; it is on the device already."""
+
+    def setup(
+        self,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        schedulers: Sequence[Any],
+    ) -> SetUp:
+        """Set up the new objects of one ``prepare`` call, for training together.
+
+        The default wraps each model by itself. An engine overrides it that replaces the parameters
+        of optimizers, or that owns the step.
+
+        Args:
+            models: new models, on the device, wrapped for the precision.
+            optimizers: the optimizers as the user made them, new or prepared before.
+            schedulers: the schedulers as the user made them, likewise.
+
+        Returns:
+            The objects to be used in their place, in the same order.
+        """
+        return SetUp([self.wrap(model) for model in models], list(optimizers), list(schedulers))
+
+    def gather_through(
+        self, model: torch.nn.Module, casts: Sequence[GatherCast]
+    ) -> list[torch.nn.Parameter] | None:
+        """Let ranks gather weights of a model that was set up through casts, in fewer bytes.
+
+        Args:
+            model: the model inside of what :meth:`setup` returned, before its first forward.
+            casts: its parameters that have one.
+
+        Returns:
+            The parameters that are gathered so; None if no weights are gathered.
+        """
+        return None
+
+    def cuts(self, model: torch.nn.Module) -> bool:
+        """Return whether a model is cut into stages before it is prepared."""
+        return False
+
+    def pipeline(
+        self,
+        model: torch.nn.Module,
+        options: Any,
+        wrap_stage: Callable[[torch.nn.Module], torch.nn.Module],
+    ) -> torch.nn.Module:
+        """Cut a model into stages; see ``Accelerator.prepare_pipeline``.
+
+        Args:
+            model: as the user built it.
+            options: a `accel_callbacks.engines.pipeline.runner.PipelineOptions`.
+            wrap_stage: wraps the module of a stage for the precision.
+
+        Raises:
+            ValueError: this run has no pipeline, or the model cannot be cut.
+        """
+        raise ValueError(
+            "prepare_pipeline needs several ranks to put the stages on: pass parallelism_config="
+            "ParallelismConfig(pp_size=...), or use prepare(model)."
+        )
+
+    def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the model as the user built it."""
+        return original(model)
+
+    def free_gathered(self, model: torch.nn.Module) -> None:
+        """Free the weights of other ranks that an evaluation of a prepared model left gathered."""
+        return None
+
+    def cut_sequences(
+        self,
+        buffers: Sequence[torch.Tensor] | None,
+        seq_dims: Sequence[int] | None,
+        no_restore: Collection[torch.Tensor] | None,
+    ) -> AbstractContextManager[None]:
+        """Return a context in which ranks share sequences; see :class:`ContextParallel`."""
+        if self._context is not None:
+            return self._context.cut(buffers, seq_dims, no_restore)
+        if not self._warned_no_context:
+            self._warned_no_context = True
+            notice("maybe_context_parallel does nothing, because cp_size and sp_size are 1")
+        return nullcontext()
+
+    def gather_sequences(self, tensor: torch.Tensor, seq_dim: int) -> torch.Tensor:
+        """Collective: return sequences as they were before ranks shared them."""
+        return tensor if self._context is None else self._context.gather(tensor, seq_dim)
+
+    @property
+    def has_plain_backward(self) -> bool:
+        """True if :meth:`backward` does no more than ``loss.backward()``."""
+        return type(self).backward is Strategy.backward and self._context is None
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run the backward pass."""
+        if self._context is not None:
+            self._context.check_backward()
+        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    def loss_parallel(self) -> AbstractContextManager[Any]:
+        """Return a context in which losses take logits whose vocabulary is cut over ranks."""
+        return nullcontext()
+
+    def mark_forward_methods(self, model: torch.nn.Module, names: Sequence[str]) -> None:
+        """Make gradients synchronize after these methods of a wrapped model, as after its forward.
+
+        Args:
+            model: what :meth:`setup` returned.
+            names: methods of the model as the user built it.
+        """
+        return None
+
+    def averages(self, model: torch.nn.Module) -> bool:
+        """Return whether a backward through this model would average its gradients now."""
+        return False
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which backward does not synchronize gradients."""
+        return nullcontext()
+
+    def trigger_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which backward synchronizes after forwards in :meth:`no_sync`."""
+        return nullcontext()
+
+    def join(
+        self, models: Sequence[Any], follow: Callable[[int], None]
+    ) -> AbstractContextManager[None]:
+        """Return a context in which ranks may have unequal numbers of batches.
+
+        Args:
+            models: the wrapped models that are trained in it.
+            follow: called at its end, on all ranks, with the rank that took all steps, if others
+                took fewer.
+        """
+        return nullcontext()
+
+    def accumulate(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Return a context for all but the last backward of a gradient window."""
+        return self.no_sync(model)
+
+    def has_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether there are gradients that the optimizer would step with, or add up."""
+        return has_gradients(optimizer)
+
+    def drop_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop gradients for this optimizer that are not in ``parameter.grad`` yet."""
+        return None
+
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse one of the first steps of an optimizer, if it would train nothing.
+
+        Raises:
+            RuntimeError: the optimizer holds no parameter that is trained.
+        """
+        return None
+
+    def full_parameters(
+        self, module: torch.nn.Module, *, writeback: bool = False
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which each rank has whole parameters; collective.
+
+        Args:
+            module: a prepared model or a part of it, which is not called inside.
+            writeback: keep what rank 0 has changed.
+        """
+        return nullcontext()
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """Clip by the total norm and return it."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clip each gradient element to ``[-clip_value, clip_value]``."""
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def join_norms(
+        self, norms: Mapping[str, torch.Tensor], norm_type: float
+    ) -> dict[str, torch.Tensor]:
+        """Collective where ranks have different layers: return the norms of all, by name.
+
+        Args:
+            norms: of the gradients here.
+            norm_type: the ``p`` of the norms; those of one name are parts of one.
+        """
+        return dict(norms)
+
+    def weights_to_write(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Return the state of a model for the rank that writes it; sharded tensors as DTensors."""
+        return self.local_state_dict(model)
+
+    def model_state_dict(
+        self,
+        model: torch.nn.Module,
+        *,
+        unwrap: bool = True,
+        all_ranks: bool = False,
+        debug: bool | None = None,
+    ) -> dict[str, Any]:
+        """Return the full state of a model.
+
+        Collective if parts of it are sharded: they are gathered in host memory one after the other.
+
+        Args:
+            model: what :meth:`setup` returned.
+            unwrap: use the names of the unwrapped model.
+            all_ranks: return a sharded state on all ranks; else on rank 0, and empty on others.
+            debug: compare the calls of the ranks before; read from ``ACCEL_DEBUG`` if ``None``.
+        """
+        state = self.local_state_dict(model) if unwrap else model.state_dict()
+        if not any(map(collectives.is_sharded, state.values())):
+            return state
+        collectives.begin("get_state_dict", debug, all_ranks=all_ranks)
+        meet("get_state_dict")
+        return collectives.gather_sharded(state, keep=all_ranks or self.topology.rank == 0)
+
+    def local_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Return this rank's part of a model's state, under the names of the unwrapped one.
+
+        Sharded tensors are DTensors.
+        """
+        return self.unwrap(model).state_dict()
+
+    def stored(self, tree: Any, models: Sequence[torch.nn.Module]) -> Any:
+        """Return a part of a checkpoint with tensors that say which ranks have them.
+
+        Args:
+            tree: a state with tensors by ``"<number of the model>.<parameter>"``, as averages are.
+            models: the prepared models.
+        """
+        return tree
+
+    def loads_in_place(self, model: torch.nn.Module) -> bool:
+        """Return whether writing into the tensors of :meth:`local_state_dict` loads a model."""
+        return is_plain(self.unwrap(model))
+
+    def read_target(
+        self,
+        owner: torch.nn.Module | torch.optim.Optimizer,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+    ) -> torch.Tensor | None:
+        """Return a new tensor of which this rank reads its part alone, None to read it whole.
+
+        Collective the first time. :meth:`load_model_state_dict` and
+        :meth:`load_optimizer_state_dict` take it.
+
+        Args:
+            owner: the prepared model, or the optimizer inside of the prepared one.
+            shape: of the stored tensor.
+            dtype: of the stored tensor.
+        """
+        return None
+
+    def reduce_gradients(self) -> None:
+        """Collective: bring the gradients of an open window into ``parameter.grad``.
+
+        An engine may hold some back until the end of the window.
+        """
+        return None
+
+    def open_gradients(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return the gradients of an open window by the names of the unwrapped model.
+
+        Plain ones are this rank's own, DTensors are averaged over the ranks.
+        """
+        named = self.unwrap(model).named_parameters()
+        return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+
+    def replicated_parameters(self, model: torch.nn.Module) -> set[str]:
+        """Return the names of parameters that training keeps equal on all ranks."""
+        return set()
+
+    def mark_unsynced(self, model: torch.nn.Module) -> None:
+        """Note that ranks may train this model without averaging from now on.
+
+        Raises:
+            ValueError: ranks share sequences, and each would train with other tokens.
+        """
+        if self._context is not None:
+            raise ValueError(
+                "LocalSGD does not work with cp_size or sp_size above 1: ranks that share a "
+                "sequence must have the same weights. Use gradient_accumulation_steps to "
+                "communicate less."
+            )
+        self._apart.add(model)
+
+    def load_model_state_dict(self, model: torch.nn.Module, state: dict[str, Any]) -> None:
+        """Load a state whose tensors are full and the same on all ranks, or sharded alike."""
+        local_state = self.local_state_dict(model)
+        fitting = {
+            name: collectives.shard_like(value, local_state[name])
+            if name in local_state and isinstance(value, torch.Tensor)
+            else value
+            for name, value in state.items()
+        }
+        inner = self.unwrap(model)
+        fixed = unwritable(inner)
+        inner.load_state_dict(
+            {name: value for name, value in fitting.items() if name not in fixed},
+            strict=not fixed,
+        )
+
+    def optimizer_state_dict(
+        self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+    ) -> dict[str, Any]:
+        """Return the state of an optimizer by parameter name, for a checkpoint.
+
+        Args:
+            optimizer: the optimizer inside of the prepared one.
+            names: from `accel_callbacks.engines.optimizer_state.parameter_names`.
+        """
+        return named_optimizer_state(optimizer, names)
+
+    def fit_optimizer_state(
+        self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+    ) -> dict[str, Any]:
+        """Translate a state by parameter name to what :meth:`load_optimizer_state_dict` takes.
+
+        Raises:
+            ResumeError: the optimizer holds other parameters than the saved one.
+        """
+        return positional_optimizer_state(state, optimizer, names)
+
+    def load_optimizer_state_dict(
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    ) -> None:
+        """Load what :meth:`fit_optimizer_state` returned, its tensors filled.
+
+        Full tensors, which a hook may have been given, are sharded as their parameters are.
+        """
+        parameters = list(parameters_of([optimizer]))
+        positions = range(len(parameters))  # other keys are those of the optimizer itself
+        sharded = {
+            place: map_tensors(entry, partial(_sharded_like, parameters[place]))
+            if place in positions and collectives.is_sharded(parameters[place])
+            else entry
+            for place, entry in state["state"].items()
+        }
+        state = {**state, "state": sharded}
+        optimizer.load_state_dict(state)
+        restore_exactly(optimizer, state)
+
+
+def _sharded_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    alike = tensor.shape == parameter.shape
+    return collectives.shard_like(tensor, parameter) if alike else tensor

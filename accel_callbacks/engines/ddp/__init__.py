@@ -1,0 +1,1 @@
+"""Each rank has the whole model, and gradients are averaged."""

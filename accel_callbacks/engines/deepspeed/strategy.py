@@ -1,0 +1,1030 @@
+"""DeepSpeed: an engine around each model and its optimizer, driven by the calls of the loop."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+
+from accel_callbacks import collectives
+from accel_callbacks.distributed.failures import meet
+from accel_callbacks.distributed.topology import DistributedType, Topology, is_current
+from accel_callbacks.engines.base import SetUp, Strategy
+from accel_callbacks.engines.checks import is_plain
+from accel_callbacks.engines.deepspeed.build import building
+from accel_callbacks.engines.deepspeed.zero_agreement import ZeroAgreement
+from accel_callbacks.engines.deepspeed.zero_state import (
+    RowMesh,
+    gathered_parameter,
+    gradient_parts,
+    is_zero,
+    kept_by_step,
+    load_optimizer_state,
+    load_parameters,
+    optimizer_state,
+    zero_weight,
+)
+from accel_callbacks.engines.optimizer_state import named_optimizer_state
+from accel_callbacks.engines.shared_buffers import SharedBuffers
+from accel_callbacks.gradients import clip_norm, has_gradients, parameters_of
+from accel_callbacks.logging import notice
+from accel_callbacks.models.compile import original
+from accel_callbacks.models.from_pretrained import ShardedByZero
+from accel_callbacks.plugins.base import Handlers
+from accel_callbacks.plugins.ddp import DistributedDataParallelKwargs
+from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin, DeepSpeedPlugins
+from accel_callbacks.plugins.deepspeed_config import FilledConfig, Known
+from accel_callbacks.plugins.deepspeed_dummies import DummyOptim, DummyScheduler
+from accel_callbacks.plugins.parallelism import ParallelismConfig
+
+__all__ = ["DeepSpeed", "EngineOptimizer"]
+
+_LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_BUCKETS = (
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+)
+_TOGETHER = (
+    "DeepSpeed sets up a model with its optimizer: pass both to one call, "
+    "`model, optimizer = accel.prepare(model, optimizer)`"
+)
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """The optimizer of an engine: groups with the model's own parameters, and the engine's step.
+
+    DeepSpeed replaces the parameters of the user's optimizer by flat pieces. The groups here keep
+    the parameters; the other options of a group are carried over to the engine's at each step.
+
+    Args:
+        engine: DeepSpeed's, around the model.
+        groups: the groups of the user's optimizer, before DeepSpeed had it.
+        defaults: the defaults of the user's optimizer.
+        agreement: knows which parameters no rank has used.
+
+    Attributes:
+        stepped: False if the engine skipped the last step.
+        micro_batches: backward passes since the last step.
+        closed: the last of them was the last one of a window.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        groups: list[dict[str, Any]],
+        defaults: dict[str, Any],
+        agreement: ZeroAgreement,
+    ) -> None:
+        # Without Optimizer.__init__, because the state is the engine's.
+        self.engine = engine
+        self.param_groups = groups
+        self.defaults = defaults
+        self.stepped = True
+        self.micro_batches = 0
+        self.closed = False
+        self.clipping = float(engine.gradient_clipping() or 0.0)
+        self._agreement = agreement
+        self._opt_called = False  # torch's schedulers ask
+
+    @property
+    def inner(self) -> Any:
+        """The optimizer that steps with the engine's pieces."""
+        outer = self.engine.optimizer
+        return outer.optimizer if is_zero(self.engine) else outer
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state by parameter in stage 0; empty under ZeRO, whose states are of flat pieces."""
+        return {} if is_zero(self.engine) else self.inner.state
+
+    def __repr__(self) -> str:
+        return f"EngineOptimizer({self.inner!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("an optimizer of DeepSpeed cannot be copied: save_state() saves it.")
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step the engine, with the options of the groups here.
+
+        Raises:
+            ValueError: there is a closure, which DeepSpeed does not call.
+        """
+        if closure is not None:
+            raise ValueError("DeepSpeed takes no closure: call backward() and then step().")
+        self._opt_called = True
+        _carry(self.param_groups, self.inner.param_groups)
+        with kept_by_step(self.engine, self._agreement.take_unused(self.engine)):
+            self.engine.step()
+        _carry(self.inner.param_groups, self.param_groups)
+        self.stepped = bool(self.engine.was_step_applied())
+        self.set_clipping(self.clipping)
+        self.micro_batches, self.closed = 0, False
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def set_clipping(self, max_norm: float) -> None:
+        """Let the next step clip to this norm; 0 does not clip."""
+        if is_zero(self.engine):
+            self.engine.optimizer.clip_grad = max_norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of an open window; a step has dropped its own already."""
+        if not is_zero(self.engine):
+            self.engine.zero_grad()
+        if self.micro_batches == 0:
+            return
+        self.micro_batches, self.closed = 0, False
+        if not is_zero(self.engine):
+            return
+        self._agreement.take_unused(self.engine)
+        outer = self.engine.optimizer
+        outer.zero_grad()
+        for tensors in (outer.averaged_gradients, getattr(outer, "all_grad_tensors", {})):
+            for key in tensors:
+                tensors[key] = None
+        if hasattr(outer, "fp32_partitioned_groups_flat"):
+            outer.averaged_gradients = {}
+        elif hasattr(outer, "_release_preflattened_grad_buffers"):
+            outer._release_preflattened_grad_buffers()
+            outer.micro_step_id = -1
+        if getattr(outer, "cpu_offload", False):
+            outer.reset_cpu_buffers()
+
+    def gradient_norm(self, norm_type: float = 2.0) -> torch.Tensor | None:
+        """Collective: return the norm of the reduced gradients; None in stage 0.
+
+        Raises:
+            ValueError: the norm is not the 2-norm.
+        """
+        if not is_zero(self.engine):
+            return None
+        if norm_type != 2.0:
+            raise ValueError(f"norm_type={norm_type}: ZeRO knows the 2-norm of gradients alone.")
+        return _norm(self.engine)
+
+    def multiply_gradients(self, factor: float | torch.Tensor) -> None:
+        """Multiply the reduced gradients of a window, before its step."""
+        for part in gradient_parts(self.engine):
+            if isinstance(factor, torch.Tensor):
+                part.mul_(factor.to(part.device, part.dtype))
+            else:
+                part.mul_(factor)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse another group: DeepSpeed has laid out its pieces.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "add_param_group after prepare() does not work with DeepSpeed, which has laid out its "
+            "pieces: add the group before, frozen as long as it is not to be trained."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Refuse: the state is spread over the ranks.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "the state of a DeepSpeed optimizer is spread over the ranks: accel.save_state() saves "
+            "it by parameter, for any number of ranks and any engine."
+        )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse, as :meth:`state_dict` does.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "the state of a DeepSpeed optimizer is spread over the ranks: accel.load_state() loads "
+            "what save_state() saved, with any engine."
+        )
+
+
+def _carry(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
+    """Copy the options of groups, such as the learning rate, but not their parameters."""
+    for source_group, target_group in zip(source, target, strict=True):
+        target_group.update(
+            {name: value for name, value in source_group.items() if name != "params"}
+        )
+
+
+class DeepSpeed(Strategy):
+    """A strategy that trains models with DeepSpeed's engine, ZeRO stages 0 to 3.
+
+    Args:
+        topology: the rank and device of this process.
+        handlers: options of other parts.
+        parallelism: how the ranks are arranged; only data parallelism.
+        plugins: the options, one or several.
+
+    Raises:
+        ImportError: DeepSpeed is not installed.
+        ValueError: an axis of parallelism is not of data.
+    """
+
+    name = "deepspeed"
+    has_gradient_sync = True
+    owns_step = True
+
+    def __init__(
+        self,
+        topology: Topology,
+        handlers: Handlers | None = None,
+        parallelism: ParallelismConfig | None = None,
+        plugins: DeepSpeedPlugins | None = None,
+    ) -> None:
+        if importlib.util.find_spec("deepspeed") is None:
+            raise ImportError(
+                "deepspeed_plugin needs DeepSpeed: `pip install 'accel-callbacks[deepspeed]'`."
+            )
+        if parallelism is not None and (
+            parallelism.non_data_parallel_size > 1 or parallelism.dp_shard_enabled
+        ):
+            raise ValueError(
+                "deepspeed_plugin goes with data parallelism alone: leave tp_size, cp_size and "
+                "dp_shard_size out, or shard with the fsdp_plugin, which goes with them."
+            )
+        super().__init__(topology, handlers, parallelism)
+        self.plugins = plugins or DeepSpeedPlugins(DeepSpeedPlugin())
+        self.precision = "no"
+        #: What DeepSpeed was given for each model, with the origin of each value.
+        self.filled: WeakKeyDictionary[torch.nn.Module, FilledConfig] = WeakKeyDictionary()
+        self._optimizers: WeakKeyDictionary[torch.nn.Module, EngineOptimizer] = WeakKeyDictionary()
+        # Not bound methods, which would keep the strategy, and so transformers' reference, alive.
+        strategy = ref(self)
+        self._sharded_builds = ShardedByZero(
+            lambda: bool(strategy()._builds_sharded()),  # type: ignore[union-attr]
+            lambda: strategy()._init_config(),  # type: ignore[union-attr]
+        )
+        self._untrained: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()  # engines
+        self._called: list[Any] = []  # engines since the last backward
+        self._boundary = True
+        self._rows = RowMesh(topology.world_size)
+        common = self.handlers.get(DistributedDataParallelKwargs, DistributedDataParallelKwargs())
+        self._buffers = SharedBuffers(lambda buffer: False) if common.broadcast_buffers else None
+        self._agreement = ZeroAgreement(fills=common.find_unused_parameters)
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """``DistributedType.DEEPSPEED``."""
+        return DistributedType.DEEPSPEED
+
+    @property
+    def engine_plugins(self) -> tuple[Any, ...]:
+        """The options of DeepSpeed."""
+        return (self.plugins,)
+
+    def casts_to(self, precision: str) -> bool:
+        """Return True: the engine casts models.
+
+        Raises:
+            ValueError: the precision is ``"fp8"``.
+        """
+        if precision == "fp8":
+            raise ValueError(
+                "mixed_precision='fp8' does not go with DeepSpeed here: train with 'bf16', or "
+                "shard with the fsdp_plugin."
+            )
+        self.precision = precision
+        if any(plugin.zero3_init_flag for plugin in self.plugins.by_name.values()):
+            self._sharded_builds.announce()
+        return True
+
+    def engine_config(self, model: torch.nn.Module) -> FilledConfig | None:
+        """Return what DeepSpeed was given for a prepared model, None if it does not train it."""
+        return self.filled.get(self.unwrap(model))
+
+    # --- setting up ---------------------------------------------------------------------------
+
+    def init_context(self) -> AbstractContextManager[None]:
+        """Return ``deepspeed.zero.Init()`` in stage 3, else a context that does nothing."""
+        return self._zero_init() if self._builds_sharded() else nullcontext()
+
+    def _builds_sharded(self) -> bool:
+        """Return whether models are built sharded, which ends with the group of the ranks."""
+        return bool(self.plugins.active.zero3_init_flag) and is_current(self.topology)
+
+    def _init_config(self) -> dict[str, Any]:
+        """Initialize DeepSpeed, and return the configuration of a model that is to be built."""
+        self._join()
+        return self._filled(self.plugins.active, None, None, None).config
+
+    @contextmanager
+    def _zero_init(self) -> Iterator[None]:
+        import deepspeed
+
+        with deepspeed.zero.Init(config_dict_or_path=self._init_config()):
+            yield
+
+    def place(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Leave the model where it is: the engine moves it, or its shards."""
+        return model
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return a model that is not trained in an engine without an optimizer, in stage 3.
+
+        Raises:
+            ValueError: it is another stage, which shards no parameters.
+        """
+        plugin = self.plugins.active
+        if plugin.zero_stage != 3:
+            raise ValueError(
+                f"{type(model).__name__} has no optimizer in this call. {_TOGETHER}. A model that "
+                "is not trained: `accel.prepare_model(model, evaluation_mode=True)`."
+            )
+        return self._untrained_engine(model, plugin)
+
+    def move(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Move a model that is not trained to the device; one that was built sharded stays so."""
+        if any(zero_weight(parameter) is not None for parameter in model.parameters()):
+            return self._untrained_engine(model, self.plugins.active)
+        return super().move(model)
+
+    def _untrained_engine(self, model: torch.nn.Module, plugin: DeepSpeedPlugin) -> torch.nn.Module:
+        """Return an engine that gathers parameters for each forward, and takes no steps."""
+        import deepspeed
+
+        engine: torch.nn.Module | None = self._engine_of(model)
+        if engine is not None:
+            return engine
+        filled = self._filled(plugin, model, None, None)
+        self._join()
+        _mark_experts(model, plugin.transformer_moe_cls_names)
+        with building():
+            new_engine: torch.nn.Module = deepspeed.initialize(
+                model=model, config=filled.config, dist_init_required=False
+            )[0]
+        self.filled[model] = filled
+        self._untrained[model] = new_engine
+        low = _LOW.get(self.precision)
+        if low is not None:
+            _cast_around(model, low)
+        return new_engine
+
+    def setup(
+        self,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        schedulers: Sequence[Any],
+    ) -> SetUp:
+        """Make an engine of each model and its optimizer.
+
+        Raises:
+            ValueError: a model has no optimizer in this call and is not of stage 3, or several, or
+                an optimizer no model.
+        """
+        pairs = _pairs(models, optimizers)
+        engines: list[torch.nn.Module] = []
+        ready: dict[int, EngineOptimizer] = {}
+        configured: dict[int, Any] = {}
+        for model, optimizer in pairs:
+            if optimizer is None:
+                engines.append(self.wrap(model))
+                continue
+            dummy = next(
+                (
+                    scheduler
+                    for scheduler in schedulers
+                    if isinstance(scheduler, DummyScheduler) and scheduler.optimizer is optimizer
+                ),
+                None,
+            )
+            engine, engine_optimizer, scheduler = self._engine(model, optimizer, dummy)
+            engines.append(engine)
+            ready[id(optimizer)] = engine_optimizer
+            if dummy is not None:
+                configured[id(dummy)] = scheduler
+        for scheduler in schedulers:
+            _rebind(configured.get(id(scheduler), scheduler), ready)
+        return SetUp(
+            engines,
+            [ready.get(id(optimizer), optimizer) for optimizer in optimizers],
+            [configured.get(id(scheduler), scheduler) for scheduler in schedulers],
+        )
+
+    def _engine(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, dummy: Any
+    ) -> tuple[Any, EngineOptimizer, Any]:
+        import deepspeed
+
+        plugin = self.plugins.active
+        filled = self._filled(plugin, model, optimizer, dummy)
+        self._refuse(filled.config, optimizer, dummy)
+        groups = [
+            {**group, "params": list(group["params"])}
+            for group in optimizer.param_groups
+            if group["params"]
+        ]
+        self._join()
+        _mark_experts(model, plugin.transformer_moe_cls_names)
+        optimizer_options: dict[str, Any] = (
+            {"model_parameters": groups}
+            if isinstance(optimizer, DummyOptim)
+            else {"optimizer": optimizer}
+        )
+        with building():
+            engine, _, _, scheduler = deepspeed.initialize(
+                model=model, config=filled.config, dist_init_required=False, **optimizer_options
+            )
+        engine.lr_scheduler = None  # the prepared scheduler steps where the loop says so
+        self._agreement.watch(engine)
+        engine_optimizer = EngineOptimizer(
+            engine, groups, dict(optimizer.defaults), self._agreement
+        )
+        _carry(engine_optimizer.inner.param_groups, engine_optimizer.param_groups)
+        self.filled[model] = filled
+        self._optimizers[model] = engine_optimizer
+        engine.register_forward_pre_hook(self._note_call)
+        if self._buffers is not None and any(True for _ in model.buffers()):
+            self._buffers.watch(engine)
+        low = _LOW.get(self.precision)
+        if low is not None:
+            _cast_around(model, low)
+        if dummy is not None and dummy.lr_scheduler_callable is not None:
+            scheduler = dummy.lr_scheduler_callable(engine_optimizer)
+        elif dummy is not None:
+            scheduler.optimizer = engine_optimizer
+        if self.topology.rank == 0:
+            notice(
+                f"DeepSpeed trains {type(model).__name__} in ZeRO stage "
+                f"{plugin.zero_stage}; accel.deepspeed_config(model) shows what it was given"
+            )
+        return engine, engine_optimizer, scheduler
+
+    def _note_call(self, engine: Any, inputs: Any) -> None:
+        if torch.is_grad_enabled() and engine not in self._called:
+            self._called.append(engine)
+
+    def _join(self) -> None:
+        """Let DeepSpeed use the process group, making one for a single process."""
+        if "LOCAL_RANK" not in os.environ:
+            raise RuntimeError(
+                "DeepSpeed reads LOCAL_RANK from the environment, which a launcher sets, also for "
+                "one process: start the script with `accel launch`."
+            )
+        if not dist.is_initialized():
+            backend = "gloo" if self.topology.device.type == "cpu" else "cpu:gloo,cuda:nccl"
+            dist.init_process_group(
+                backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1
+            )
+        import deepspeed
+
+        _forget_destroyed_groups()
+        # On a CPU, ranks of one machine reduce through shared memory.
+        with building(*(["deepspeed_shm_comm"] if self.topology.device.type == "cpu" else [])):
+            deepspeed.init_distributed(dist_init_required=False, verbose=False)
+
+    def _refuse(self, config: Mapping[str, Any], optimizer: Any, dummy: Any) -> None:
+        if "optimizer" in config and not isinstance(optimizer, DummyOptim):
+            raise ValueError(
+                f"DeepSpeed's configuration has an 'optimizer', and {type(optimizer).__name__} was "
+                "passed to prepare(): pass a DummyOptim of accel_callbacks.utils instead, or "
+                "remove it from the configuration."
+            )
+        if isinstance(optimizer, DummyOptim) and "optimizer" not in config:
+            raise ValueError(
+                "a DummyOptim stands for the 'optimizer' of DeepSpeed's configuration, which has "
+                "none: add it, or pass an optimizer of torch."
+            )
+        if dummy is not None and dummy.lr_scheduler_callable is None and "scheduler" not in config:
+            raise ValueError(
+                "a DummyScheduler stands for the 'scheduler' of DeepSpeed's configuration, which "
+                "has none: add it, or give lr_scheduler_callable."
+            )
+        if dummy is None and "scheduler" in config:
+            raise ValueError(
+                "DeepSpeed's configuration has a 'scheduler': pass a DummyScheduler of "
+                "accel_callbacks.utils to prepare(), or remove it from the configuration."
+            )
+        if self.precision in _LOW and config["zero_optimization"]["stage"] == 0:
+            raise ValueError(
+                f"mixed_precision={self.precision!r} needs zero_stage=1 or more, where the "
+                "optimizer steps with float32: stage 0 trains like DistributedDataParallel "
+                "without the deepspeed_plugin."
+            )
+
+    def _filled(
+        self,
+        plugin: DeepSpeedPlugin,
+        model: torch.nn.Module | None,
+        optimizer: torch.optim.Optimizer | None,
+        dummy: Any,
+    ) -> FilledConfig:
+        """Return DeepSpeed's configuration of a model, without ``"auto"``."""
+        known = {
+            "gradient_clipping": Known(0.0, "clip_grad_norm_ of the loop"),
+            "zero_optimization.stage3_gather_16bit_weights_on_model_save": Known(
+                False, "save_model gathers weights"
+            ),
+            **{
+                f"{name}.enabled": Known(self.precision == name, "mixed_precision") for name in _LOW
+            },
+            **_batch_sizes(plugin, self.topology.world_size),
+            **_by_hidden_size(model),
+            **_of_dummies(optimizer, dummy),
+        }
+        unread = () if optimizer is not None else ("optimizer", "scheduler")
+        if model is None:  # which is not built yet, so its width is not known
+            unread = (*unread, *_BUCKETS)
+        filled = plugin.filled(known, unread)
+        config, origins = filled
+        # The loop's window divides losses and says when it ends.
+        config["gradient_accumulation_steps"] = 1
+        origins["gradient_accumulation_steps"] = "the loop's window, which divides losses"
+        config.pop("train_batch_size", None)
+        if "gradient_clipping" not in config:  # DeepSpeed would clip to 1.0
+            config["gradient_clipping"], origins["gradient_clipping"] = known["gradient_clipping"]
+        size = known["train_micro_batch_size_per_gpu"]
+        if config.get("train_micro_batch_size_per_gpu") != size.value:
+            config["train_micro_batch_size_per_gpu"] = size.value
+            origins["train_micro_batch_size_per_gpu"] = size.origin
+        if self.precision in _LOW and not config.get(self.precision, {}).get("enabled"):
+            config.setdefault(self.precision, {})["enabled"] = True
+            origins[f"{self.precision}.enabled"] = "mixed_precision"
+        if self.precision == "bf16" and config["zero_optimization"]["stage"] >= 2:
+            types = config.setdefault("data_types", {})
+            if "grad_accum_dtype" not in types:
+                types["grad_accum_dtype"] = "fp32"
+                origins["data_types.grad_accum_dtype"] = "bf16, in which sums of a window lose bits"
+        of_torch = optimizer is not None and not isinstance(optimizer, DummyOptim)
+        offloads = (config["zero_optimization"].get("offload_optimizer") or {}).get("device")
+        chosen = {"zero_allow_untested_optimizer": (True, of_torch)}
+        chosen["zero_force_ds_cpu_optimizer"] = (False, of_torch and offloads in ("cpu", "nvme"))
+        for key, (value, wanted) in chosen.items():
+            if wanted and key not in config:
+                config[key] = value
+                origins[key] = "an optimizer of torch"
+        return filled
+
+    # --- the step -----------------------------------------------------------------------------
+
+    def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the model as the user built it."""
+        engine = self._engine_of(model)
+        return original(model if engine is None else engine.module)
+
+    def _engine_of(self, model: torch.nn.Module) -> Any:
+        """Return the engine around a model, given that or the model itself; None without one."""
+        inner = original(model)
+        for engine in self._engines():
+            if inner is engine or inner is original(engine.module):
+                return engine
+        return None
+
+    def _engines(self) -> list[Any]:
+        trained = [optimizer.engine for optimizer in self._optimizers.values()]
+        return [*trained, *self._untrained.values()]
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run the backward pass of the engine whose model was called.
+
+        Raises:
+            RuntimeError: several models were called since the last backward; or the window is full,
+                and there was no step.
+        """
+        seed = kwargs.pop("gradient", None)
+        if seed is not None:
+            loss = loss * seed if loss.dim() == 0 else (loss * seed).sum()
+        called, self._called = self._called, []
+        if not called:
+            called = [optimizer.engine for optimizer in self._optimizers.values()]
+        if len(called) != 1:
+            raise RuntimeError(
+                f"backward: {len(called)} models were called since the last backward, and "
+                "DeepSpeed runs it for one: call backward for the loss of each, or put the "
+                "models into one module."
+            )
+        engine = called[0]
+        optimizer = next(
+            optimizer for optimizer in self._optimizers.values() if optimizer.engine is engine
+        )
+        if optimizer.closed:
+            raise RuntimeError(
+                "backward: the gradients of a full window wait for a step, and DeepSpeed has "
+                "averaged them already: put the body of the loop into "
+                "`with accel.accumulate(model):`, or call optimizer.step() after each backward."
+            )
+        engine.set_gradient_accumulation_boundary(self._boundary)
+        optimizer.micro_batches += 1
+        optimizer.closed = self._boundary
+        self._agreement.start_backward(engine)
+        engine.backward(loss, **kwargs)
+        self._agreement.finish_backward(engine, self._boundary)
+
+    def averages(self, model: torch.nn.Module) -> bool:
+        """Return False: the engine averages gradients wherever they come from."""
+        return False
+
+    @contextmanager
+    def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
+        """Context manager: backward is not the last one of a window.
+
+        ZeRO may reduce gradients all the same.
+        """
+        before, self._boundary = self._boundary, False
+        try:
+            yield
+        finally:
+            self._boundary = before
+
+    @contextmanager
+    def trigger_sync(self, model: torch.nn.Module) -> Iterator[None]:
+        """Context manager: backward is the last one of a window."""
+        before, self._boundary = self._boundary, True
+        try:
+            yield
+        finally:
+            self._boundary = before
+
+    def join(
+        self, models: Sequence[Any], follow: Callable[[int], None]
+    ) -> AbstractContextManager[None]:
+        """Refuse uneven inputs.
+
+        Raises:
+            ValueError: always: a rank without a batch could not do its part of the step.
+        """
+        raise ValueError(
+            "join_uneven_inputs does not work with DeepSpeed: let prepare() split the data evenly."
+        )
+
+    def mark_unsynced(self, model: torch.nn.Module) -> None:
+        """Refuse to train ranks apart.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "LocalSGD does not work with DeepSpeed: use gradient_accumulation_steps to communicate "
+            "less, or train without the deepspeed_plugin."
+        )
+
+    def has_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether the engine holds gradients."""
+        if isinstance(optimizer, EngineOptimizer):
+            return optimizer.micro_batches > 0
+        return has_gradients(optimizer)
+
+    def _asked(self, parameters: Iterable[torch.Tensor]) -> list[EngineOptimizer]:
+        """Return the optimizers of the engines that parameters belong to.
+
+        Raises:
+            ValueError: some parameters of an engine are left out.
+        """
+        ids = {id(parameter) for parameter in parameters}
+        optimizers = []
+        for optimizer in self._optimizers.values():
+            trained = {id(p) for p in parameters_of([optimizer]) if p.requires_grad}
+            if not trained & ids:
+                continue
+            if missing := trained - ids:
+                raise ValueError(
+                    f"clipping: {len(missing)} of {len(trained)} trained parameters were left out, "
+                    "and DeepSpeed clips all of a model: pass model.parameters()."
+                )
+            optimizers.append(optimizer)
+        return optimizers
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """Let the next step clip by the total norm, and return that norm.
+
+        Raises:
+            ValueError: DeepSpeed's configuration clips to another norm, or the norm is not 2.
+        """
+        parameters = list(parameters)
+        norms = []
+        for optimizer in self._asked(parameters):
+            if optimizer.clipping and optimizer.clipping != max_norm:
+                raise ValueError(
+                    f"clip_grad_norm_(max_norm={max_norm}) contradicts gradient_clipping="
+                    f"{optimizer.clipping} of DeepSpeed's configuration: make it 'auto' there, or "
+                    "leave the call out."
+                )
+            if not is_zero(optimizer.engine):
+                norms.append(clip_norm(parameters, max_norm, norm_type))
+                continue
+            if norm_type != 2.0:
+                raise ValueError(f"norm_type={norm_type}: ZeRO clips by the 2-norm alone.")
+            optimizer.set_clipping(float(max_norm))
+            norms.append(_norm(optimizer.engine))
+        if not norms:
+            return clip_norm(parameters, max_norm, norm_type)
+        return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clip each gradient element to ``[-clip_value, clip_value]``."""
+        for optimizer in self._asked(parameters):
+            scale = float(getattr(optimizer.engine.optimizer, "loss_scale", 1.0))
+            for part in gradient_parts(optimizer.engine):
+                part.clamp_(-clip_value * scale, clip_value * scale)
+
+    @property
+    def replaces_optimizers(self) -> bool:
+        """True: DeepSpeed may take a fused or offloaded variant."""
+        return True
+
+    @property
+    def keeps_gradients_apart(self) -> bool:
+        """True under ZeRO, which reduces and partitions gradients within a window."""
+        return any(is_zero(optimizer.engine) for optimizer in self._optimizers.values())
+
+    # --- states -------------------------------------------------------------------------------
+
+    def full_parameters(
+        self, module: torch.nn.Module, *, writeback: bool = False
+    ) -> AbstractContextManager[None]:
+        """Return a context in which each rank has whole parameters."""
+        return self._full_parameters(original(module), writeback)
+
+    @contextmanager
+    def _full_parameters(self, module: torch.nn.Module, writeback: bool) -> Iterator[None]:
+        from deepspeed.runtime.zero import GatheredParameters
+
+        sharded = [parameter for parameter in module.parameters() if hasattr(parameter, "ds_id")]
+        with GatheredParameters(sharded) if sharded else nullcontext():
+            yield
+            values = [
+                (parameter, collectives.broadcast(parameter.detach().clone()))
+                for parameter in (module.parameters() if writeback else ())
+            ]
+        for engine in self._engines() if writeback else ():
+            engine_parameters = dict.fromkeys(engine.module.parameters())
+            load_parameters({p: value for p, value in values if p in engine_parameters})
+
+    def local_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Return rows of each parameter in host memory, float32 where the optimizer has it.
+
+        Collective: parameters are gathered one after the other.
+        """
+        engine = self._engine_of(model)
+        inner = self.unwrap(model)
+        if engine is None or not is_zero(engine):
+            return inner.state_dict()
+        meet("the weights under ZeRO")
+        named = dict(inner.named_parameters(remove_duplicate=False))
+        rows: dict[int, torch.Tensor] = {}
+        state: dict[str, Any] = {}
+        for name, value in inner.state_dict().items():
+            parameter = named.get(name)
+            if parameter is None:
+                state[name] = value
+                continue
+            if id(parameter) not in rows:
+                rows[id(parameter)] = self._rows.rows(gathered_parameter(parameter))
+            state[name] = rows[id(parameter)]
+        return state
+
+    def loads_in_place(self, model: torch.nn.Module) -> bool:
+        """Return whether the tensors of the state are the model's own, as in stage 0."""
+        engine = self._engine_of(model)
+        return (engine is None or not is_zero(engine)) and is_plain(self.unwrap(model))
+
+    def read_target(
+        self,
+        owner: torch.nn.Module | torch.optim.Optimizer,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+    ) -> torch.Tensor | None:
+        """Return rows for a tensor of a model or optimizer under ZeRO, which is gathered later."""
+        if isinstance(owner, EngineOptimizer):
+            engine = owner.engine
+        else:
+            engine = self._engine_of(owner) if isinstance(owner, torch.nn.Module) else None
+        if engine is None or not is_zero(engine):
+            return None
+        return self._rows.empty(shape, dtype)
+
+    def load_model_state_dict(self, model: torch.nn.Module, state: dict[str, Any]) -> None:
+        """Load a state whose tensors are whole and the same on all ranks, or rows."""
+        engine = self._engine_of(model)
+        if engine is None or not is_zero(engine):
+            super().load_model_state_dict(model, state)
+            return
+        inner = self.unwrap(model)
+        named = dict(inner.named_parameters(remove_duplicate=False))
+        values = {named[name]: value for name, value in state.items() if name in named}
+        load_parameters(values)
+        buffers = dict(inner.named_buffers())
+        for name, value in state.items():
+            if name in buffers:
+                buffers[name].copy_(collectives.full_tensor(value))
+
+    def optimizer_state_dict(
+        self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+    ) -> dict[str, Any]:
+        """Return the state by parameter name; collective under ZeRO, as the weights are."""
+        if not isinstance(optimizer, EngineOptimizer) or not is_zero(optimizer.engine):
+            return named_optimizer_state(getattr(optimizer, "inner", optimizer), names)
+        meet("the optimizer under ZeRO")
+        return {
+            "state": optimizer_state(optimizer.engine.optimizer, names, self._rows),
+            "param_groups": [
+                {**group, "params": [names.get(id(p), "parameter") for p in group["params"]]}
+                for group in optimizer.param_groups
+            ],
+        }
+
+    def load_optimizer_state_dict(
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    ) -> None:
+        """Load a state by position, whose tensors are whole and the same on all ranks, or rows."""
+        if not isinstance(optimizer, EngineOptimizer):
+            super().load_optimizer_state_dict(optimizer, state)
+            return
+        if is_zero(optimizer.engine):
+            parameters = list(parameters_of([optimizer]))
+            load_optimizer_state(
+                optimizer.engine.optimizer,
+                {
+                    parameters[place]: parameter_state
+                    for place, parameter_state in state["state"].items()
+                },
+            )
+        else:
+            super().load_optimizer_state_dict(optimizer.inner, state)
+        _carry(state["param_groups"], optimizer.param_groups)
+        _carry(optimizer.param_groups, optimizer.inner.param_groups)
+
+
+def _norm(engine: Any) -> torch.Tensor:
+    """Collective: return the norm of the reduced gradients, before the step."""
+    from deepspeed.runtime.utils import combine_grad_norm_groups
+
+    outer = engine.optimizer
+    if hasattr(outer, "scaled_global_norm"):
+        norm = outer.scaled_global_norm()
+    else:
+        norm = combine_grad_norm_groups(outer._get_norm_groups())
+    # DeepSpeed marks one that is not finite by a negative number.
+    norm = torch.as_tensor(norm, device=engine.device).float() / float(outer.loss_scale)
+    return torch.where(norm < 0, torch.full_like(norm, float("inf")), norm)
+
+
+# --- helpers of setting up --------------------------------------------------------------------
+
+# Global, as the groups are that DeepSpeed keeps.
+_joined: ReferenceType[Any] | None = None
+
+
+def _forget_destroyed_groups() -> None:
+    """Release the groups of DeepSpeed if the process group around them was destroyed."""
+    global _joined
+    world = dist.group.WORLD
+    if _joined is not None and _joined() is not world:
+        from deepspeed.utils import groups
+
+        release = getattr(groups, "_release_process_group_references", None)
+        if release is None:
+            raise RuntimeError(
+                "this version of DeepSpeed keeps the process group that was destroyed: upgrade it "
+                "to 0.19 or newer, or start a new process for each Accelerator."
+            )
+        release()
+    _joined = ref(world)
+
+
+def _pairs(
+    models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+) -> list[tuple[torch.nn.Module, torch.optim.Optimizer | None]]:
+    """Return each model with its optimizer, None if it has none.
+
+    Raises:
+        ValueError: one has several, or an optimizer no model.
+    """
+    new = [optimizer for optimizer in optimizers if not isinstance(optimizer, EngineOptimizer)]
+    pairs: list[tuple[torch.nn.Module, torch.optim.Optimizer | None]] = []
+    for model in models:
+        parameter_ids = {id(parameter) for parameter in model.parameters()}
+        model_optimizers = [
+            optimizer
+            for optimizer in new
+            if any(id(parameter) in parameter_ids for parameter in parameters_of([optimizer]))
+        ]
+        if len(model_optimizers) > 1:
+            raise ValueError(
+                f"{type(model).__name__} has {len(model_optimizers)} optimizers, and an engine of "
+                "DeepSpeed steps one: put their groups into one optimizer."
+            )
+        pairs.append((model, model_optimizers[0] if model_optimizers else None))
+    for optimizer in new:
+        if not any(optimizer is paired for _, paired in pairs):
+            raise ValueError(
+                f"{type(optimizer).__name__} has no parameter of a model in this call. {_TOGETHER}."
+            )
+    return pairs
+
+
+def _rebind(scheduler: Any, ready: Mapping[int, EngineOptimizer]) -> None:
+    """Let a scheduler, and those inside of it, set the learning rate of the engine's optimizer."""
+    for inner in (scheduler, *getattr(scheduler, "_schedulers", ())):
+        engine_optimizer = ready.get(id(getattr(inner, "optimizer", None)))
+        if engine_optimizer is not None:
+            inner.optimizer = engine_optimizer
+        elif scheduler is not inner:
+            _rebind(inner, ready)
+
+
+def _mark_experts(model: torch.nn.Module, names: str | None) -> None:
+    """Let stage 3 gather expert layers as a whole.
+
+    Raises:
+        ValueError: the model has no module of a class.
+    """
+    if not names:
+        return
+    from deepspeed.utils import set_z3_leaf_modules
+
+    for name in (name.strip() for name in names.split(",")):
+        kinds = {type(module) for module in model.modules() if type(module).__name__ == name}
+        if not kinds:
+            raise ValueError(
+                f"transformer_moe_cls_names: {type(model).__name__} has no module of class "
+                f"{name!r}."
+            )
+        set_z3_leaf_modules(model, list(kinds))
+
+
+def _cast_around(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Cast floating inputs of a model to its type, and outputs to float32, as autocast would."""
+    from accel_callbacks.collectives.nested import map_tensors
+
+    def lower(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    def upper(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float() if tensor.dtype == dtype else tensor
+
+    def before(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        return map_tensors(args, lower), map_tensors(kwargs, lower)
+
+    def after(module: torch.nn.Module, args: Any, output: Any) -> Any:
+        return map_tensors(output, upper)
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_hook(after)
+
+
+def _batch_sizes(plugin: DeepSpeedPlugin, world_size: int) -> dict[str, Known]:
+    """Return the size of a micro-batch, by which DeepSpeed counts samples, and nothing else."""
+    size, total = (
+        plugin.get_value(key) for key in ("train_micro_batch_size_per_gpu", "train_batch_size")
+    )
+    steps = plugin.get_value("gradient_accumulation_steps")
+    known = Known(1, "placeholder: DeepSpeed counts samples with it, and nothing else")
+    if isinstance(size, int):
+        known = Known(size, "file")
+    elif isinstance(total, int):
+        over = world_size * (steps if isinstance(steps, int) else 1)
+        known = Known(max(total // over, 1), "train_batch_size")
+    return {
+        "train_micro_batch_size_per_gpu": known,
+        "train_batch_size": known,
+        "gradient_accumulation_steps": Known(1, "the loop's window"),
+    }
+
+
+def _by_hidden_size(model: torch.nn.Module | None) -> dict[str, Known]:
+    """Return the sizes of buckets that follow from the width of a transformers model."""
+    config = getattr(model, "config", None)
+    config = getattr(config, "text_config", config)
+    width = getattr(config, "hidden_size", None)
+    if width is None and getattr(config, "hidden_sizes", None):
+        width = max(config.hidden_sizes)  # type: ignore[union-attr]
+    if not isinstance(width, int):
+        return {}
+    origin = f"hidden_size={width} of the model"
+    values = (width * width, int(0.9 * width * width), 10 * width)
+    return {key: Known(value, origin) for key, value in zip(_BUCKETS, values, strict=True)}
+
+
+def _of_dummies(optimizer: Any, dummy: Any) -> dict[str, Known]:
+    """Return what the stand-ins for an optimizer and a scheduler say."""
+    known: dict[str, Known] = {}
+    if isinstance(optimizer, DummyOptim):
+        for name, value in optimizer.defaults.items():
+            known[f"optimizer.params.{name}"] = Known(value, "DummyOptim")
+    if dummy is not None:
+        rate = dummy.optimizer.defaults.get("lr")
+        steps = {
+            "warmup_min_lr": 0.0,
+            "warmup_max_lr": rate,
+            "warmup_num_steps": max(1, dummy.warmup_num_steps),
+            "total_num_steps": dummy.total_num_steps,
+        }
+        for name, value in steps.items():
+            if value is not None:
+                known[f"scheduler.params.{name}"] = Known(value, "DummyScheduler")
+    return known

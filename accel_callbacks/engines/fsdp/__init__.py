@@ -1,0 +1,1 @@
+"""Each rank has a shard of every parameter, which are gathered unit by unit."""

@@ -1,0 +1,1 @@
+"""Each rank has some stages of the model."""

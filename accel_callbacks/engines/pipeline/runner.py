@@ -1,0 +1,693 @@
+"""A batch through the stages of a rank, by a schedule of torch: forward and backward at once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree
+
+from accel_callbacks import collectives
+from accel_callbacks.engines.context.sequences import plain_attention
+from accel_callbacks.engines.fsdp.unit_agreement import UnitAgreement
+from accel_callbacks.engines.pipeline.rehearsal import Rehearsal
+from accel_callbacks.engines.pipeline.stages import (
+    Route,
+    StagePlan,
+    balanced_split_points,
+)
+from accel_callbacks.engines.shared_buffers import SharedBuffers
+from accel_callbacks.engines.tensor.cut_dropout import draws_random_numbers
+from accel_callbacks.errors.foreign_names import REMOVED, advice
+from accel_callbacks.gradients import local_part
+
+__all__ = ["SCHEDULES", "PipelineOptions", "PipelineRunner", "StageReplicas"]
+
+#: The schedules of torch that are tested here; True if a rank has several stages.
+SCHEDULES: Mapping[str, bool] = {
+    "GPipe": False,
+    "1F1B": False,
+    "Interleaved1F1B": True,
+    "LoopedBFS": True,
+}
+_KEPT_SCHEDULES = 8  # each has buffers to receive in
+_GOLDEN = 0x9E3779B97F4A7C15
+# Options of transformers' models, with which layers collect outputs besides the result.
+_COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """Options for cutting a model into stages; see ``Accelerator.prepare_pipeline``."""
+
+    split_points: Sequence[str] | None
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None
+    schedule: str = "1F1B"
+    microbatches: int | None = None
+    reduction: str = "mean"
+
+    def checked(self, ranks: int, model: torch.nn.Module) -> PipelineOptions:
+        """Return the options with defaults of the split points and the number of micro-batches.
+
+        Args:
+            ranks: of the pipeline.
+            model: that is cut.
+
+        Raises:
+            ValueError: they do not fit together, or the number of ranks.
+        """
+        known = {name.lower(): name for name in SCHEDULES}
+        name = known.get(self.schedule.lower())
+        if name is None:
+            gone = advice(REMOVED, self.schedule)
+            hint = f".{gone}" if gone else f"; use one of {[*SCHEDULES]}."
+            raise ValueError(f"schedule={self.schedule!r} is unknown{hint}")
+        if self.reduction not in ("mean", "sum"):
+            raise ValueError(f'reduction={self.reduction!r} must be "mean" or "sum".')
+        points = self.split_points
+        if points is None:
+            points = balanced_split_points(model, 2 * ranks if SCHEDULES[name] else ranks)
+        stages = len(points) + 1
+        if SCHEDULES[name] and (stages % ranks or stages == ranks):
+            raise ValueError(
+                f"schedule={name!r} gives each of the {ranks} ranks several stages, and there are "
+                f"{stages}: give a multiple of pp_size, minus one, of split_points, such as "
+                f"{2 * ranks - 1}."
+            )
+        if not SCHEDULES[name] and stages != ranks:
+            raise ValueError(
+                f"schedule={name!r} gives each of the {ranks} ranks one stage, and "
+                f"{len(points)} split_points make {stages}: give {ranks - 1}, or "
+                'schedule="Interleaved1F1B" for several a rank.'
+            )
+        count = 2 * ranks if self.microbatches is None else self.microbatches
+        if count < ranks:
+            raise ValueError(
+                f"microbatches={count}: {ranks} ranks of a pipeline need at least {ranks}, or some "
+                "idle."
+            )
+        return PipelineOptions(list(points), self.loss_fn, name, count, self.reduction)
+
+
+@dataclass(frozen=True)
+class StageReplicas:
+    """Agreement of ranks that have the same stages, and read different data.
+
+    Attributes:
+        units: the units that they gather, and the gradients that they reduce.
+        buffers: those of the first of them, None if each has its own.
+    """
+
+    units: UnitAgreement
+    buffers: SharedBuffers | None = None
+
+
+class _Batch(NamedTuple):
+    """The arguments of a call of the model, and the rows of their tensors."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    rows: int
+
+    def key(self) -> Any:
+        """Return what batches have in common that take the same way."""
+        leaves, structure = _pytree.tree_flatten((self.args, self.kwargs))
+        return structure, tuple(
+            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)
+            for leaf in leaves
+        )
+
+    def filled(self, more: int) -> _Batch:
+        """Return a batch with more copies of its first row."""
+
+        def filled(leaf: torch.Tensor) -> torch.Tensor:
+            if not leaf.dim() or leaf.shape[0] != self.rows:
+                return leaf
+            return torch.cat([leaf, leaf[:1].expand(more, *leaf.shape[1:])])
+
+        args, kwargs = _pytree.tree_map_only(torch.Tensor, filled, (self.args, self.kwargs))
+        return _Batch(args, kwargs, self.rows + more)
+
+
+class _Ready(NamedTuple):
+    """A schedule of torch, the micro-batches of a batch, and their way through the model."""
+
+    schedule: Any
+    microbatches: int
+    route: Route
+
+
+class PipelineRunner:
+    """Runs batches through the stages of this rank, by a schedule of torch.
+
+    Stages go round the ranks: that of number ``n`` is on rank ``n % ranks``.
+    """
+
+    def __init__(
+        self,
+        plan: StagePlan,
+        stages: Mapping[int, Any],
+        rehearsal: tuple[Rehearsal, torch.nn.Module],
+        options: PipelineOptions,
+        model: torch.nn.Module,
+        group: Any,
+        device: torch.device,
+        replicas: StageReplicas | None = None,
+        checked_call: Callable[..., Any] | None = None,
+    ) -> None:
+        self._checked_call = checked_call
+        self._plan = plan
+        self._replicas = replicas
+        self._stages = stages
+        self._rehearsal = rehearsal
+        self._options = options
+        self._model = model
+        self._signature = inspect.signature(model.forward)
+        self._group = group
+        self._device = device
+        self._last = dist.get_global_rank(group, group.size() - 1)
+        self._random = draws_random_numbers(model)
+        self._targets: Sequence[Any] = ()
+        self._route: Route | None = None
+        self._schedules: dict[Any, _Ready] = {}
+        kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        self._dtype = torch.float64 if torch.float64 in kinds else torch.float32
+
+    # --- a batch --------------------------------------------------------------------------------
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Any:
+        """Return the loss of a batch, or its outputs."""
+        if self._checked_call is not None:
+            # A stage is not called as the model is, which has this as a hook.
+            args, kwargs = self._checked_call(self._model, args, kwargs) or (args, kwargs)
+        batch = self._bound(args, kwargs)
+        loss_fn = self._options.loss_fn
+        if target is not None and loss_fn is None:
+            raise ValueError("a target, and no loss: pass loss_fn to prepare_pipeline().")
+        if torch.is_grad_enabled():
+            if target is None and loss_fn is not None:
+                raise ValueError(
+                    "a pipeline runs backward inside of the call, so it needs the loss there: call "
+                    "model(*inputs, target=target). For outputs without gradients call it under "
+                    "torch.no_grad()."
+                )
+            return self._train(batch, target)
+        outputs = self._evaluate(batch)
+        if target is None:
+            return outputs
+        assert loss_fn is not None
+        return loss_fn(outputs, target)
+
+    def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Batch:
+        """Return the arguments of a call, checked."""
+        try:
+            self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"the forward of {self._plan.name}: {error}. The target of the loss is passed as "
+                "target=."
+            ) from None
+        config = getattr(self._model, "config", None)
+        for name in _COLLECTED:
+            if kwargs.get(name, getattr(config, name, None)):
+                raise ValueError(
+                    f"{name}=True: what layers collect on their way is not passed from stage to "
+                    "stage of a pipeline: leave it out."
+                )
+        if "use_cache" in self._signature.parameters and "use_cache" not in kwargs:
+            kwargs = {**kwargs, "use_cache": False}  # stages would each keep their own
+        leaves = _pytree.tree_leaves((args, kwargs))
+        rows = {leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()}
+        if len(rows) > 1:
+            rows.discard(1)  # of all rows, such as positions
+        if len(rows) != 1:
+            raise TypeError(
+                "the inputs of a pipeline must have tensors with the same number of rows, which "
+                f"are cut into micro-batches; they have {sorted(rows) or 'none'}."
+            )
+        return _Batch(args, kwargs, rows.pop())
+
+    # --- forward and backward -------------------------------------------------------------------
+
+    def _train(self, batch: _Batch, target: Any) -> Any:
+        ready = self._schedule(batch, training=True)
+        count = ready.microbatches
+        if self._options.loss_fn is None and ready.route.loss is None:
+            raise ValueError(
+                "a pipeline runs backward inside of the call, so it needs the loss there: pass "
+                "loss_fn to prepare_pipeline(), and call model(*inputs, target=target), or pass "
+                "labels to a model whose outputs have a loss. For outputs without gradients call "
+                "it under torch.no_grad()."
+            )
+        self._targets = _pieces(target, count, batch.rows, "the target has")
+        self._route = ready.route
+        losses: list[torch.Tensor] = []
+        self._share_buffers()
+        try:
+            with self._own_random(), _apart(self._stages.values()) as pairs:
+                loans = self._lend(ready.route)
+                self._begin(ready, batch, loans)
+                ready.schedule.step(
+                    **({"target": torch.arange(count, device="cpu")} if self._has_last else {}),
+                    losses=losses,
+                )
+                if self._replicas is not None:
+                    self._replicas.units.finish_backward()
+                self._return_loans(ready.route, loans)
+                gradients = [
+                    (parameter, shadow.grad)
+                    for parameter, shadow in pairs
+                    if shadow.grad is not None
+                ]
+        finally:
+            self._targets = ()
+        total = torch.zeros((), dtype=self._dtype, device=self._device)
+        for loss in losses:
+            total += loss.detach()
+        dist.broadcast(total, src=self._last, group=self._group)
+        anchor = torch.zeros((), device=self._device, requires_grad=True)
+        settle: Any = _Settled.apply
+        loss_of_batch: torch.Tensor = settle(
+            total,
+            [gradient for _, gradient in gradients],
+            anchor,
+            *(parameter for parameter, _ in gradients),
+        )
+        if self._options.loss_fn is None:
+            return ready.route.with_loss(loss_of_batch)
+        return loss_of_batch
+
+    def _begin(self, ready: _Ready, batch: _Batch, loans: Mapping[str, torch.Tensor]) -> None:
+        microbatches = _pieces((batch.args, batch.kwargs), ready.microbatches, batch.rows)
+        for number, stage in self._stages.items():
+            tensors = {
+                slot: loans[name]
+                for name, stages in ready.route.borrowed.items()
+                if name in loans
+                for slot in stages.get(number, ())
+            }
+            stage.begin(ready.route, microbatches, tensors)
+
+    # --- parameters that several stages read ----------------------------------------------------
+
+    def _lend(self, route: Route) -> dict[str, torch.Tensor]:
+        """Collective: give stages the parameters that they share with an earlier one, by name.
+
+        The owner trains and saves them; the others have them for a batch, and send gradients back.
+        """
+        loans: dict[str, torch.Tensor] = {}
+        for name, owner, borrowers in self._lenders(route):
+            parameter = self._model.get_parameter(name)
+            part = _part_of_stage(parameter)
+            if self._rank == owner:
+                for rank in borrowers:
+                    if rank != owner:
+                        dist.send(part, dst=self._global(rank), group=self._group)
+                if owner in borrowers and collectives.is_sharded(parameter):
+                    loans[name] = _as_cut(part.clone(), parameter)
+            elif self._rank in borrowers:
+                received = torch.empty(part.shape, dtype=part.dtype, device=self._device)
+                dist.recv(received, src=self._global(owner), group=self._group)
+                loans[name] = _as_cut(received, parameter)
+            if name in loans:
+                loans[name].requires_grad_(parameter.requires_grad and torch.is_grad_enabled())
+        return loans
+
+    def _return_loans(self, route: Route, loans: Mapping[str, torch.Tensor]) -> None:
+        """Collective: add the gradients of lent parameters to those of their owners."""
+        for name, owner, borrowers in self._lenders(route):
+            parameter = self._model.get_parameter(name)
+            if not parameter.requires_grad:
+                continue
+            loan = loans.get(name)
+            gradient = None
+            if loan is not None:
+                gradient = _part_of_gradient(loan)
+            if self._rank != owner:
+                if gradient is not None:
+                    dist.send(gradient.contiguous(), dst=self._global(owner), group=self._group)
+                continue
+            total = torch.zeros_like(_part_of_stage(parameter))
+            if gradient is not None:
+                total += gradient
+            for rank in borrowers:
+                if rank != owner:
+                    part = torch.empty_like(total)
+                    dist.recv(part, src=self._global(rank), group=self._group)
+                    total += part
+            total = _averaged(total, parameter)
+            parameter.grad = total if parameter.grad is None else parameter.grad + total
+
+    def _lenders(self, route: Route) -> Iterator[tuple[str, int, list[int]]]:
+        """Yield the names of parameters that are lent, their owners and who borrows, as ranks."""
+        size = self._group.size()
+        for name, stages in route.borrowed.items():
+            yield name, self._plan.owner[name] % size, sorted({stage % size for stage in stages})
+
+    @property
+    def _rank(self) -> int:
+        return dist.get_rank(self._group)
+
+    def _global(self, rank: int) -> int:
+        return dist.get_global_rank(self._group, rank)
+
+    def _share_buffers(self) -> None:
+        if self._replicas is not None and self._replicas.buffers is not None:
+            for stage in self._stages.values():
+                self._replicas.buffers.share(stage)
+
+    @property
+    def _has_last(self) -> bool:
+        return self._plan.count - 1 in self._stages
+
+    def _loss(self, output: Any, index: torch.Tensor) -> torch.Tensor:
+        """Return the part of a micro-batch in the loss of the batch."""
+        assert self._route is not None
+        result = self._route.unflatten(output)
+        loss_fn = self._options.loss_fn
+        loss = result.loss if loss_fn is None else loss_fn(result, self._targets[int(index)])
+        if not isinstance(loss, torch.Tensor) or loss.dim():
+            raise TypeError("loss_fn must return a tensor with one number, of the micro-batch.")
+        return loss / len(self._targets) if self._options.reduction == "mean" else loss
+
+    def _evaluate(self, batch: _Batch) -> Any:
+        rows = batch.rows
+        if self._count(rows) is None:  # copies of the first row, which are dropped again
+            batch = batch.filled(-rows % self._group.size())
+        ready = self._schedule(batch, training=False)
+        tensors = ready.route.tensors()
+        if batch.rows != rows and any(not outline.shape for outline in tensors):
+            raise ValueError(
+                f"a batch of {rows} rows cannot be cut into equal micro-batches, and the model "
+                "returns a number that would count copies of a row: compute it from the outputs."
+            )
+        self._share_buffers()
+        with self._own_random():
+            self._begin(ready, batch, self._lend(ready.route))
+            merged = ready.schedule.step()
+        _free_gathered(self._stages.values())
+        outputs = []
+        for number, outline in enumerate(tensors):
+            shape = outline.shape or (1,)
+            if self._has_last:
+                whole = merged[number].detach().contiguous()
+            else:
+                shape = (shape[0] * ready.microbatches, *shape[1:])
+                whole = torch.empty(shape, dtype=outline.sent, device=self._device)
+            dist.broadcast(whole, src=self._last, group=self._group)
+            if not outline.shape:
+                whole = whole.mean() if self._options.reduction == "mean" else whole.sum()
+            outputs.append(whole[:rows] if outline.shape else whole)
+        return ready.route.unflatten(outputs)
+
+    @contextmanager
+    def _own_random(self) -> Iterator[None]:
+        """Context manager: draw other numbers than other stages, from a seed that all draw.
+
+        Outside, ranks that share a model draw the same numbers.
+        """
+        if not self._random or not self._model.training:
+            yield
+            return
+        seed = int(torch.randint(1 << 62, (), device="cpu"))
+        devices = [] if self._device.type == "cpu" else [self._device.index or 0]
+        with torch.random.fork_rng(devices, device_type=self._device.type if devices else "cuda"):
+            torch.manual_seed((seed + dist.get_rank(self._group) * _GOLDEN) % (1 << 63))
+            yield
+
+    # --- schedules ------------------------------------------------------------------------------
+
+    def _schedule(self, batch: _Batch, *, training: bool) -> _Ready:
+        """Return the schedule for batches of these shapes, its micro-batches, and what they give.
+
+        It has memory for what other stages send, so each shape has its own.
+        """
+        key = (training, self._model.training, batch.key())
+        known = self._schedules.pop(key, None)
+        if known is None:
+            known = self._made(batch, training)
+        self._schedules[key] = known  # the last used is the last
+        while len(self._schedules) > _KEPT_SCHEDULES:
+            del self._schedules[next(iter(self._schedules))]
+        return known
+
+    def _made(self, batch: _Batch, training: bool) -> _Ready:
+        rows = batch.rows
+        count, fewest = self._count(rows), self._group.size()
+        if count is None:
+            raise ValueError(
+                f"a batch of {rows} rows cannot be cut into equal micro-batches, at most "
+                f"{self._most} and at least {fewest}: give the loader drop_last=True, or pad the "
+                f"last batch to a multiple of {fewest}."
+            )
+        rehearsal, wrapped = self._rehearsal
+        args, kwargs = _pieces((batch.args, batch.kwargs), count, rows)[0]
+        route, error = None, None
+        try:
+            with torch.enable_grad() if training else torch.no_grad(), plain_attention():
+                route = rehearsal.route(wrapped, args, kwargs)
+        except Exception as caught:
+            error = caught
+        # Together, so that no rank waits for one that has failed.
+        texts: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(texts, error and f"{type(error).__name__}: {error}", self._group)
+        if error is not None:
+            raise error
+        failed = next((text for text in texts if text is not None), None)
+        if route is None or failed is not None:
+            raise RuntimeError(f"another stage of the pipeline has failed with {failed}")
+        return _Ready(self._built(count, route.outputs_on_meta(), training), count, route)
+
+    @property
+    def _most(self) -> int:
+        return self._options.microbatches or 1
+
+    def _count(self, rows: int) -> int | None:
+        """Return the number of micro-batches that a batch is cut into, None if none fits."""
+        ranks = self._group.size()
+        # torch's schedules of several stages on a rank take rounds of as many as there are ranks.
+        step = ranks if SCHEDULES[self._options.schedule] else 1
+        allowed = range(self._most // step * step, ranks - 1, -step)
+        return next((count for count in allowed if rows and rows % count == 0), None)
+
+    def _built(self, count: int, passed: Sequence[tuple[torch.Tensor, ...]], training: bool) -> Any:
+        # Imported here, because most runs have no pipeline.
+        from torch.distributed.pipelining import PipelineStage
+        from torch.distributed.pipelining.schedules import get_schedule_class
+
+        kind = get_schedule_class(self._options.schedule)
+        stages = [
+            PipelineStage(
+                module,
+                number,
+                self._plan.count,
+                self._device,
+                input_args=passed[number],
+                output_args=passed[number + 1],
+                group=self._group,
+            )
+            for number, module in self._stages.items()
+        ]
+        # The loss of a micro-batch is its part of the batch's, so nothing is left to be scaled.
+        known = inspect.signature(kind.__init__).parameters
+        options = {"scale_grads": False} if "scale_grads" in known else {}
+        several = SCHEDULES[self._options.schedule]
+        return kind(
+            stages if several else stages[0],
+            count,
+            loss_fn=self._loss if training else None,
+            **options,
+        )
+
+
+class _Settled(torch.autograd.Function):
+    """The loss of a batch, whose gradients are known: backward multiplies them by its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss: torch.Tensor,
+        gradients: list[torch.Tensor],
+        anchor: torch.Tensor,
+        *parameters: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad: torch.Tensor) -> Any:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError(
+                "backward through a pipeline a second time: call the model again for that."
+            )
+        (factor,) = grad
+        with torch.no_grad():
+            for gradient in gradients:
+                part = local_part(gradient)
+                part.mul_(factor.to(part.dtype))
+        return None, None, None, *gradients
+
+
+@contextmanager
+def _apart(
+    stages: Iterable[torch.nn.Module],
+) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Context manager: stages have other parameters of the same memory, with own gradients.
+
+    So hooks on parameters, and gradients of earlier micro-batches of a window, see nothing of the
+    backward passes inside of the schedule. Shards of FSDP stay, without their hooks and gradients.
+    """
+    stages = list(stages)
+    if any(map(collectives.is_sharded, (p for stage in stages for p in stage.parameters()))):
+        with _own_gradients([p for stage in stages for p in stage.parameters()]) as pairs:
+            yield pairs
+        return
+    slots = [
+        (slots, key, parameter)
+        for stage in stages
+        for module in stage.modules()
+        for slots in (module._parameters,)
+        for key, parameter in slots.items()
+        if parameter is not None
+    ]
+    shadows: dict[int, torch.nn.Parameter] = {}
+    pairs = []
+    for _, _, parameter in slots:
+        if id(parameter) not in shadows:
+            shadow = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
+            shadows[id(parameter)] = shadow
+            if parameter.requires_grad:
+                pairs.append((parameter, shadow))
+    try:
+        for registry, key, parameter in slots:
+            registry[key] = shadows[id(parameter)]
+        yield pairs
+    finally:
+        for registry, key, parameter in slots:
+            registry[key] = parameter
+
+
+@contextmanager
+def _own_gradients(
+    parameters: Sequence[Any],
+) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Context manager: set the gradients of parameters aside, and the hooks that see new ones."""
+    hooks = [parameter._post_accumulate_grad_hooks or {} for parameter in parameters]
+    before = [
+        (parameter.grad, dict(known)) for parameter, known in zip(parameters, hooks, strict=True)
+    ]
+    try:
+        for parameter, known in zip(parameters, hooks, strict=True):
+            parameter.grad = None
+            known.clear()  # in place, because torch keeps the dictionary
+        yield [(parameter, parameter) for parameter in parameters if parameter.requires_grad]
+    finally:
+        for parameter, known, (gradient, set_aside) in zip(parameters, hooks, before, strict=True):
+            parameter.grad = gradient
+            known.update(set_aside)
+
+
+def _free_gathered(stages: Iterable[torch.nn.Module]) -> None:
+    """Free what FSDP has left whole after forwards without a backward."""
+    for stage in stages:
+        for module in stage.modules():
+            reshard = getattr(module, "reshard", None)
+            if hasattr(module, "_get_fsdp_state") and reshard is not None:
+                reshard()
+
+
+def _cut_dimensions(parameter: Any) -> list[int]:
+    """Return the dimensions of a mesh over which a parameter is cut by tensor parallelism."""
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return [number for number, name in enumerate(names) if name == "tp"]
+
+
+def _part_of_stage(parameter: Any) -> torch.Tensor:
+    """Collective over ranks that share a stage: return what one of them computes with."""
+    whole = parameter.detach()
+    part: torch.Tensor
+    if not collectives.is_sharded(parameter):
+        part = whole.contiguous()
+        return part
+    from torch.distributed.tensor import Replicate
+
+    cut = _cut_dimensions(parameter)
+    placements = [
+        placement if number in cut else Replicate()
+        for number, placement in enumerate(parameter.placements)
+    ]
+    part = whole.redistribute(placements=placements).to_local().contiguous()
+    return part
+
+
+def _as_cut(part: torch.Tensor, parameter: Any) -> torch.Tensor:
+    """Return a part of a parameter as a layer takes it that is cut by tensor parallelism."""
+    if not collectives.is_sharded(parameter) or not _cut_dimensions(parameter):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    (number,) = _cut_dimensions(parameter)
+    mesh = parameter.device_mesh
+    if mesh.ndim > 1:
+        mesh = mesh["tp"]
+    return DTensor.from_local(
+        part, mesh, [parameter.placements[number]], run_check=False,
+        shape=parameter.shape, stride=parameter.stride(),
+    )  # fmt: skip
+
+
+def _part_of_gradient(loan: Any) -> torch.Tensor:
+    gradient = loan.grad
+    if gradient is None:
+        return torch.zeros_like(local_part(loan))
+    if collectives.is_sharded(gradient):
+        gradient = gradient.redistribute(placements=loan.placements)
+    return local_part(gradient)
+
+
+def _averaged(gradient: torch.Tensor, parameter: Any) -> torch.Tensor:
+    """Return this rank's shard of a gradient, averaged over the ranks that share the stage."""
+    if not collectives.is_sharded(parameter):
+        return gradient
+    from torch.distributed.tensor import DTensor, Partial
+
+    cut, mesh = _cut_dimensions(parameter), parameter.device_mesh
+    data = [number for number in range(mesh.ndim) if number not in cut]
+    for number in data:
+        gradient = gradient / mesh.size(number)
+    placements = [
+        Partial() if number in data else placement
+        for number, placement in enumerate(parameter.placements)
+    ]
+    parts = DTensor.from_local(
+        gradient, mesh, placements, run_check=False,
+        shape=parameter.shape, stride=parameter.stride(),
+    )  # fmt: skip
+    shard: torch.Tensor = parts.redistribute(placements=parameter.placements)
+    return shard
+
+
+def _pieces(tree: Any, count: int, rows: int, subject: str = "an input has") -> list[Any]:
+    """Return the micro-batches of a tree: tensors with a row for each of the batch are cut."""
+    leaves, structure = _pytree.tree_flatten(tree)
+
+    def pieces(leaf: Any) -> Sequence[Any]:
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim():
+            return [leaf] * count
+        if leaf.shape[0] == rows:
+            return leaf.chunk(count)
+        if leaf.shape[0] == 1 and not subject.startswith("the target"):
+            return [leaf] * count
+        raise ValueError(
+            f"{subject} {leaf.shape[0]} rows, and the inputs have {rows}: both are cut into "
+            "micro-batches."
+        )
+
+    cut = [pieces(leaf) for leaf in leaves]
+    return [_pytree.tree_unflatten([chunks[n] for chunks in cut], structure) for n in range(count)]

@@ -1,0 +1,337 @@
+"""Base class of strategies that replace the parameters of a model by shards of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accel_callbacks import collectives
+from accel_callbacks.distributed.rank_subset import refuse_on_subset
+from accel_callbacks.distributed.topology import Topology
+from accel_callbacks.engines.base import SetUp, Strategy
+from accel_callbacks.engines.checks import is_plain
+from accel_callbacks.engines.fsdp.groups import reshard
+from accel_callbacks.engines.replica_agreement import ReplicaAgreement
+from accel_callbacks.gradients import clip_norm, clip_value, parameters_of
+from accel_callbacks.plugins.base import Handlers
+from accel_callbacks.plugins.parallelism import ParallelismConfig
+from accel_callbacks.warning import warn
+
+__all__ = ["Sharding"]
+
+_Reasons = Mapping[str, str]
+#: Why optimizers step with other numbers than one process would, or not at all.
+_OF_ALL_PARAMETERS: _Reasons = {"LBFGS": "it looks at all parameters as one vector"}
+_OF_WHOLE_PARAMETERS: _Reasons = {
+    "Adafactor": "it averages over rows and columns of whole matrices",
+    "Muon": "it makes whole matrices orthogonal",
+    "Rprop": "torch has its step for whole parameters alone",
+}
+
+
+class Sharding(Strategy):
+    """A strategy whose models have shards in place of the parameters that the user built.
+
+    Optimizers step with the shards, in whatever order they and their models are prepared.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        handlers: Handlers | None = None,
+        parallelism: ParallelismConfig | None = None,
+    ) -> None:
+        super().__init__(topology, handlers, parallelism)
+        self._sharded = WeakIdKeyDictionary()  # the parameters in place of those of the user
+        # In order, which must be that of all ranks, as those of a set are not.
+        self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, None] = WeakKeyDictionary()
+        self._agreement: ReplicaAgreement | None = None
+        #: Whether each model had a plain state before its parameters were replaced.
+        self._plain: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
+
+    #: What to do to train without shards.
+    _plainer = "train with DistributedDataParallel (leave the fsdp_plugin out)"
+
+    @property
+    def _models(self) -> list[torch.nn.Module]:
+        """The sharded models, in the same order on all ranks."""
+        raise NotImplementedError
+
+    @property
+    def trains_together(self) -> bool:
+        """True once a model is sharded."""
+        return self.topology.world_size > 1 and bool(self._models)
+
+    def _refuse_shared(self, model: torch.nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            if parameter in self._sharded:
+                raise ValueError(
+                    f"{name!r} of {type(model).__name__} is also a parameter of a model that is "
+                    "sharded already: put both models into one module, and prepare that."
+                )
+
+    def _refuse_optimizer(self, optimizer: torch.optim.Optimizer, reasons: _Reasons) -> None:
+        """Refuse an optimizer whose step is one of these; a step of the user's own is theirs."""
+        step = inspect.unwrap(type(optimizer).step)
+        name = step.__qualname__.partition(".")[0]
+        if name in reasons and step.__module__.partition(".")[0] in ("torch", "transformers"):
+            raise ValueError(
+                f"{name} does not work with sharded models: {reasons[name]}, and each rank has "
+                f"only a part. Choose another optimizer, or {self._plainer}."
+            )
+
+    def _replace(self, before: dict[str, torch.nn.Parameter], model: torch.nn.Module) -> None:
+        """Note the shard of each parameter of the user, whose memory was freed."""
+        for name, shard in model.named_parameters(remove_duplicate=False):
+            whole = before[name]
+            if shard is not whole and whole not in self._sharded:
+                self._sharded[whole] = shard
+                whole.grad = None  # an optimizer or a list of the user may keep it
+
+    @property
+    def _agrees(self) -> ReplicaAgreement | None:
+        """Compares the ranks of tensor parallelism at the first steps; None without it."""
+        if self._agreement is None and self.parallelism is not None and self.parallelism.tp_enabled:
+            self._agreement = ReplicaAgreement(self.device_mesh["tp"])
+        return self._agreement
+
+    def _watch_inputs(self, model: torch.nn.Module) -> None:
+        """Compare the inputs of evaluation over the ranks of tensor parallelism."""
+        agreement = self._agrees
+        if agreement is None:
+            return
+
+        # A function, which a copy of the model shares; a method would be copied with its mesh.
+        def compare(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+            agreement.check_inputs(module, args, kwargs)
+
+        model.register_forward_pre_hook(compare, with_kwargs=True)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run the backward pass."""
+        agreement = self._agrees
+        if agreement is not None and not agreement.done:
+            agreement.check_loss(loss)
+        super().backward(loss, **kwargs)
+
+    def setup(
+        self,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        schedulers: Sequence[Any],
+    ) -> SetUp:
+        """Shard the models, and let all optimizers step with the shards."""
+        if self.topology.world_size > 1:
+            for optimizer in optimizers:
+                self._refuse_optimizer(optimizer, _OF_ALL_PARAMETERS)
+        replaced = super().setup(models, optimizers, schedulers)
+        self._optimizers.update(dict.fromkeys(optimizers))
+        # Those of earlier calls too: their model may have come only now.
+        for optimizer in list(self._optimizers) if models else optimizers:
+            self._bind(optimizer)
+        return replaced
+
+    def _bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Replace parameters by their shards, in place, wherever an optimizer has them."""
+        shard = self._shard_of
+        for group in optimizer.param_groups:
+            group["params"][:] = map(shard, group["params"])
+            if any(map(collectives.is_sharded, group["params"])):
+                self._refuse_optimizer(optimizer, _OF_WHOLE_PARAMETERS)
+            _fit_kernels(optimizer, group)
+        if not len(self._sharded):
+            return
+        state = optimizer.state
+        for known in [parameter for parameter in state if shard(parameter) is not parameter]:
+            state[shard(known)] = _sharded_state(state.pop(known), known, shard(known))
+        for name, value in vars(optimizer).items():
+            if name not in ("param_groups", "state"):
+                _replace_in(value, shard)
+
+    def _shard_of(self, parameter: Any) -> Any:
+        """Return the shard of a parameter of the user; other objects as they are."""
+        if isinstance(parameter, torch.Tensor):
+            return self._sharded.get(parameter, parameter)  # type: ignore[no-untyped-call]
+        return parameter
+
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if an optimizer holds none of the sharded parameters, and no gradient.
+
+        Raises:
+            RuntimeError: the step would train nothing.
+        """
+        if self._models and self._agrees is not None:
+            self._agrees.check_gradients(self._models)
+        if not self._models or self.has_gradients(optimizer):
+            return
+        if any(map(collectives.is_sharded, parameters_of([optimizer]))):
+            return
+        raise RuntimeError(
+            f"step: {type(optimizer).__name__} holds no parameter of a sharded model, and would "
+            "train nothing: make it of model.parameters() of the same object that is passed to "
+            "prepare(), and pass it to prepare() too."
+        )
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """Clip by the total norm over all shards, and return it as a plain tensor."""
+        return clip_norm(map(self._shard_of, parameters), max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value_: float) -> None:
+        """Clip each gradient element to ``[-clip_value, clip_value]``."""
+        clip_value(map(self._shard_of, parameters), clip_value_)
+
+    def join(
+        self, models: Sequence[Any], follow: Callable[[int], None]
+    ) -> AbstractContextManager[None]:
+        """Refuse uneven inputs on several ranks.
+
+        Raises:
+            ValueError: a rank without a batch could not do its part of the forward.
+        """
+        if self.topology.world_size == 1:
+            return super().join(models, follow)
+        raise ValueError(
+            "join_uneven_inputs does not work with sharded models, of which each forward needs the "
+            f"parts of all ranks: let prepare() split the data evenly, or {self._plainer}."
+        )
+
+    def mark_unsynced(self, model: torch.nn.Module) -> None:
+        """Refuse to train ranks apart: each holds another part of the weights.
+
+        Raises:
+            ValueError: on several ranks.
+        """
+        if self.topology.world_size > 1:
+            raise ValueError(
+                "LocalSGD does not work with sharded models, of which each rank trains another "
+                "part: use gradient_accumulation_steps to communicate less, or "
+                f"{self._plainer}."
+            )
+
+    def loads_in_place(self, model: torch.nn.Module) -> bool:
+        """Return whether the model was plain before its parameters were replaced."""
+        return self._plain.get(model, is_plain(model))
+
+    def full_parameters(
+        self, module: torch.nn.Module, *, writeback: bool = False
+    ) -> AbstractContextManager[None]:
+        """Return a context in which each rank has whole parameters."""
+        refuse_on_subset("full_parameters")
+        return _whole_parameters(module, writeback=writeback)
+
+
+# Whose fused kernels DTensors have.
+_FUSED = (torch.optim.Adam, torch.optim.AdamW)
+
+
+def _fit_kernels(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Step with one parameter after the other where torch's kernels do not take all of a group.
+
+    They take no list with shards and others, which tensor parallelism leaves.
+    """
+    kinds = set(map(collectives.is_sharded, group["params"]))
+    mixed = len(kinds) == 2
+    if group.get("fused") and (mixed or (True in kinds and not isinstance(optimizer, _FUSED))):
+        name = type(optimizer).__name__
+        subject = "sharded parameters beside whole ones" if mixed else "sharded parameters"
+        warn(f"{name}(fused=True): torch has no such kernel for {subject}; it steps one by one.")
+        group["fused"], group["foreach"] = False, False
+        # By this GradScaler would leave the scale to the kernel.
+        if hasattr(optimizer, "_step_supports_amp_scaling"):
+            optimizer._step_supports_amp_scaling = False
+    elif mixed and "foreach" in group:
+        if group["foreach"]:
+            warn(
+                f"{type(optimizer).__name__}(foreach=True): torch has no such kernel for sharded "
+                "parameters beside whole ones; it steps one by one."
+            )
+        group["foreach"] = False
+
+
+def _sharded_state(state: Any, whole: torch.Tensor, shard: Any) -> Any:
+    """Collective: shard the tensors of a state that are as large as the parameter was."""
+    if not isinstance(state, dict):
+        return state
+    return {
+        name: collectives.shard_like(collectives.broadcast(value.to(shard.device)), shard)
+        if isinstance(value, torch.Tensor) and value.shape == shard.shape and value.dim()
+        else value
+        for name, value in state.items()
+    }
+
+
+def _replace_in(value: Any, shard: Callable[[Any], Any]) -> None:
+    """Replace parameters in an attribute of an optimizer, in nested lists and dicts."""
+    if isinstance(value, list):
+        for index, entry in enumerate(value):
+            value[index] = shard(entry)
+            _replace_in(entry, shard)
+    elif isinstance(value, dict):
+        for key in list(value):
+            entry = value[key]
+            if shard(key) is not key or shard(entry) is not entry:
+                del value[key]
+                value[shard(key)] = shard(entry)
+            _replace_in(entry, shard)
+
+
+@contextmanager
+def _whole_parameters(module: torch.nn.Module, *, writeback: bool = False) -> Iterator[None]:
+    """Context manager, collective: have whole parameters in a sharded module.
+
+    Each rank holds all of them, in the dtype of the shards. The module cannot be called inside.
+
+    Args:
+        module: a sharded model or a part of it; one that is not sharded is left as it is.
+        writeback: keep what rank 0 has changed; off by default.
+    """
+    reshard(module)
+    slots = [
+        (owner, name, parameter)
+        for owner in module.modules()
+        for name, parameter in owner._parameters.items()
+        if parameter is not None and collectives.is_sharded(parameter)
+    ]
+    whole: dict[int, torch.nn.Parameter] = {}
+    for _, _, shard in slots:
+        if id(shard) not in whole:
+            gathered = _gathered(shard)
+            whole[id(shard)] = torch.nn.Parameter(gathered, requires_grad=shard.requires_grad)
+    try:
+        for owner, name, shard in slots:
+            owner._parameters[name] = whole[id(shard)]
+        yield
+        if writeback:
+            _write_back(slots, whole)
+    finally:
+        for owner, name, shard in slots:
+            owner._parameters[name] = shard
+
+
+@torch.no_grad()
+def _gathered(shard: Any) -> torch.Tensor:
+    mesh = shard.device_mesh
+    on_device = shard.detach()
+    # Offloaded shards are on the host, where the mesh may have no backend.
+    if on_device.device.type != mesh.device_type:
+        on_device = on_device.to(mesh.device_type)
+    gathered: torch.Tensor = on_device.full_tensor()
+    return gathered.clone() if gathered.data_ptr() == on_device.to_local().data_ptr() else gathered
+
+
+@torch.no_grad()
+def _write_back(slots: list[tuple[Any, str, Any]], whole: dict[int, torch.nn.Parameter]) -> None:
+    written: set[int] = set()
+    for _, _, shard in slots:
+        if id(shard) not in written:
+            written.add(id(shard))
+            changed = collectives.broadcast(whole[id(shard)].detach())
+            collectives.copy_part(shard, changed)

@@ -1,0 +1,1 @@
+"""Each rank has a part of every layer that is split."""

@@ -1,0 +1,1 @@
+"""One process for each XLA device, with or without sharding."""

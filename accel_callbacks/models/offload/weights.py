@@ -1,0 +1,364 @@
+"""Split a model into the units that are placed: blocks, layers outside of them, tensors."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import torch
+
+from accel_callbacks._siblings import require_neighbor
+from accel_callbacks.models.compile import original, regions
+from accel_callbacks.models.offload.sizes import (
+    AnyDtype,
+    as_dtype,
+    class_names,
+    converted_bytes,
+    stored_bytes,
+)
+
+__all__ = ["Part", "Unit", "Weights", "parts"]
+
+_NUMBERS = re.compile(r"(\d+)")
+_FIRST = re.compile(r"embed|^wte$|^wpe$|^shared$|token|position|patch|stem|^conv_in$")
+_LAST = re.compile(r"norm|^ln_f$|head|classifier|pooler|score|^proj_out$|^conv_out$|^output$")
+T = TypeVar("T")
+_Tree: TypeAlias = "dict[str, Any]"  # of names, with bytes at its leaves
+
+
+class Part(NamedTuple):
+    """A part of a model that is not split further, or the own tensors of a module that is.
+
+    Args:
+        name: of the module.
+        module: the module.
+        parameters: by the name within the module.
+        buffers: the same.
+        is_split: the module is split, and these are what it has besides its children.
+        is_block: the module has children, and is not split.
+    """
+
+    name: str
+    module: torch.nn.Module
+    parameters: Mapping[str, torch.nn.Parameter]
+    buffers: Mapping[str, torch.Tensor]
+    is_split: bool = False
+    is_block: bool = False
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Parameters and buffers."""
+        return [*self.parameters.values(), *self.buffers.values()]
+
+
+def parts(
+    model: torch.nn.Module,
+    no_split: Collection[str] | str | None = None,
+    whole: Collection[torch.nn.Module] = (),
+) -> Iterator[Part]:
+    """Yield the parts of a model that are not split, in order; a shared module once for each name.
+
+    Args:
+        model: the model, which is split itself.
+        no_split: names of the classes that are not split; by default those that the model and its
+            modules list in ``_no_split_modules``, as models of transformers do.
+        whole: modules that are not split either.
+    """
+    whole_ids = {id(module) for module in whole}
+
+    def visit(module: torch.nn.Module, name: str, classes: frozenset[str]) -> Iterator[Part]:
+        if no_split is None:
+            classes |= class_names(getattr(module, "_no_split_modules", None))
+        children = _present(module._modules)
+        is_whole = type(module).__name__ in classes or id(module) in whole_ids
+        if name and (not children or is_whole):
+            inside = dict(module.named_parameters()), dict(module.named_buffers())
+            yield Part(name, module, *inside, is_block=bool(children))
+            return
+        if parameters := _present(module._parameters):
+            yield Part(name, module, parameters, {}, is_split=True)
+        for key, child in children.items():
+            yield from visit(child, f"{name}.{key}" if name else key, classes)
+        if buffers := _present(module._buffers):
+            yield Part(name, module, {}, buffers, is_split=True)
+
+    yield from visit(model, "", class_names(no_split))
+
+
+def _present(slots: Mapping[str, T | None]) -> dict[str, T]:
+    """Return the slots of a module that are not None."""
+    return {key: entry for key, entry in slots.items() if entry is not None}
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Weights that are placed on one device, and fetched at once where they are offloaded.
+
+    Args:
+        name: of a module or, outside of the modules that are whole, of a tensor.
+        parameters: bytes of its parameters, but for those that an earlier unit counts.
+        buffers: bytes of its buffers.
+        shared: bytes of its parameters that are tied to those of an earlier unit.
+        ties: for each parameter that other units have too, one name: the first that it has.
+        is_block: one of the blocks that a model repeats, which keep a cache in generation.
+
+    Example:
+        >>> from accel_callbacks.offload import Unit
+        >>> Unit("blocks.0", parameters=100, buffers=4).nbytes
+        104
+    """
+
+    name: str
+    parameters: int
+    buffers: int = 0
+    shared: int = 0
+    ties: tuple[str, ...] = ()
+    is_block: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of parameters and buffers that no earlier unit counts."""
+        return self.parameters + self.buffers
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The units of a model in their order, with sizes; no tensors.
+
+    Args:
+        units: in the order in which the model has them.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.offload import Weights
+        >>> weights = Weights.of_model(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.ReLU()))
+        >>> [(unit.name, unit.nbytes) for unit in weights.units]
+        [('0', 32), ('1', 0)]
+    """
+
+    units: tuple[Unit, ...]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all parameters and buffers, tied parameters once."""
+        return sum(unit.nbytes for unit in self.units)
+
+    @classmethod
+    def of_model(
+        cls,
+        model: torch.nn.Module,
+        no_split: Collection[str] | str | None = None,
+        dtype: AnyDtype | None = None,
+        special_dtypes: Mapping[str, AnyDtype] | None = None,
+    ) -> Weights:
+        """Return the units of a model.
+
+        A block is one unit, and so is each layer outside of blocks, and each tensor that a module
+        has besides its children. A buffer that several units have is counted in each.
+
+        Args:
+            model: also one on the meta device.
+            no_split: names of the classes of blocks; by default those that the model lists in
+                ``_no_split_modules``, else the blocks that it repeats.
+            dtype: the dtype that floating-point tensors are loaded as; their own by default.
+            special_dtypes: dtypes of single tensors, by name.
+
+        Example:
+            >>> import torch
+            >>> from accel_callbacks.offload import Weights
+            >>> Weights.of_model(torch.nn.Linear(3, 2), dtype="bfloat16").nbytes
+            16
+        """
+        model = original(model)
+        classes: Collection[str] | str | None = no_split
+        pieces: list[Part] = list(parts(model, classes))
+        if no_split is None and not any(part.is_block for part in pieces):
+            pieces = list(parts(model, None, list(regions(model))))
+        return cls(tuple(_units(pieces, as_dtype(dtype), special_dtypes or {})))
+
+    @classmethod
+    def of_sizes(cls, sizes: Mapping[str, int], ties: Mapping[str, str] | None = None) -> Weights:
+        """Return the units of stored tensors, as their names tell them.
+
+        Blocks are numbered modules of which two have the same names and sizes, the outermost such.
+        Numbers are in their order, embeddings come before their neighbors, norms and heads after.
+
+        Args:
+            sizes: bytes of each tensor by its full name, in any order.
+            ties: further names, mapped to the names of the tensors that they are tied to.
+
+        Example:
+            >>> from accel_callbacks.offload import Weights
+            >>> sizes = {"head.w": 9, "h.1.a.w": 2, "h.0.a.w": 2, "wte.w": 9}
+            >>> [unit.name for unit in Weights.of_sizes(sizes).units]
+            ['wte', 'h.0', 'h.1', 'head']
+        """
+        further = ties or {}
+        tree: _Tree = {}
+        for name in [*sizes, *further]:
+            *path, last = name.split(".")
+            node = tree
+            for key in path:
+                node = node.setdefault(key, {})
+                if not isinstance(node, dict):
+                    raise ValueError(f"{name!r} is inside of another tensor, by its name.")
+            if isinstance(node.get(last), dict):
+                raise ValueError(f"{name!r} is a tensor, and other tensors are inside of it.")
+            node[last] = sizes[further.get(name, name)]
+        named = [(name, inside, block) for name, inside, block in _leaves(tree, "")]
+        tied = set(further.values())
+        seen: set[str] = set()
+        units = []
+        for name, inside, is_block in named:
+            unshared = shared = 0
+            groups = []
+            for tensor, nbytes in inside:
+                group = further.get(tensor, tensor)
+                if group in seen:
+                    shared += nbytes
+                else:
+                    unshared += nbytes
+                if group in tied:
+                    groups.append(group)
+                    seen.add(group)
+            units.append(Unit(name, unshared, 0, shared, tuple(groups), is_block))
+        return cls(tuple(units))
+
+    @classmethod
+    def of_checkpoint(
+        cls,
+        url: str | os.PathLike[str],
+        dtype: AnyDtype | None = None,
+        *,
+        model_index: int = 0,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> Weights:
+        """Return the units of a checkpoint; of safetensors files only the headers are read.
+
+        Args:
+            url: a path or fsspec URL of anything that ``load_model`` loads.
+            dtype: the dtype that floating-point tensors are loaded as; their own by default.
+            model_index: of a checkpoint of ``save_state``, which model.
+            storage_options: passed to the fsspec driver.
+
+        Raises:
+            checkpoint_io.CheckpointError: there are no weights, or their headers are damaged.
+
+        Example:
+            >>> import os, tempfile, torch
+            >>> from safetensors.torch import save_file
+            >>> from accel_callbacks.offload import Weights
+            >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
+            >>> save_file({"0.weight": torch.ones(3, 2)}, path)
+            >>> Weights.of_checkpoint(path).nbytes
+            24
+        """
+        require_neighbor("checkpoint_io")
+        from checkpoint_io.weights import open_weights
+
+        source = open_weights(url, model_index, storage_options)
+        final = as_dtype(dtype)
+        sizes = {
+            name: stored_bytes(torch.Size(info.shape).numel(), info.dtype, final)
+            for name, info in source.infos.items()
+        }
+        return cls.of_sizes(sizes, source.tied)
+
+
+def _units(
+    pieces: list[Part],
+    dtype: Any,
+    special_dtypes: Mapping[str, AnyDtype],
+) -> Iterator[Unit]:
+    """Yield units with their bytes after loading."""
+    special = {name: as_dtype(dtype) for name, dtype in special_dtypes.items()}
+    first: dict[int, str] = {}  # the first name of a parameter, by identity
+    holders: dict[int, set[str]] = {}
+    flat: list[tuple[str, Mapping[str, torch.nn.Parameter], Mapping[str, torch.Tensor], bool]] = []
+    for part in pieces:
+        dot = f"{part.name}." if part.name else ""
+        if part.is_split:
+            flat += [
+                (dot + key, {"": parameter}, {}, False)
+                for key, parameter in part.parameters.items()
+            ]
+            flat += [(dot + key, {}, {"": buffer}, False) for key, buffer in part.buffers.items()]
+        else:
+            flat.append((part.name, part.parameters, part.buffers, part.is_block))
+    for name, parameters, _, _ in flat:
+        for key, parameter in parameters.items():
+            first.setdefault(id(parameter), f"{name}.{key}" if key else name)
+            holders.setdefault(id(parameter), set()).add(name)
+
+    def size(name: str, tensor: torch.Tensor) -> int:
+        if name not in special:
+            return stored_bytes(tensor.numel(), tensor.dtype, dtype)
+        return converted_bytes(tensor.numel(), special[name])
+
+    counted: set[int] = set()
+    for name, parameters, buffers, is_block in flat:
+        unshared = shared = 0
+        for parameter in parameters.values():
+            nbytes = size(first[id(parameter)], parameter)
+            if id(parameter) in counted:
+                shared += nbytes
+            else:
+                unshared += nbytes
+                counted.add(id(parameter))
+        held = sum(
+            size(f"{name}.{key}" if key else name, buffer) for key, buffer in buffers.items()
+        )
+        ties = tuple(first[id(p)] for p in parameters.values() if len(holders[id(p)]) > 1)
+        yield Unit(name, unshared, held, shared, ties, is_block)
+
+
+def _leaves(tree: _Tree, name: str) -> Iterator[tuple[str, list[tuple[str, int]], bool]]:
+    """Yield name, tensors and whether it is a block, of each part of a tree of names."""
+    modules = {key: inside for key, inside in tree.items() if isinstance(inside, dict)}
+    if not modules and name:
+        yield name, [(f"{name}.{key}", tree[key]) for key in sorted(tree)], False
+        return
+    blocks = _repeated(modules)
+    for key in sorted(tree, key=_order):
+        inside, full = tree[key], f"{name}.{key}" if name else key
+        if key in blocks:
+            yield full, sorted((f"{full}.{rest}", nbytes) for rest, nbytes in _flat(inside)), True
+        elif isinstance(inside, dict):
+            yield from _leaves(inside, full)
+        else:
+            yield full, [(full, inside)], False
+
+
+def _repeated(modules: Mapping[str, _Tree]) -> set[str]:
+    """Return the numbered modules if two have the same names and sizes."""
+    numbered = {
+        key: frozenset(_flat(inside))
+        for key, inside in modules.items()
+        if key.isdecimal() and any(isinstance(entry, dict) for entry in inside.values())
+    }
+    return set(numbered) if len(set(numbered.values())) < len(numbered) else set()
+
+
+def _flat(tree: _Tree, prefix: str = "") -> Iterator[tuple[str, int]]:
+    for key, inside in tree.items():
+        if isinstance(inside, dict):
+            yield from _flat(inside, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", inside
+
+
+def _order(key: str) -> tuple[int, list[int | str]]:
+    """Return the sort key of a module: its likely position in forward, among its neighbors."""
+    if _LAST.search(key):
+        rank = 3
+    elif _FIRST.search(key):
+        rank = 0
+    else:
+        rank = 1 if key.startswith("encoder") else 2
+    # Numbers as numbers; the parts at odd places are those that were matched.
+    pieces = _NUMBERS.split(key)
+    return rank, [int(piece) if at % 2 else piece for at, piece in enumerate(pieces)]
