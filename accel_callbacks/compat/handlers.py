@@ -67,18 +67,11 @@ class ParallelismConfig(parallelism.ParallelismConfig, metaclass=StandIn):
     def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
         return self.get_mesh()
 
-    def build_device_mesh(self, device_type: str) -> Any:
-        """Return the mesh, which has a joined dimension where one of its axes has ranks too.
-
-        Args:
-            device_type: such as ``"cpu"`` or ``"cuda"``.
-        """
-        mesh = super().build_device_mesh(device_type)
-        for name, dimensions in _JOINED.items() if mesh is not None else ():
-            axes = tuple(getattr(self, dimensions))
-            if len(axes) == 1:
-                mesh[axes]._flatten(name)
-        return mesh
+    def _joined_axes(self) -> dict[str, list[str]]:
+        """Return the axes of each joined dimension, which may be one axis alone."""
+        active = {name: getattr(self, dimensions) for name, dimensions in _JOINED.items()}
+        others = {name: axes for name, axes in super()._joined_axes().items() if "sp" in axes}
+        return {name: axes for name, axes in active.items() if axes} | others
 
 
 for _twin, _home in (

@@ -58,6 +58,10 @@ _OTHER_NAMES = {
     "DataLoaderAdapter": "accel_callbacks.data.loader:DataLoaderShard",
     "DataLoaderStateMixin": "accel_callbacks.data.loader:DataLoaderShard",
     "is_compiled_module": f"{_ROOM}.wrappers:has_original",
+    **{
+        name: f"{_ROOM}.tpu_commands:{name}"
+        for name in ("tpu_command_launcher", "tpu_command_parser")
+    },
     "on_main_process": "accel_callbacks.tracking.general_tracker:on_main_process",
     # Not among the homes: they import `loggers`, which a file beside the script may hide.
     **{
@@ -130,10 +134,6 @@ NOT_PROVIDED: dict[str, str] = {
     "_convert_nargs_to_dict": _SAGEMAKER,
     "_validate_launch_command": _LAUNCH,
     "gather_data": "`accel estimate-memory` prints what a model takes.",
-    **dict.fromkeys(
-        ("tpu_command_launcher", "tpu_command_parser"),
-        "TPU pods are not set up by a command here: start the script on their machines.",
-    ),
     **dict.fromkeys(("override_numa_affinity", "set_numa_affinity"), _NUMA),
     **dict.fromkeys(
         ("SageMakerDistributedType", "prepare_sagemager_args_inputs"),

@@ -349,13 +349,18 @@ class ParallelismConfig(KwargsHandler):
             from torch.distributed.device_mesh import init_device_mesh
 
             root = init_device_mesh(device_type, sizes, mesh_dim_names=names)
-            joined: dict[str, Any] = {}
-            for name, axes in _JOINED.items():
-                active = tuple(axis for axis in axes if axis in names)
-                if len(active) > 1:
-                    joined[name] = root[active]._flatten(name)
+            joined = {name: root[axes]._flatten(name) for name, axes in self._joined_axes().items()}
+            if not dist.is_initialized():  # a mesh of something else than torch's groups
+                return root
             known = self._meshes[device_type] = _Mesh(root, joined, ref(dist.group.WORLD))
         return known.root
+
+    def _joined_axes(self) -> dict[str, list[str]]:
+        """Return the axes of each dimension of the mesh that joins several."""
+        active = {
+            name: [axis for axis in axes if self.sizes[axis] > 1] for name, axes in _JOINED.items()
+        }
+        return {name: axes for name, axes in active.items() if len(axes) > 1}
 
     def get_device_mesh(self, device_type: str | None = None) -> Any:
         """Return the mesh, built for this type of device if there is none yet.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 
 import pytest
@@ -153,3 +154,53 @@ def test_a_command_raises_what_scripts_know(tmp_path):
     config = resolve(module, "convert_config_to_fsdp2")(given)
     assert config["debug"] is True
     assert config["fsdp_config"]["fsdp_reshard_after_forward"] in (True, "true")
+
+
+# --- all machines of a TPU ----------------------------------------------------------------------
+
+
+def tpu_config(*words: str) -> None:
+    parser = resolve("accelerate.commands.tpu", "tpu_command_parser")()
+    resolve("accelerate.commands.tpu", "tpu_command_launcher")(parser.parse_args(words))
+
+
+@pytest.fixture
+def gcloud(tmp_path, monkeypatch):
+    """A program of the name, which writes the words that it gets, and fails for a zone."""
+    program, said = tmp_path / "bin" / "gcloud", tmp_path / "said"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {said}\n! echo "$@" | grep -q nowhere\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    return said
+
+
+def test_commands_run_on_all_machines_of_a_tpu(gcloud, tmp_path):
+    config = tmp_path / "pod.yaml"
+    config.write_text("tpu_name: pod\ntpu_zone: here\ncommands: [echo a, echo b]\n")
+    tpu_config("--config_file", str(config), "--install_accelerate", "--accelerate_version", "1.2")
+    words = gcloud.read_text().splitlines()
+    assert words[:6] == ["compute", "tpus", "tpu-vm", "ssh", "pod", "--zone"]
+    line = "cd /usr/share; pip install accelerate==1.2; echo a; echo b"
+    assert words[6:] == ["here", "--command", line, "--worker", "all"]
+    file = tmp_path / "commands.sh"
+    file.write_text("ls\npwd\n")
+    tpu_config("--config_file", str(config), "--command_file", str(file), "--use_alpha")
+    assert gcloud.read_text().splitlines()[0] == "alpha"
+    assert "cd /usr/share; ls; pwd" in gcloud.read_text()
+
+
+def test_a_command_that_fails_on_a_tpu_is_an_error(gcloud, tmp_path, capsys):
+    where = ("--tpu_name", "pod", "--tpu_zone", "nowhere")
+    with pytest.raises(subprocess.CalledProcessError):
+        tpu_config("--command", "ls", *where)
+    gcloud.unlink()
+    tpu_config("--command", "ls", *where, "--debug")
+    assert (
+        "ssh pod --zone nowhere --command cd /usr/share; ls --worker all" in capsys.readouterr().out
+    )
+    assert not gcloud.exists()
+    with pytest.raises(ValueError, match="no command to run"):
+        tpu_config(*where)
+    with pytest.raises(ValueError, match="tpu_name"):
+        tpu_config("--command", "ls")
