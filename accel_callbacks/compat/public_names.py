@@ -134,7 +134,7 @@ _NAMES = {
         fsdp2_switch_optimizer_parameters gather gather_object get_active_deepspeed_plugin
         get_balanced_memory get_cpu_distributed_information get_current_device_type
         get_data_structure get_fsdp2_grad_scaler get_gpu_info get_grad_scaler get_int_from_env
-        get_max_layer_size get_max_memory get_mixed_precision_context_manager
+        get_max_layer_size get_max_memory get_mixed_precision_context_manager get_model_tp_size
         get_module_children_bottom_up get_pretty_name has_4bit_bnb_layers has_ao_layers
         has_compiled_regions has_offloaded_params has_transformer_engine_layers honor_type
         id_tensor_storage ignorant_find_batch_size infer_auto_device_map initialize_tensors

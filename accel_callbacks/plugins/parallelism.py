@@ -348,7 +348,7 @@ class ParallelismConfig(KwargsHandler):
             # Imported here, because most runs have no mesh.
             from torch.distributed.device_mesh import init_device_mesh
 
-            root = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+            root: Any = init_device_mesh(device_type, sizes, mesh_dim_names=names)
             joined = {name: root[axes]._flatten(name) for name, axes in self._joined_axes().items()}
             if not dist.is_initialized():  # a mesh of something else than torch's groups
                 return root
