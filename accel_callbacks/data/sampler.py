@@ -117,7 +117,8 @@ class BatchSamplerShard(BatchSampler):
         if split_batches and (size is None or size % num_processes):
             raise ValueError(
                 f"split_batches=True splits each batch over {num_processes} processes, but the "
-                f"batch sampler's batch_size is {size}: give it a round multiple of that."
+                f"batch sampler's batch_size is {size}: give it a round multiple of "
+                f"{num_processes}."
             )
         self.batch_sampler = batch_sampler
         self.num_processes = num_processes

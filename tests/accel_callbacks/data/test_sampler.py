@@ -225,7 +225,7 @@ def test_batches_of_any_size_are_taken_whole(batches, even, uneven):
 
 @pytest.mark.parametrize("sampler", [BatchSampler(range(5), 3, False), Batches([0, 1])])
 def test_what_cannot_be_split_is_refused(sampler):
-    with pytest.raises(ValueError, match="multiple of 2"):
+    with pytest.raises(ValueError, match="a round multiple of 2"):
         BatchSamplerShard(sampler, 2, 0, split_batches=True)
 
 

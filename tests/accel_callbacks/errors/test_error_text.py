@@ -202,7 +202,7 @@ def test_a_debugger_finds_all_frames() -> None:
 
 
 def test_a_fault_in_the_report_hides_nothing() -> None:
-    fault = "from accel_callbacks import rank_report; rank_report.folded_text = None"
+    fault = "from accel_callbacks.errors import rank_report; rank_report.folded_text = None"
     done = script(BACKWARD, before=fault)
     assert "step.py" in done.stderr
     assert "TypeError" not in done.stderr
