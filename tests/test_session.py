@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import signal
 import subprocess
@@ -14,9 +15,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-import conftest
-
 ROOT = Path(__file__).parent.parent
+
+# By its path: that of another folder may have the name in this worker.
+_SPEC = importlib.util.spec_from_file_location("root_conftest", ROOT / "conftest.py")
+assert _SPEC is not None
+assert _SPEC.loader is not None
+conftest = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(conftest)
 
 SESSION = """
     import signal, subprocess, sys, time

@@ -36,8 +36,9 @@ def started(log_with, folder, **options):
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch, tmp_path):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
+    # Without an account a run is offline; a mode of the environment, wandb would keep for others.
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_DISABLED"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
