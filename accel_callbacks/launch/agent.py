@@ -112,6 +112,7 @@ def _run_elastic(settings: Namespace, plan: AgentPlan) -> None:
         try:
             launcher.elastic_launch(config, command)(*arguments)
         finally:
+            workers.close()
             attempts.close("stopped")
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 __all__ = ["Workers"]
 
 _HEAD_START = 2.0  # seconds by which a worker may end before the one that it has lost
+_GRACE = 30.0  # seconds from SIGTERM to SIGKILL, as in torch's launcher
+_ENDS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")  # those that torch's launcher ends by
 
 
 class Workers:
@@ -39,13 +43,52 @@ class Workers:
             options: of torch's ``get_subprocess_handler``.
         """
         rank = options["local_rank_id"]
-        self._workers[rank] = _Worker(self, self._start(**options), rank, options["env"])
+        with _deferred_signals():  # one in between would leave a process that nobody knows
+            self._workers[rank] = _Worker(self, self._start(**options), rank, options["env"])
         return self._workers[rank]
+
+    def close(self) -> None:
+        """End the workers that still run.
+
+        Torch's launcher ends those that it knows, and it knows none before all have started.
+        """
+        left = [one for one in self._workers.values() if one.handler.proc.poll() is None]
+        for worker in left:
+            worker.close(signal.SIGTERM)
+        deadline = time.monotonic() + _GRACE
+        for worker in left:
+            try:
+                worker.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                worker.handler.proc.kill()
+                worker.wait()
 
     def runs(self, rank: int) -> bool:
         """Return whether the worker with a local rank has not ended yet."""
         worker = self._workers.get(rank)
         return worker is not None and worker.handler.proc.poll() is None
+
+
+@contextmanager
+def _deferred_signals() -> Iterator[None]:
+    """Let signals that end the launcher come at the end of the block."""
+    if threading.current_thread() is not threading.main_thread():  # which alone gets them
+        yield
+        return
+    came: list[int] = []
+    before = {}
+    for name in _ENDS:
+        number = getattr(signal, name, None)
+        # Workers inherit what is ignored, and that it is.
+        if number is not None and callable(signal.getsignal(number)):
+            before[number] = signal.signal(number, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for number in came[:1]:
+        signal.raise_signal(number)
 
 
 class _Worker:

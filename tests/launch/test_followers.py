@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,3 +73,24 @@ def test_a_rank_ends_no_sooner_than_the_one_that_it_has_lost(
     assert [worker.poll() for worker in workers] == codes
     for worker in workers:
         worker.close(signal.SIGKILL)
+
+
+def test_a_signal_while_workers_start_leaves_none() -> None:
+    """Torch's launcher knows none of them yet."""
+    ranks = []
+
+    def start(**_: Any) -> Any:
+        ranks.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1e6)"]))
+        signal.raise_signal(signal.SIGINT)
+        return SimpleNamespace(proc=ranks[-1], close=ranks[-1].send_signal)
+
+    workers = Workers(start)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            workers.start(local_rank_id=0, env={})
+    finally:
+        signal.signal(signal.SIGINT, before)
+    workers.close()
+    assert ranks[0].returncode == -signal.SIGTERM
+    workers.close()  # none is left
