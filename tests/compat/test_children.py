@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -161,7 +162,9 @@ def test_each_form_of_start_stands_in(tmp_path, form, processes):
         **{"cwd": tmp_path, "capture_output": True, "text": True},
     )
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"{rank} stands in" for rank in range(processes)]
+    # Lines of two processes may run into each other.
+    said = sorted(re.findall(r"\d stands in", done.stdout))
+    assert said == [f"{rank} stands in" for rank in range(processes)]
 
 
 @pytest.mark.parametrize("function", ["main", "train"])
