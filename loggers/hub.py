@@ -174,7 +174,7 @@ class TrackerHub:
         """
         plain = plain_config(config)
         if self._accepts("log_config"):
-            for writer in self._chosen(only):
+            for writer in self._writers_of(only):
                 writer.request_call("log_config", SimpleQueue(), plain)
 
     # --- values ---------------------------------------------------------------------------------
@@ -395,7 +395,7 @@ class TrackerHub:
             self._check_keywords(log_kwargs, "log_objects")
         if not self._accepts("log_objects"):
             return
-        reply, writers = Reply(), self._chosen(only)
+        reply, writers = Reply(), self._writers_of(only)
         taken = {
             writer: {n: v for n, v in objects.items() if writer.guard.tracker.takes_object(v)}
             for writer in writers
@@ -594,7 +594,7 @@ class TrackerHub:
         """Return whether this is a forked child, where the hub's threads do not exist."""
         return os.getpid() != self._pid
 
-    def _chosen(self, only: str | None) -> list[Writer]:
+    def _writers_of(self, only: str | None) -> list[Writer]:
         """Return the workers of all trackers, or that of one, if this process uses it."""
         return [writer for writer in self._writers if only in (None, writer.name)]
 
@@ -602,7 +602,7 @@ class TrackerHub:
         """Return whether any tracker records this kind; warn once about those that do not."""
         if not self._accepts(f"log_{kind}"):
             return False
-        chosen = self._chosen(only)
+        chosen = self._writers_of(only)
         lacking = [repr(w.name) for w in chosen if kind not in w.guard.kinds]
         if len(lacking) == 1:
             text = f"tracker {lacking[0]} does not record {kind} and is skipped"

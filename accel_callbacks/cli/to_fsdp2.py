@@ -40,7 +40,7 @@ def run(args: Namespace) -> int:
         raise CommandError(str(error)) from None
 
 
-def converted(before: Mapping[str, Any], source: str) -> tuple[dict[str, Any], list[str]]:
+def fsdp2_values(before: Mapping[str, Any], source: str) -> tuple[dict[str, Any], list[str]]:
     """Return the values of a file for FSDP2, and a line for each that changed.
 
     Args:
@@ -57,7 +57,7 @@ def converted(before: Mapping[str, Any], source: str) -> tuple[dict[str, Any], l
 
 
 def _convert(source: str, target: Path) -> int:
-    values, lines = converted(read_config(source), source)
+    values, lines = fsdp2_values(read_config(source), source)
     print("".join(f"{line}\n" for line in lines), end="")
     print(f"wrote {write_config(target, values)}; comments are not kept")
     return 0

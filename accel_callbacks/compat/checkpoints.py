@@ -170,7 +170,7 @@ class _State:
         Raises:
             ResumeError: there is none.
         """
-        names = [_numbered(name, index) for name in _WEIGHTS]
+        names = [_file_name(name, index) for name in _WEIGHTS]
         found = self.path(*names, f"pytorch_model_fsdp_{index}")
         if found is None:
             raise ResumeError(
@@ -200,12 +200,12 @@ def _calls(accelerator: Accelerator, state: _State) -> Iterator[Callable[[], Any
     for index, model in enumerate(models):
         yield _loading_weights(training.strategy.unwrap(model), state.weights(index))
     for index, optimizer in enumerate(training.optimizers):
-        name = _numbered("optimizer.bin", index)
+        name = _file_name("optimizer.bin", index)
         content = state.content(name)
         _require_order(training, optimizer, content, state.folder / name)
         yield _loading(optimizer, content)
     for index, scheduler in enumerate(training.schedulers):
-        yield _loading(scheduler, state.content(_numbered("scheduler.bin", index)))
+        yield _loading(scheduler, state.content(_file_name("scheduler.bin", index)))
     if accelerator.scaler is not None:
         yield _loading(accelerator.scaler, state.content("scaler.pt"))
     for index, item in enumerate(training.registered.objects):
@@ -242,13 +242,13 @@ def _positions(accelerator: Accelerator, state: _State) -> Iterator[Callable[[],
     options, told = accelerator.dataloader_config, set()
     alone = options.dispatch_batches and accelerator.num_processes > 1
     for index, loader in enumerate(accelerator.loaders):
-        name = _numbered("dl_state_dict.bin", index)
+        name = _file_name("dl_state_dict.bin", index)
         if loader.rereads or alone or name not in state.present:
             told.add(_PLACE)
         elif batches := _batches(state.content(name)):
             if not options.use_seedable_sampler and draws_at_random(loader.get_sampler()):
                 told.add(_ANEW)
-            yield _starting(loader, batches)
+            yield _place_in_epoch(loader, batches)
     for text in sorted(told):
         warn(text)
 
@@ -262,7 +262,7 @@ def _batches(position: Mapping[str, Any]) -> int:
     return int(position.get("_num_yielded", steps))
 
 
-def _starting(loader: DataLoaderShard, batches: int) -> Callable[[], Any]:
+def _place_in_epoch(loader: DataLoaderShard, batches: int) -> Callable[[], Any]:
     return lambda: loader.start_at(batches)
 
 
@@ -300,7 +300,7 @@ def _bare(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _numbered(name: str, index: int) -> str:
+def _file_name(name: str, index: int) -> str:
     """Return the name of the file of the first object, or of a later one."""
     stem, _, ending = name.partition(".")
     return name if index == 0 else f"{stem}_{index}.{ending}"

@@ -13,7 +13,7 @@ from accel_callbacks.cli import main as accel
 from accel_callbacks.cli.config import defaults
 from accel_callbacks.cli.parser import CommandError, CommandParser
 from accel_callbacks.cli.registry import COMMANDS
-from accel_callbacks.cli.to_fsdp2 import converted
+from accel_callbacks.cli.to_fsdp2 import fsdp2_values
 from accel_callbacks.launch.config_file import default_path, read_config, write_config
 from accel_callbacks.launch.machine import detect_machine
 
@@ -79,17 +79,17 @@ class SageMakerConfig(BaseConfig):
 
 def load_config_from_file(config_file: str | None) -> BaseConfig:
     """Return the values of a config file, the default one if None."""
-    values = read_config(_existing(config_file or default_config_file))
+    values = read_config(_require_file(config_file or default_config_file))
     on_sagemaker = values.get("compute_environment") == "AMAZON_SAGEMAKER"
     return (SageMakerConfig if on_sagemaker else ClusterConfig)(**values)
 
 
 def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a config file for FSDP1 as those of one for FSDP2."""
-    return converted(config, "the config")[0]
+    return fsdp2_values(config, "the config")[0]
 
 
-def _existing(config_file: str) -> str:
+def _require_file(config_file: str) -> str:
     if not os.path.lexists(os.path.expanduser(config_file)):
         raise FileNotFoundError(
             f"the config file {config_file} does not exist: `accel config` writes one."
@@ -153,7 +153,7 @@ def _functions(subcommand: str) -> tuple[Callable[..., CommandParser], Callable[
         if hasattr(args, "as_accelerate"):  # its processes stand in too
             args.as_accelerate = True
         if getattr(args, "config_file", None) and subcommand != "config":
-            _existing(args.config_file)
+            _require_file(args.config_file)
         try:
             code = COMMANDS[subcommand].load().run(args)
         except CommandError as error:  # a script gets what it knows, and not the end of a command

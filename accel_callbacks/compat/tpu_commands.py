@@ -60,7 +60,7 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
         config = load_config_from_file(args.config_file).to_dict()
     command = [
         *("gcloud", *(["alpha"] if args.use_alpha else []), "compute", "tpus", "tpu-vm", "ssh"),
-        *(_required(args, config, "tpu_name"), "--zone", _required(args, config, "tpu_zone")),
+        *(_value_of(args, config, "tpu_name"), "--zone", _value_of(args, config, "tpu_zone")),
         *("--command", "; ".join(_lines(args, config)), "--worker", "all"),
     ]
     if args.debug:
@@ -70,7 +70,7 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
     print("All machines of the TPU have run the commands.")
 
 
-def _required(args: argparse.Namespace, config: dict[str, Any], name: str) -> str:
+def _value_of(args: argparse.Namespace, config: dict[str, Any], name: str) -> str:
     value = getattr(args, name) or config.get(name)
     if not value:
         raise ValueError(f"the TPU is not known: give --{name}, or {name} in the config file.")

@@ -484,7 +484,7 @@ class Accelerator(AcceleratorMembers, accelerator.Accelerator):
             *args: as of :meth:`accel_callbacks.Accelerator.prepare`.
             **options: the same.
         """
-        prepared = self._amended(super().prepare(*args, **options))
+        prepared = self._add_members(super().prepare(*args, **options))
         known = (self.models, self.optimizers, self.schedulers, self.loaders)
         for item in prepared if isinstance(prepared, (list, tuple)) else [prepared]:
             inner = item.loader if isinstance(item, skip.SkipDataLoader) else item
@@ -499,13 +499,13 @@ class Accelerator(AcceleratorMembers, accelerator.Accelerator):
             *args: as of :meth:`accel_callbacks.Accelerator.prepare_optimizer`.
             **options: the same.
         """
-        return self._amended(super().prepare_optimizer(*args, **options))
+        return self._add_members(super().prepare_optimizer(*args, **options))
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepare a scheduler."""
-        return self._amended(super().prepare_scheduler(scheduler))
+        return self._add_members(super().prepare_scheduler(scheduler))
 
-    def _amended(self, prepared: Any) -> Any:
+    def _add_members(self, prepared: Any) -> Any:
         for optimizer in self.optimizers:
             give_members(optimizer, OptimizerMembers, self)
         for each in self.schedulers:
