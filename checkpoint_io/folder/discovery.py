@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 from checkpoint_io.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from checkpoint_io.format.manifest import Manifest, TensorEntry
 from checkpoint_io.format.names import MANIFEST, save_id_of
-from checkpoint_io.loader.files import check_sizes, manifest_of
+from checkpoint_io.loader.files import check_sizes, manifest_of, retry_if_replaced
 from checkpoint_io.storage.local import local_folder
 from checkpoint_io.storage.open import Store
 from checkpoint_io.threads import mapped
@@ -182,14 +182,22 @@ class Scanner:
 
     def _entry(self, name: str) -> FolderEntry:
         """Return the entry of one folder."""
-        store, manifest = self._store.child(name), None
+        store = self._store.child(name)
+        manifest: Manifest | None = None
         status: Status = "valid"
         reason = ""
+
+        def check(found: Manifest) -> None:
+            nonlocal manifest
+            manifest = found
+            check_sizes(store, found)
+
         try:
-            manifest = self._manifest(name, store)
-            check_sizes(store, manifest)
+            # A save that replaces this checkpoint removes the files of the manifest just read: as
+            # "broken" it would send a reader back to an older one.
+            retry_if_replaced(store, check, lambda: self._manifest(name, store))
         except CheckpointNotFoundError as error:
-            reason = str(error)
+            manifest, reason = None, str(error)
             ours = any(save_id_of(file) for file in store.sizes())
             status = "unfinished" if ours else "foreign"
         except CheckpointError as error:

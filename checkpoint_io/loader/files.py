@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 from checkpoint_io.errors import (
@@ -24,9 +25,18 @@ T = TypeVar("T")
 _SAVES = 20  # how many saves may replace a checkpoint during one read of it
 
 
-def retry_if_replaced(store: Store, action: Callable[[Manifest], T]) -> T:
-    """Read a checkpoint; start over whenever a save has replaced it meanwhile."""
-    manifest = manifest_of(store)
+def retry_if_replaced(
+    store: Store, action: Callable[[Manifest], T], read: Callable[[], Manifest] | None = None
+) -> T:
+    """Read a checkpoint; start over whenever a save has replaced it meanwhile.
+
+    Args:
+        store: its folder.
+        action: called with the manifest.
+        read: reads the manifest; `manifest_of` if None.
+    """
+    read = read or partial(manifest_of, store)
+    manifest = read()
     for _ in range(_SAVES):
         try:
             return action(manifest)
@@ -37,7 +47,7 @@ def retry_if_replaced(store: Store, action: Callable[[Manifest], T]) -> T:
             # are damage only if the manifest is still the same.
             if manifest_of(store, tensors=False).id == manifest.id:
                 raise
-            manifest = manifest_of(store)
+            manifest = read()
     return action(manifest)
 
 

@@ -7,6 +7,7 @@ import shutil
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ from checkpoint_io import (
     save,
 )
 from checkpoint_io.folder.folder import Fallback
-from checkpoint_io.format.manifest import seal
+from checkpoint_io.format.manifest import Manifest, seal
+from checkpoint_io.loader import check_sizes
 from checkpoint_io.storage.local import LocalStore
 
 
@@ -444,6 +446,60 @@ def test_the_root_of_a_disk(tmp_path: Path) -> None:
     (tmp_path / "step-00000002").rename(tmp_path / "lost+found")
     assert [entry.name for entry in folder.survey()] == ["step-00000001"]
     assert folder.next_generation() == 2
+
+
+@pytest.mark.parametrize(
+    "newest",
+    [
+        pytest.param(
+            lambda folder: folder.load_latest().manifest.metadata["step"], id="load_latest"
+        ),
+        pytest.param(
+            lambda folder: folder.open_latest().manifest.metadata["step"], id="open_latest"
+        ),
+        pytest.param(lambda folder: folder.latest().manifest.metadata["step"], id="latest"),
+        pytest.param(lambda folder: folder.list()[-1].manifest.metadata["step"], id="list"),
+    ],
+)
+@pytest.mark.parametrize("replacements", [1, 3])
+def test_a_newest_that_is_replaced_during_a_scan_is_found(
+    newest: Callable[[CheckpointFolder], int],
+    replacements: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A reader must not go back to an older one because a save has removed the replaced files."""
+    folder, writer = CheckpointFolder(tmp_path), CheckpointFolder(tmp_path)
+    fill(writer, 0, 1)
+    left = [1] * replacements
+
+    def replace_first(store: LocalStore, manifest: Manifest) -> None:
+        if left and manifest.metadata["step"] == 1:
+            fill(writer, left.pop())
+        check_sizes(store, manifest)
+
+    monkeypatch.setattr("checkpoint_io.folder.discovery.check_sizes", replace_first)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CheckpointWarning)
+        assert newest(folder) == 1
+    assert not left
+
+
+def test_a_checkpoint_that_is_pruned_during_a_scan_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = CheckpointFolder(tmp_path)
+    fill(folder, 0, 1)
+
+    def prune_first(store: LocalStore, manifest: Manifest) -> None:
+        if manifest.metadata["step"] == 0:
+            monkeypatch.undo()
+            assert CheckpointFolder(tmp_path).prune(keep_last(1), run_id="r1") == [folder.path(0)]
+        check_sizes(store, manifest)
+
+    monkeypatch.setattr("checkpoint_io.folder.discovery.check_sizes", prune_first)
+    first, second = folder.survey()
+    assert (first.status, first.manifest, second.status) == ("foreign", None, "valid")
 
 
 @pytest.mark.parametrize("problem", [OSError("the network is down"), StateMismatchError("names")])
