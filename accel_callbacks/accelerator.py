@@ -82,8 +82,9 @@ if TYPE_CHECKING:
     from accel_callbacks.addons.journal.recorder import Recorder
     from accel_callbacks.addons.journal.replay_request import ReplayRequest
     from accel_callbacks.checkpoint.checkpointer import Checkpointer
+    from accel_callbacks.checkpoint.part import RestoreReport
     from accel_callbacks.checkpoint.selection import Only, Rename
-    from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
+    from accel_callbacks.checkpoint.training_state import TrainingState
     from accel_callbacks.engines.pipeline.strategy import PipelinedModel
     from accel_callbacks.loop.contexts import Evaluate
     from accel_callbacks.plugins import MegatronLMPlugin
@@ -358,9 +359,10 @@ class Accelerator(ProcessControl, MediaLogging):
     def training_state(self) -> TrainingState:
         """The parts whose states make up a checkpoint."""
         # Imported here, because a loop that saves nothing has no use for it.
+        from accel_callbacks.checkpoint.parts import register_parts
         from accel_callbacks.checkpoint.training_state import TrainingState
 
-        return TrainingState(
+        training = TrainingState(
             self.strategy,
             self.precision,
             self.loop,
@@ -371,6 +373,8 @@ class Accelerator(ProcessControl, MediaLogging):
             self.schedulers,
             self.loaders,
         )
+        register_parts(training)
+        return training
 
     def _require_prepared_steps(self) -> None:
         from accel_callbacks.checkpoint.trained_parameters import require_prepared_steps

@@ -16,7 +16,8 @@ from accel_callbacks.callbacks.base import ResumableState, require_at_least
 from accel_callbacks.callbacks.freeze import Freeze
 from accel_callbacks.callbacks.weight_averaging import Averaging
 from accel_callbacks.checkpoint.open import open_folder, open_one, together, unwrapped_failure
-from accel_callbacks.checkpoint.restore import LoadOptions, restore_from, restore_newest
+from accel_callbacks.checkpoint.part import LoadOptions
+from accel_callbacks.checkpoint.restore import restore_from, restore_newest
 from accel_callbacks.checkpoint.selection import Selection
 from accel_callbacks.checkpoint.training_state import TrainingState
 from accel_callbacks.distributed.failures import shared_failure

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_callbacks.checkpoint.compatibility import compare_frozen, fitting_weights
+from accel_callbacks.checkpoint.in_place_reads import InPlaceReads, place_weights
 from accel_callbacks.checkpoint.open import open_one, together, unwrapped_failure
-from accel_callbacks.checkpoint.restore import InPlaceReads, place_weights, training_state_in
+from accel_callbacks.checkpoint.part import RestoreReport
+from accel_callbacks.checkpoint.restore import training_state_in
 from accel_callbacks.checkpoint.selection import Selection
-from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
+from accel_callbacks.checkpoint.training_state import TrainingState
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.errors import ResumeError
 from accel_callbacks.gradients import local_part
@@ -97,7 +99,9 @@ class BorrowedWeights(AbstractContextManager[str]):
             weights = self._chosen(reader.path, state, indices)
             # the float32 averages of half-precision weights
             converted: list[tuple[torch.Tensor, torch.Tensor]] = []
-            loaded_by_model = place_weights(training, weights, reads, converted)
+            loaded_by_model = place_weights(
+                training.strategy, training.models, weights, reads, converted
+            )
         together(_WHERE, partial(_read, reader, reads, weights), changes=reads.changes)
         with shared_failure(_WHERE), torch.no_grad():
             for index, saved in loaded_by_model.items():

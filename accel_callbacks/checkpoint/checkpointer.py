@@ -15,13 +15,14 @@ from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.checkpoint.async_save import SaveCallbacks, check_when_busy
 from accel_callbacks.checkpoint.folder_leases import Folder
 from accel_callbacks.checkpoint.open import describe_foreign_folder, open_folder
+from accel_callbacks.checkpoint.part import LoadOptions
 from accel_callbacks.checkpoint.project import (
     SavePlace,
     path_in,
     project_save,
     refuse_each_node,
 )
-from accel_callbacks.checkpoint.restore import LoadOptions, restore_from, restore_newest
+from accel_callbacks.checkpoint.restore import restore_from, restore_newest
 from accel_callbacks.checkpoint.selection import Only, Rename, Selection
 from accel_callbacks.checkpoint.tensor_file import save_tensors, save_text, writable_folder
 from accel_callbacks.checkpoint.trained_parameters import require_prepared_steps, require_saved

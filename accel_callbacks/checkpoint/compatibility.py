@@ -9,12 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_callbacks.checkpoint.frozen_weights import check_same_model, differing_weights
+from accel_callbacks.checkpoint.part import RestoreReport
 from accel_callbacks.checkpoint.selection import Selection
-from accel_callbacks.checkpoint.training_state import (
-    RestoreReport,
-    TrainingState,
-    with_local_state,
-)
+from accel_callbacks.checkpoint.training_state import TrainingState
 from accel_callbacks.errors import ResumeError, nearest
 from accel_callbacks.models.offload.placeholder import unwritable
 from accel_callbacks.warning import warn
@@ -25,11 +22,13 @@ if TYPE_CHECKING:
 __all__ = [
     "check_classes",
     "chosen_indices",
+    "class_names",
     "compare_frozen",
     "fitting_weights",
     "naming_checkpoint",
     "rank_part",
     "warn_of_names",
+    "with_local_state",
 ]
 
 _SHOWN = 5
@@ -52,15 +51,21 @@ def naming_checkpoint(path: str) -> Iterator[None]:
 
 
 def chosen_indices(
-    training: TrainingState, state: Mapping[str, Any], kind: str, selection: Selection
+    state: Mapping[str, Any], kind: str, prepared: int, selection: Selection
 ) -> list[int]:
     """Return the indices of the prepared objects of a kind that are restored.
+
+    Args:
+        state: the selected part of the saved one.
+        kind: of the objects, such as ``"models"``.
+        prepared: how many there are.
+        selection: of the load.
 
     Raises:
         ResumeError: the numbers of prepared and saved objects differ, or a selected one is not
             prepared.
     """
-    saved, prepared = len(state[kind]), len(getattr(training, kind))
+    saved = len(state[kind])
     if not selection.partial:
         if saved != prepared:
             raise ResumeError(
@@ -156,13 +161,34 @@ def _check_same(name: str, current: torch.Tensor, saved: Any) -> None:
         )
 
 
+def class_names(training: TrainingState, kind: str) -> list[str | None]:
+    """Return the classes of the prepared optimizers or schedulers, as the user made them.
+
+    Args:
+        training: the prepared objects.
+        kind: ``"optimizers"`` or ``"schedulers"``.
+
+    Returns:
+        Dotted names, None for an optimizer that an engine has replaced.
+    """
+    if kind == "schedulers":
+        return [_dotted(type(scheduler.scheduler)) for scheduler in training.schedulers]
+    owned = training.strategy.replaces_optimizers
+    return [None if owned else _dotted(type(o.optimizer)) for o in training.optimizers]
+
+
+def _dotted(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 def check_classes(
     training: TrainingState,
     state: Mapping[str, Any],
-    indices: Mapping[str, Iterable[int]],
+    kind: str,
+    indices: Iterable[int],
     strict: bool,
 ) -> None:
-    """Compare the classes of optimizers and schedulers with those of the save.
+    """Compare the classes of optimizers or schedulers with those of the save.
 
     Where the class is another and its options have the same names, the state fits: a warning.
     Checkpoints from before classes were saved have the names of an optimizer's options alone.
@@ -170,25 +196,20 @@ def check_classes(
     Raises:
         ResumeError: it is another class, whose options have other names; or any, and ``strict``.
     """
-    saved_classes = state.get("classes", {})
-    for kind in ("optimizers", "schedulers"):
-        for index in indices[kind]:
-            class_name = training.class_names(kind)[index]
-            saved = saved_classes.get(kind, {}).get(str(index))
-            if (
-                class_name is None
-                or class_name == saved
-                or (saved is None and kind == "schedulers")
-            ):
-                continue
-            if kind == "optimizers":
-                optimizer = training.optimizers[index]
-                saved_groups = state[kind][str(index)]["param_groups"]
-                missing, unexpected = _other_options(optimizer, saved_groups)
-            else:
-                before, now = state[kind][str(index)], training.schedulers[index].state_dict()
-                missing, unexpected = now.keys() - before.keys(), before.keys() - now.keys()
-            _report_class(f"{kind[:-1]} {index}", class_name, saved, missing, unexpected, strict)
+    saved_classes = state.get("classes", {}).get(kind, {})
+    names = class_names(training, kind)
+    for index in indices:
+        class_name, saved = names[index], saved_classes.get(str(index))
+        if class_name is None or class_name == saved or (saved is None and kind == "schedulers"):
+            continue
+        if kind == "optimizers":
+            optimizer = training.optimizers[index]
+            saved_groups = state[kind][str(index)]["param_groups"]
+            missing, unexpected = _other_options(optimizer, saved_groups)
+        else:
+            before, now = state[kind][str(index)], training.schedulers[index].state_dict()
+            missing, unexpected = now.keys() - before.keys(), before.keys() - now.keys()
+        _report_class(f"{kind[:-1]} {index}", class_name, saved, missing, unexpected, strict)
 
 
 def _other_options(
@@ -346,6 +367,14 @@ def rank_part(
     if text:
         warn(text.removesuffix("; ") + ".")
     return restored
+
+
+def with_local_state(
+    loaders: Mapping[str, Mapping[str, Any]], local: Mapping[str, Any] | None, key: str
+) -> dict[str, Any]:
+    """Return the state of a loader, with this rank's own part if there is one."""
+    stream = ({} if local is None else local.get("streams", {})).get(key)
+    return {**loaders[key], **({} if stream is None else {"stream": stream})}
 
 
 def _stream_problems(

@@ -11,58 +11,27 @@ import torch
 
 from accel_callbacks import collectives
 from accel_callbacks.checkpoint.frozen_weights import fingerprints
+from accel_callbacks.checkpoint.part import CheckpointPart, RestoreReport, Sections
 from accel_callbacks.checkpoint.project import ProjectConfiguration
 from accel_callbacks.checkpoint.registered import PreHooks, Registered
 from accel_callbacks.checkpoint.tensor_file import writable_folder
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.distributed.rng import capture_rng, devices_of
 from accel_callbacks.engines import Strategy
-from accel_callbacks.engines.optimizer_state import parameter_names
-from accel_callbacks.gradients import parameters_of
 from accel_callbacks.local_files import local_path
 from accel_callbacks.loop.loop import Loop
-from accel_callbacks.models.from_pretrained import pretrained_files
 from accel_callbacks.optimizer import AcceleratedOptimizer
 from accel_callbacks.precision import Precision
 from accel_callbacks.scheduler import AcceleratedScheduler
 from accel_callbacks.tracking.trackers import Tracking
 
-__all__ = [
-    "ExtraFiles",
-    "RestoreReport",
-    "TrainingState",
-    "split_local_states",
-    "with_local_state",
-    "without_frozen",
-]
+__all__ = ["ExtraFiles", "TrainingState", "numbered", "without_frozen"]
 
-
-@dataclass
-class RestoreReport:
-    """The names that a load did not restore: ``Accelerator.load_report``.
-
-    Names are those of parameters and buffers, ``"<number of the model>.<name>"``.
-
-    Attributes:
-        path: the checkpoint.
-        missing: names here that were selected and are not in the checkpoint; they are as before.
-        unexpected: names in the checkpoint that were selected and are not here.
-        kept: names that the save left out (``trainable_only``, or a hook); they are as before.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks import Accelerator
-        >>> accel = Accelerator(cpu=True)
-        >>> model = accel.prepare(torch.nn.Linear(1, 1))
-        >>> path = accel.save_state("memory://doc-report/c")
-        >>> accel.load_state(path) == accel.load_report.path, accel.load_report.missing
-        (True, [])
-    """
-
-    path: str
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)
+#: Sections in the order of the file.
+_ORDER = (
+    *("models", "optimizers", "model_files", "schedulers", "loaders", "precision", "run"),
+    *("callbacks", "trackers", "registered", "copies", "classes", "callback_options", "window"),
+)
 
 
 @dataclass
@@ -82,7 +51,9 @@ class TrainingState:
         registered: objects of the user.
         pre_hooks: hooks of the user.
         load_report: what the last load found, None before the first.
-        left_at: the state of the boundary to which a run was left, saved in place of that of now.
+        parts: what a checkpoint is made of, in the order in which it is restored.
+        left_state: returns the state of the boundary to which a run was left, saved in place of
+            that of now; None elsewhere.
 
     Example:
         >>> from accel_callbacks import Accelerator
@@ -103,7 +74,8 @@ class TrainingState:
     registered: Registered = field(default_factory=Registered)
     pre_hooks: PreHooks = field(default_factory=PreHooks)
     load_report: RestoreReport | None = None
-    left_at: tuple[dict[str, Any], dict[str, Any]] | None = None
+    parts: list[CheckpointPart] = field(default_factory=list)
+    left_state: Callable[[], Sections] | None = None
 
     @property
     def prepared(self) -> int:
@@ -120,72 +92,29 @@ class TrainingState:
         """The device of this rank."""
         return self.strategy.topology.device
 
-    def capture(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def register(self, part: CheckpointPart) -> None:
+        """Add a part: each save captures it, and each load restores it.
+
+        Raises:
+            ValueError: there is a part of this name.
+        """
+        if any(known.name == part.name for known in self.parts):
+            raise ValueError(f"{part.name!r} is a part of checkpoints already: use another name.")
+        self.parts.append(part)
+
+    def capture(self) -> Sections:
         """Return what all ranks share and what belongs to this rank, as trees of plain values."""
-        loop = self.loop
-        if self.left_at is not None:
-            shared, local = self.left_at
-            # The callbacks that save know what they have saved since.
-            savers = {entry.key: entry.state() for entry in loop.dispatch.entries if entry.saves}
-            return {**shared, "callbacks": {**shared["callbacks"], **savers}}, dict(local)
-        position, local = self._capture_position()
-        shared = {**self._capture_tensors(), **position}
-        if loop.window.is_open and self.strategy.keeps_gradients_apart:
-            raise RuntimeError(
-                "save_state inside of a gradient window: the engine keeps its gradients, and they "
-                "would be lost. Save after optimizer.step() has ended the window."
-            )
-        local_gradients, sharded = self._waiting_gradients()
-        if loop.window.is_open or local_gradients or sharded:
-            local["window"] = self._open_window(local_gradients)
-            if sharded:
-                shared["window"] = {"gradients": sharded}
-        return shared, local
-
-    def _capture_tensors(self) -> dict[str, Any]:
-        """Return the sections of models and optimizers, whose tensors are not copied."""
-        strategy = self.strategy
-        # First: a hook of FSDP puts the shards back, where a forward has left whole parameters.
-        models = [strategy.local_state_dict(model) for model in self.models]
-        names = parameter_names(self.bare_models)
-        sections: dict[str, Any] = {
-            "models": _numbered(models),
-            "optimizers": _numbered(
-                [strategy.optimizer_state_dict(o.optimizer, names) for o in self.optimizers]
-            ),
-        }
-        model_files = enumerate(map(pretrained_files, self.bare_models))
-        if configured := {str(index): files for index, files in model_files if files}:
-            sections["model_files"] = configured
-        return sections
-
-    def _capture_position(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the other sections that all ranks share, and what belongs to this rank."""
-        loop = self.loop
-        # First: a stream that is asked for its position may draw its next samples.
-        random = loop.random_at_stop if loop.run.epoch_open else None
-        rng, loader_generators = random or self.random_state()
-        shared: dict[str, Any] = {
-            "schedulers": _numbered([scheduler.state_dict() for scheduler in self.schedulers]),
-            "loaders": _numbered([self._position(loader) for loader in self.loaders]),
-            "precision": self.precision.state_dict(),
-            "run": self._run_position(),
-            "callbacks": self.strategy.stored(loop.dispatch.state_dict(), self.models),
-            "trackers": self.tracking.state_dict(),
-            "registered": self.registered.state_dict(),
-        }
-        for state, generators in zip(shared["loaders"].values(), loader_generators, strict=False):
-            state["order"]["generators"] = generators
-        if self.strategy.copies > 1:
-            shared["copies"] = self.strategy.copies  # of each data rank's local state
-        local: dict[str, Any] = {"rng": rng}
-        classes = {kind: self.class_names(kind) for kind in ("optimizers", "schedulers")}
-        shared["classes"] = {kind: _numbered(names) for kind, names in classes.items()}
-        if options := loop.dispatch.options():
-            shared["callback_options"] = options
-        if streams := split_local_states(shared["loaders"]):
-            local["streams"] = streams
-        return shared, local
+        if self.left_state is not None:
+            return self.left_state()
+        shared: dict[str, Any] = {}
+        local: dict[str, Any] = {}
+        for part in self.parts:
+            of_all, of_rank = part.capture()
+            local |= of_rank
+            for name, section in of_all.items():
+                shared[name] = {**shared[name], **section} if name in shared else section
+        # The order in the file does not depend on that of the owners.
+        return {name: shared[name] for name in (*_ORDER, *shared) if name in shared}, local
 
     def nbytes(self) -> int:
         """Return about how many bytes of weights and optimizers' states this rank writes.
@@ -208,19 +137,11 @@ class TrainingState:
         shards: int = sum(tensor.to_local().nbytes for tensor in sharded)
         return shards + whole // self.strategy.topology.world_size
 
-    def class_names(self, kind: str) -> list[str | None]:
-        """Return the classes of the prepared optimizers or schedulers, as the user made them.
-
-        Args:
-            kind: ``"optimizers"`` or ``"schedulers"``.
-
-        Returns:
-            Dotted names, None for an optimizer that an engine has replaced.
-        """
-        if kind == "schedulers":
-            return [_dotted(type(scheduler.scheduler)) for scheduler in self.schedulers]
-        owned = self.strategy.replaces_optimizers
-        return [None if owned else _dotted(type(o.optimizer)) for o in self.optimizers]
+    @property
+    def random_at_stop(self) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
+        """What :meth:`random_state` was where an open epoch was left, None elsewhere."""
+        stopped: tuple[dict[str, Any], list[dict[str, Any]]] | None = self.loop.random_at_stop
+        return stopped if self.loop.run.epoch_open else None
 
     def random_state(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Return the state of the random generators, and of those that belong to the loaders."""
@@ -244,57 +165,6 @@ class TrainingState:
         local["rng"] = rng
         for state, generators in zip(shared["loaders"].values(), loader_generators, strict=False):
             state["order"]["generators"] = generators
-
-    def _run_position(self) -> dict[str, Any]:
-        """Return the position of the run; a batch without a loader counts once it has worked."""
-        waiting = self.loop.own_batches.is_open and not self.loop.worked
-        state = self.loop.run.state_dict()
-        return {**state, "batch_idx": state["batch_idx"] - waiting}
-
-    def _position(self, loader: DataLoaderShard) -> dict[str, Any]:
-        """Return the position of a loader.
-
-        A batch that was delivered and not trained on yet is delivered again after a resume.
-        """
-        waiting = loader in self.loop.active and loader.trained and not self.loop.worked
-        return loader.state_dict(again=waiting and len(self.optimizers) > 0)
-
-    def _waiting_gradients(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return the gradients that wait for a step, those of this rank and those that are sharded.
-
-        These are all in an open window. Outside of one, a script may accumulate by itself: those of
-        optimizers that have not stepped since the batch began. Sharded ones are averaged over the
-        ranks already, so that any number of ranks can go on with them.
-        """
-        loop, strategy = self.loop, self.strategy
-        waiting = None  # all
-        if not loop.window.is_open:
-            left = [o for o in self.optimizers if o not in loop.stepped_in_batch()]
-            if not left or strategy.keeps_gradients_apart:
-                return {}, {}
-            waiting = {id(p) for optimizer in left for p in parameters_of([optimizer])}
-        gradients: dict[str, torch.Tensor] = {}
-        for index, model in enumerate(self.models):
-            found = strategy.open_gradients(model)
-            for name, parameter in strategy.unwrap(model).named_parameters():
-                # One without memory here is of another rank, which steps together with this one.
-                mine = waiting is None or id(parameter) in waiting or parameter.is_meta
-                if name in found and mine:
-                    gradients[f"{index}.{name}"] = found[name]
-        sharded = {name: g for name, g in gradients.items() if collectives.is_sharded(g)}
-        return {name: g for name, g in gradients.items() if name not in sharded}, sharded
-
-    def _open_window(self, gradients: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Return the state of an open window: a save may come in the middle of one."""
-        window = self.loop.window
-        return {
-            "position": window.position,
-            "divisor": window.divisor,
-            "normalizer": window.normalizer.state_dict(),
-            "averaged_over": self.strategy.averaged_over,
-            "gradients": gradients,
-            "logged": self.tracking.row.state_dict(),
-        }
 
     def choose_weights(
         self, shared: dict[str, Any], url: str, *, trainable_only: bool = False
@@ -331,7 +201,7 @@ class TrainingState:
                 chosen = self.pre_hooks.save(self.models, chosen, folder)
         elif not trainable_only:
             return
-        shared["models"] = _numbered(chosen)
+        shared["models"] = numbered(chosen)
         shared["dropped_weights"] = {
             str(index): sorted(before - weights.keys())
             for index, (before, weights) in enumerate(zip(names, chosen, strict=True))
@@ -365,31 +235,10 @@ class TrainingState:
         return replicated
 
 
-def _dotted(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _numbered(items: Iterable[Any]) -> dict[str, Any]:
+def numbered(items: Iterable[Any]) -> dict[str, Any]:
     """Return objects by their number."""
     # By text, as keys are paths: "models/0/weight" is stable if a later object is added.
     return {str(index): item for index, item in enumerate(items)}
-
-
-def split_local_states(loaders: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Split this rank's own part off the states of loaders; a note of it stays in them."""
-    streams = {key: state["stream"] for key, state in loaders.items() if "stream" in state}
-    rank_streams = {key: stream for key, stream in streams.items() if "own" in stream}
-    for key, stream in rank_streams.items():
-        loaders[key]["stream"] = {"own": stream["own"]}
-    return rank_streams
-
-
-def with_local_state(
-    loaders: Mapping[str, Mapping[str, Any]], local: Mapping[str, Any] | None, key: str
-) -> dict[str, Any]:
-    """Return the state of a loader, with this rank's own part if there is one."""
-    stream = ({} if local is None else local.get("streams", {})).get(key)
-    return {**loaders[key], **({} if stream is None else {"stream": stream})}
 
 
 def without_frozen(

@@ -17,9 +17,9 @@ import torch
 
 from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbor
+from accel_callbacks.checkpoint.in_place_reads import InPlaceReads, place_optimizer_state
 from accel_callbacks.checkpoint.open import process_group
 from accel_callbacks.checkpoint.project import path_in
-from accel_callbacks.checkpoint.restore import InPlaceReads, place_optimizer_state
 from accel_callbacks.checkpoint.training_state import without_frozen
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.process_control import synchronize

@@ -92,10 +92,18 @@ class BoundaryExit:
         """Return to the boundary, once the script is unwound: its state is what is saved now."""
         if self._kept is None or self._run.global_step != self._step:
             return  # a script has caught the exit, gone on, and raises it only now
-        self._training.left_at = self._kept
+        self._training.left_state = self._left_state
         position = self._kept[0]["run"]  # what is saved at that position already is not saved again
         self._run.epoch_open = position["epoch_open"]
         self._run.epochs_done = position["epochs_done"]
+
+    def _left_state(self) -> _State:
+        """Return the state of the boundary, in which callbacks that save know what they saved."""
+        assert self._kept is not None
+        shared, local = self._kept
+        entries = self._training.loop.dispatch.entries
+        savers = {entry.key: entry.state() for entry in entries if entry.saves}
+        return {**shared, "callbacks": {**shared["callbacks"], **savers}}, dict(local)
 
     def before_batch(self, reason: str | None) -> None:
         """Leave the run before this batch of an evaluation, if a rank asks for it and all can.

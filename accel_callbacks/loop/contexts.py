@@ -14,7 +14,8 @@ from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.checkpoint.memory_snapshots import is_snapshot
 from accel_callbacks.checkpoint.open import together, unwrapped_failure
-from accel_callbacks.checkpoint.restore import LoadOptions, find, restore_from, restore_newest
+from accel_callbacks.checkpoint.part import LoadOptions
+from accel_callbacks.checkpoint.restore import find, restore_from, restore_newest
 from accel_callbacks.checkpoint.trained_parameters import require_saved
 from accel_callbacks.checkpoint.training_state import TrainingState
 from accel_callbacks.data.prepare import Loaders
@@ -215,7 +216,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
                 return
             self._end(left)
         finally:
-            self._boundary_exit = self._training.left_at = None
+            self._boundary_exit = self._training.left_state = None
             self._loop.keep_boundary = lambda: None
             self._run.prepared_at_start = None
         # A launcher ends the other ranks as soon as one has left with an exit code.
@@ -299,8 +300,8 @@ class RunContext(AbstractContextManager[TrainingRun]):
     def _place(self, callback: Any) -> tuple[str, LoadOptions]:
         """Return the folder in which a callback saves, and how it is restored from."""
         root, storage_options = callback.resume_root(self._run)
-        memory = callback.memory(self._run) if hasattr(callback, "memory") else None
-        options = LoadOptions(storage_options=storage_options, accept=self._accept, memory=memory)
+        source = callback.memory(self._run) if hasattr(callback, "memory") else None
+        options = LoadOptions(storage_options=storage_options, accept=self._accept, source=source)
         return root, options
 
     def _accept(self, reader: CheckpointReader) -> None:
