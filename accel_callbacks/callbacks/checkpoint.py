@@ -17,14 +17,9 @@ from accel_callbacks.callbacks.base import ResumableState, require_at_least
 from accel_callbacks.callbacks.interval import Cadence, Interval
 from accel_callbacks.callbacks.monitor import Monitor
 from accel_callbacks.checkpoint.async_save import SaveCallbacks, check_when_busy, is_dispensable
-from accel_callbacks.checkpoint.memory_snapshots import (
-    MemorySnapshots,
-    is_snapshot,
-    reached,
-    snapshots_beside,
-)
 from accel_callbacks.checkpoint.open import open_folder
 from accel_callbacks.checkpoint.project import path_in
+from accel_callbacks.checkpoint.resume_source import ResumeSource, reached
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.local_files import absolute, base_name, split_path
 from accel_callbacks.logging import notice
@@ -177,7 +172,7 @@ class Checkpoint(ResumableState):
         self.max_shard_size = max_shard_size
         self.storage_options = storage_options
         self._folder: CheckpointFolder | None = None
-        self._memory: MemorySnapshots | None = None
+        self._memory: ResumeSource | None = None
         self._memory_of: TrainingRun | None = None  # the run for which that was decided
         self.preempted_in_memory = False  # and not in the store yet
         self.reset_state()
@@ -210,17 +205,20 @@ class Checkpoint(ResumableState):
             self._folder = open_folder(url, self.storage_options)
         return self._folder
 
-    def memory(self, run: TrainingRun) -> MemorySnapshots | None:
+    def resume_source(self, run: TrainingRun) -> ResumeSource | None:
         """Collective, once a run: return the snapshots in host memory, None if none are kept."""
         # Not once a process: another rank may be new, and this one not.
         if self.memory_every_n_steps is not None and self._memory_of is not run:
+            # Imported here, because few runs keep any.
+            from accel_callbacks.addons.resilience.memory_snapshots import snapshots_beside
+
             self._memory, self._memory_of = snapshots_beside(self._folder_url(run)), run
         return self._memory
 
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
         """Reset the state, unless ``load_state`` restored it, and probe the folder."""
         super().setup(run, model, stage)
-        self.memory(run)
+        self.resume_source(run)
         with shared_failure(f"trying {self._folder_url(run)}"):
             if run.is_global_zero:
                 self._open(run).probe()
@@ -232,7 +230,7 @@ class Checkpoint(ResumableState):
         self._last_step = run.global_step
         self.schedule.restart_clock(run)
         if self._memory is not None:
-            self._memory.remove(but=run.resumed_from)
+            self._memory.forget(but=run.resumed_from)
 
     def on_log(self, run: TrainingRun, model: Any, metrics: Mapping[str, Any], step: int) -> None:
         """Read the monitored value, which scores the next checkpoint and no later one."""
@@ -310,7 +308,7 @@ class Checkpoint(ResumableState):
             self._save(run, last=True)
         saved = self._record.saved_at == _position(run)
         if self._memory is not None and saved:
-            self._memory.remove()
+            self._memory.forget()
 
     def on_fit_end(self, run: TrainingRun, model: Any) -> None:
         """Save a run that was resumed after its last epoch, and before it was saved as finished."""
@@ -378,7 +376,7 @@ class Checkpoint(ResumableState):
     def _save_in_memory(self, run: TrainingRun, *, last: bool = False) -> bool:
         """Take a snapshot; return whether one was taken, and with ``last`` is complete."""
         assert self._memory is not None
-        return self._memory.save(
+        return self._memory.offer(
             run,
             async_save=self.async_save and not last,
             max_shard_size=self.max_shard_size,
@@ -416,7 +414,7 @@ class Checkpoint(ResumableState):
     def _relocated(self, run: TrainingRun) -> tuple[str | None, str | None, float | None]:
         """Return the last and the best path, and the best score."""
         folder, resumed = self._open(run), run.resumed_from
-        if resumed is not None and is_snapshot(resumed):  # of which no later run knows
+        if resumed is not None and _is_in_memory(run, resumed):  # of which no later run knows
             resumed = None
         # A rewound run: the later checkpoints in the folder are not of its past.
         infos = [
@@ -523,6 +521,12 @@ def _valid_in(folder: CheckpointFolder) -> list[CheckpointInfo]:
     """Return the valid checkpoints of a folder, oldest first, without a word about the others."""
     infos = [entry.info for entry in folder.survey() if entry.status == "valid"]
     return sorted(infos, key=lambda info: (info.manifest.generation, info.manifest.created))
+
+
+def _is_in_memory(run: TrainingRun, path: str) -> bool:
+    """Return whether a path is that of a snapshot of one of the run's callbacks."""
+    sources = (getattr(saver, "_memory", None) for saver in run.checkpoint_callbacks)
+    return any(source.holds(path) for source in sources if source is not None)
 
 
 def _position(run: TrainingRun) -> Position:

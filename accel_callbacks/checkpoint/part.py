@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel_callbacks.checkpoint.in_place_reads import InPlaceReads
+from accel_callbacks.checkpoint.resume_source import ResumeSource
 from accel_callbacks.checkpoint.selection import Selection
 from accel_callbacks.errors import ResumeError
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from checkpoint_io import CheckpointReader, TensorView
 
-    from checkpoint_io import CheckpointFolder, CheckpointReader, TensorView
-
-__all__ = ["CheckpointPart", "Load", "LoadOptions", "RestoreReport", "ResumeSource", "Sections"]
+__all__ = ["CheckpointPart", "Load", "LoadOptions", "RestoreReport", "Sections"]
 
 #: Sections that all ranks share, and those of this rank.
 Sections = tuple[dict[str, Any], dict[str, Any]]
@@ -51,20 +50,6 @@ class RestoreReport:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
-
-
-class ResumeSource(Protocol):
-    """A place that may hold a newer state of a run than its folder of checkpoints."""
-
-    def open_newest(
-        self, stored: CheckpointFolder, tried: Collection[str] = ()
-    ) -> CheckpointReader | None:
-        """Collective: open the newest of a folder's checkpoints, or what is newer here.
-
-        Args:
-            stored: the folder of checkpoints.
-            tried: paths of both that turned out to be damaged.
-        """
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,8 @@ class ModelsPart(_OfTraining):
 
     def plan(self, load: Load) -> None:
         """Read weights in place, if no hook is to be given tensors."""
+        if self.prepared and _is_empty(load.state) and not load.options.selection.partial:
+            raise ResumeError(NO_MODEL.format(load.reader.path))
         if not load.lazy:
             return
         load.leave_to_be_read_in_place(self.name)
@@ -129,8 +131,6 @@ class ModelsPart(_OfTraining):
     def check(self, load: Load) -> None:
         """Refuse weights of other models."""
         training = self._training
-        if training.models and _is_empty(load.state) and not load.options.selection.partial:
-            raise ResumeError(NO_MODEL.format(load.reader.path))
         if not load.options.selection.renames:  # the fingerprints have the names of the save
             compare_frozen(training, load.selected, load.indices[self.name], load.strict)
         # A load hook may take models out, and tells by that which are still to be loaded.

@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks.checkpoint.compatibility import chosen_indices, naming_checkpoint
-from accel_callbacks.checkpoint.memory_snapshots import is_snapshot
 from accel_callbacks.checkpoint.open import (
     LoadFailed,
     open_folder,
@@ -218,7 +217,8 @@ def restore_newest(
         while reader is not None:
             try:
                 # Without a checkpoint to fall back to, the run starts over from untouched objects.
-                verify = "full" if is_snapshot(reader.path) else options.verify
+                volatile = options.source is not None and options.source.holds(reader.path)
+                verify = "full" if volatile else options.verify
                 return _load_or_reload(
                     training, reader, reader.path, replace(options, verify=verify)
                 )

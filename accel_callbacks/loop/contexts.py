@@ -12,7 +12,6 @@ import torch
 
 from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbor
-from accel_callbacks.checkpoint.memory_snapshots import is_snapshot
 from accel_callbacks.checkpoint.open import together, unwrapped_failure
 from accel_callbacks.checkpoint.part import LoadOptions
 from accel_callbacks.checkpoint.restore import find, restore_from, restore_newest
@@ -300,7 +299,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
     def _place(self, callback: Any) -> tuple[str, LoadOptions]:
         """Return the folder in which a callback saves, and how it is restored from."""
         root, storage_options = callback.resume_root(self._run)
-        source = callback.memory(self._run) if hasattr(callback, "memory") else None
+        source = callback.resume_source(self._run) if hasattr(callback, "resume_source") else None
         options = LoadOptions(storage_options=storage_options, accept=self._accept, source=source)
         return root, options
 
@@ -357,12 +356,12 @@ class RunContext(AbstractContextManager[TrainingRun]):
             first = self._reader if callback is self._finder else None
             url = restore_newest(self._training, root, options, first=first)
             if url is not None:
-                self._report(url)
+                in_memory = options.source is not None and options.source.holds(url)
+                self._report(f"memory, {url}" if in_memory else url)
                 return
 
-    def _report(self, url: str) -> None:
+    def _report(self, source: str) -> None:
         place = f"step {self._run.global_step}, epoch {self._run.current_epoch + 1}"
-        source = f"memory, {url}" if is_snapshot(url) else url
         notice(f"resumed from {source} ({place}); resume=False starts afresh")
         if self._differences:
             notice(f"it is of another run (saved -> now): {'; '.join(self._differences)}")

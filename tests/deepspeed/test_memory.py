@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("deepspeed", reason="deepspeed is not installed: scripts/test_deepspeed")
 
 from accel_callbacks import launch_memory
+from accel_callbacks.addons.resilience.memory_snapshots import MemorySnapshots
 from accel_callbacks.callbacks import Checkpoint
-from accel_callbacks.checkpoint.memory_snapshots import MemorySnapshots
 from accel_callbacks.launch.launch_folder import launch_folder
 from accel_callbacks.launch_memory import VARIABLE
 from tests.deepspeed.jobs import difference, finish, prepared, train, weights
@@ -27,13 +27,13 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /dev/shm"),
 ]
 STEPS = 12
-_REMOVE = MemorySnapshots.remove
+_REMOVE = MemorySnapshots.forget
 
 
 def trained(layout: str, folder: str, launch: str) -> tuple[int, Any]:
     """Train, and leave the snapshot of step 8; return the number of steps, and the weights."""
     os.environ[VARIABLE], launch_memory.ROOT = launch, Path(launch).parent
-    MemorySnapshots.remove = _only_before  # type: ignore[method-assign]
+    MemorySnapshots.forget = _only_before  # type: ignore[method-assign]
     try:
         saver = Checkpoint(folder, every_n_epochs=10, memory_every_n_steps=8)
         job = prepared(layout, callbacks=[saver])
@@ -42,7 +42,7 @@ def trained(layout: str, folder: str, launch: str) -> tuple[int, Any]:
         finish(job[0])
         return steps, trained_weights
     finally:
-        MemorySnapshots.remove = _REMOVE  # type: ignore[method-assign]
+        MemorySnapshots.forget = _REMOVE  # type: ignore[method-assign]
         del os.environ[VARIABLE]
 
 

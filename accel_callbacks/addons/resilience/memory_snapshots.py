@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbor
+from accel_callbacks.addons.resilience.peer_copies import Holding, copy_files, holding_of
 from accel_callbacks.checkpoint.async_save import SaveCallbacks, SaveGroup, is_dispensable
 from accel_callbacks.checkpoint.open import LoadFailed, open_newest, open_one
-from accel_callbacks.checkpoint.peer_copies import Holding, copy_files, holding_of
+from accel_callbacks.checkpoint.resume_source import reached
 from accel_callbacks.launch_memory import VARIABLE, free_bytes, refusal_of_memory
 from accel_callbacks.local_files import base_name, local_path
 from accel_callbacks.logging import notice
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
     from checkpoint_io import CheckpointFolder, CheckpointReader
 
-__all__ = ["MemorySnapshots", "is_snapshot", "reached", "snapshots_beside"]
+__all__ = ["MemorySnapshots", "snapshots_beside"]
 
 _PREFIX = "snapshot-"
 _OPTION = "Checkpoint(memory_every_n_steps=...)"
@@ -62,19 +63,6 @@ def snapshots_beside(checkpoints: str) -> MemorySnapshots | None:
     return MemorySnapshots(os.path.join(launch, "memory", name), machines)
 
 
-def is_snapshot(path: str) -> bool:
-    """Return whether a path is that of a snapshot in memory, by its name."""
-    return base_name(path).startswith(_PREFIX)
-
-
-def reached(metadata: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the steps and the epochs that were done when a checkpoint was saved.
-
-    The last step of an epoch may be saved twice, before and after the evaluation at its end.
-    """
-    return metadata.get("step", 0), metadata.get("epochs_done", 0)
-
-
 class MemorySnapshots:
     """The newest snapshot of a training state in a folder of the launch, which is in host memory.
 
@@ -97,7 +85,7 @@ class MemorySnapshots:
         self._saving = False  # the save in progress is a snapshot
         self._reported = False
 
-    def save(self, run: TrainingRun, **options: Any) -> bool:
+    def offer(self, run: TrainingRun, **options: Any) -> bool:
         """Collective: take a snapshot, unless a checkpoint is being written.
 
         A failure is a warning, after which no more are taken.
@@ -187,7 +175,7 @@ class MemorySnapshots:
                 if self._leads:
                     shutil.rmtree(os.path.join(self._root, name), ignore_errors=True)
                 raise
-        self.remove(but=name)
+        self.forget(but=name)
         if not self._reported and self._leads:
             self._reported = True
             nbytes, seconds = _nbytes(Path(self._root)), time.perf_counter() - began
@@ -214,12 +202,16 @@ class MemorySnapshots:
         gathered = group.all_gather_object(holding_of(folder) if self._leads else None)
         return {rank: held for rank, held in enumerate(gathered) if held is not None}
 
-    def remove(self, but: str | None = None) -> None:
+    def forget(self, but: str | None = None) -> None:
         """Remove what is in the memory of this machine, except the snapshot of a path or name."""
         kept = None if but is None else base_name(but)
         for name in self._names() if self._leads else ():
             if name != kept:
                 shutil.rmtree(os.path.join(self._root, name), ignore_errors=True)
+
+    def holds(self, path: str) -> bool:
+        """Return whether a path is that of a snapshot, by its name."""
+        return base_name(path).startswith(_PREFIX)
 
     def _names(self) -> list[str]:
         return os.listdir(self._root) if os.path.isdir(self._root) else []
@@ -240,7 +232,7 @@ class MemorySnapshots:
 
         damage, checkpoint = None, None
         try:
-            checkpoint = open_newest(stored, [path for path in tried if not is_snapshot(path)])
+            checkpoint = open_newest(stored, [path for path in tried if not self.holds(path)])
         except CorruptCheckpointError as error:
             damage = error
         earlier = None if checkpoint is None else checkpoint.manifest.metadata

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from accel_callbacks import Accelerator, Callback, set_seed
+from accel_callbacks.addons.resilience import memory_snapshots
+from accel_callbacks.addons.resilience.memory_snapshots import MemorySnapshots
 from accel_callbacks.callbacks import Checkpoint
-from accel_callbacks.checkpoint import memory_snapshots
-from accel_callbacks.checkpoint.memory_snapshots import MemorySnapshots
 from accel_callbacks.launch.launch_folder import launch_folder
 from accel_callbacks.launch_memory import VARIABLE
 from checkpoint_io import CheckpointError
@@ -153,7 +153,7 @@ def flip(snapshot: Path) -> None:
 def test_a_damaged_snapshot_is_passed_over_for_one_before_then_for_a_checkpoint(
     tmp_path, memory, monkeypatch, capsys, damaged, began
 ):
-    monkeypatch.setattr(MemorySnapshots, "remove", lambda self, but=None: None)
+    monkeypatch.setattr(MemorySnapshots, "forget", lambda self, but=None: None)
     lose(tmp_path, 8, every=4, memory_every_n_steps=1)
     assert [path.name[-1] for path in snapshots(memory)] == ["1", "2", "3", "5", "6", "7"]
     for snapshot in snapshots(memory)[-damaged:]:

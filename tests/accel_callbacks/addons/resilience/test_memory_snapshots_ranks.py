@@ -21,9 +21,9 @@ from accel_callbacks import (
     launch_memory,
     set_seed,
 )
+from accel_callbacks.addons.resilience.memory_snapshots import MemorySnapshots
 from accel_callbacks.callbacks import Checkpoint
 from accel_callbacks.checkpoint.async_save import SaveGroup
-from accel_callbacks.checkpoint.memory_snapshots import MemorySnapshots
 from accel_callbacks.launch.launch_folder import launch_folder
 from accel_callbacks.launch_memory import VARIABLE
 
@@ -44,7 +44,7 @@ def train(folder: str, launches: list[str], **options: Any) -> tuple[int, list[f
     """
     launch = launches[int(os.environ["RANK"])]
     os.environ[VARIABLE], launch_memory.ROOT = launch, Path(launch).parent
-    MemorySnapshots.remove = _only_before  # type: ignore[method-assign]
+    MemorySnapshots.forget = _only_before  # type: ignore[method-assign]
     try:
         saver = Checkpoint(folder, every_n_epochs=10, memory_every_n_steps=4)
         if options.get("keep") == int(os.environ["RANK"]):
@@ -75,13 +75,13 @@ def train(folder: str, launches: list[str], **options: Any) -> tuple[int, list[f
         accel.end_training()
         return began, weights.tolist()
     finally:
-        MemorySnapshots.remove, SaveGroup.send = _REMOVE, _SEND  # type: ignore[method-assign]
+        MemorySnapshots.forget, SaveGroup.send = _REMOVE, _SEND  # type: ignore[method-assign]
         del os.environ[VARIABLE]
 
 
 _NONE = torch.empty(0)
 _kept: dict[str, Checkpoint] = {}
-_REMOVE, _SEND = MemorySnapshots.remove, SaveGroup.send
+_REMOVE, _SEND = MemorySnapshots.forget, SaveGroup.send
 
 
 def _only_before(self: MemorySnapshots, but: str | None = None) -> None:

@@ -1,0 +1,1 @@
+"""What keeps a run alive: its state in host memory, for restarts of its launch."""
