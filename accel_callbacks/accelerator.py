@@ -257,8 +257,8 @@ class Accelerator(ProcessControl, MediaLogging):
         )
         self.strategy = options.create_strategy(self.topology)
         options.warn_of_unread(os.environ, self.strategy)
-        note_copies(self.strategy.copies)
-        _ = self.strategy.device_mesh  # built now: scripts may read it on one rank only
+        note_copies(self.strategy.data.copies)
+        _ = self.strategy.data.mesh  # built now: scripts may read it on one rank only
         self.precision = create_precision(
             self.config.mixed_precision,
             self.topology.device,
@@ -268,8 +268,8 @@ class Accelerator(ProcessControl, MediaLogging):
         self.window = GradientWindow(
             self.config.gradient_accumulation_steps,
             gradient_accumulation_plugin,
-            averaged_over=self.strategy.averaged_over,
-            loss_world=self.strategy.loss_world,
+            averaged_over=self.strategy.data.averaged_over,
+            loss_world=self.strategy.data.losses,
         )
         self.models: list[torch.nn.Module] = []
         self.optimizers: list[AcceleratedOptimizer] = []
@@ -331,7 +331,7 @@ class Accelerator(ProcessControl, MediaLogging):
             self._first_steps,
             scheduler_options={
                 "step_with_optimizer": step_scheduler_with_optimizer,
-                "steps_at_once": self.strategy.data_world if scheduler_steps_per_process else 1,
+                "steps_at_once": self.strategy.data.world if scheduler_steps_per_process else 1,
                 "holds_at_end": scheduler_steps_per_process,
             },
         )
@@ -339,9 +339,7 @@ class Accelerator(ProcessControl, MediaLogging):
             loader_config,
             self.rng_types,
             self.strategy.feed,
-            data_rank=self.strategy.data_rank,
-            data_world=self.strategy.data_world,
-            copies=self.strategy.copies,
+            ranks=self.strategy.data,
             events=self.passes,
             prepared=self.loaders,
         )
@@ -390,7 +388,7 @@ class Accelerator(ProcessControl, MediaLogging):
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
         """How the ranks are arranged, None if nothing was said about it."""
-        return self.strategy.parallelism
+        return self.strategy.data.parallelism
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
@@ -420,12 +418,12 @@ class Accelerator(ProcessControl, MediaLogging):
     @property
     def torch_device_mesh(self) -> Any:
         """The named mesh of the ranks (a ``DeviceMesh``), None without one."""
-        return self.strategy.device_mesh
+        return self.strategy.data.mesh
 
     @property
     def data_world(self) -> int:
         """Number of ranks that read different data."""
-        return self.strategy.data_world
+        return self.strategy.data.world
 
     @property
     def data_parallel_rank(self) -> int:
@@ -584,7 +582,7 @@ class Accelerator(ProcessControl, MediaLogging):
             tensor([1.])
         """
         self.loop.share_identity(self.loop.run)
-        self.strategy.share_random_state()
+        self.strategy.data.share_random_state()
         places = device_placement
         if places is None or isinstance(places, bool):
             places = [places] * len(args)
@@ -634,7 +632,7 @@ class Accelerator(ProcessControl, MediaLogging):
             ValueError: the model is sharded over devices or ranks, has no weights yet, or lacks
                 one of the ``forward_methods``.
         """
-        self.strategy.share_random_state()
+        self.strategy.data.share_random_state()
         request = ModelRequest(model, self._placement(device_placement), evaluation_mode)
         ready = self._preparer.prepare([request], forward_methods=_names(forward_methods))
         prepared: torch.nn.Module = ready[id(model)]
@@ -697,7 +695,7 @@ class Accelerator(ProcessControl, MediaLogging):
         from accel_callbacks.engines.pipeline.runner import PipelineOptions
 
         self.loop.share_identity(self.loop.run)
-        self.strategy.share_random_state()
+        self.strategy.data.share_random_state()
         options = PipelineOptions(split_points, loss_fn, schedule, microbatches, reduction)
         whole = self.strategy.pipeline(model, options, self.precision.wrap)
         ready = self._preparer.prepare([ModelRequest(whole, False)])
@@ -1196,7 +1194,7 @@ class Accelerator(ProcessControl, MediaLogging):
         structure = () if use_gather_object else input_data
         collectives.begin("gather_for_metrics", self.debug, lambda: rows_beside_lists(structure))
         gather = gather_counted_objects if use_gather_object else gather_counted
-        return gather(input_data, self.loop.active, self.strategy.data_ranks)
+        return gather(input_data, self.loop.active, self.strategy.data.first_of_each)
 
     def reduce(
         self,

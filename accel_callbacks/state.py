@@ -300,12 +300,12 @@ class AcceleratorState(PartialState):
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
         """How the ranks are arranged, None if nothing was said about it."""
-        return None if self._strategy is None else self._strategy.parallelism
+        return None if self._strategy is None else self._strategy.data.parallelism
 
     @property
     def device_mesh(self) -> Any:
         """The named mesh of the ranks (a ``DeviceMesh``), None without one."""
-        return None if self._strategy is None else self._strategy.device_mesh
+        return None if self._strategy is None else self._strategy.data.mesh
 
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:

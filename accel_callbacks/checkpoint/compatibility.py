@@ -324,7 +324,7 @@ def rank_part(
         ResumeError: the resume is not exact, and ``strict``.
     """
     copies = state.get("copies", 1)
-    saved_ranks, data_ranks = manifest.world_size // copies, training.strategy.data_world
+    saved_ranks, data_ranks = manifest.world_size // copies, training.strategy.data.world
     restored = local if saved_ranks == data_ranks else None
     prepared = {
         str(i): loader
@@ -334,7 +334,7 @@ def rank_part(
     problems = _stream_problems(prepared, state["loaders"], restored)
     text = "".join(f"a stream does not go on exactly: {problem}; " for problem in problems)
     if saved_ranks != data_ranks:
-        unit = "processes" if copies == training.strategy.copies == 1 else "data ranks"
+        unit = "processes" if copies == training.strategy.data.copies == 1 else "data ranks"
         change = f"was saved by {saved_ranks} {unit} and is loaded by {data_ranks}"
         text += _other_world(
             change, min(saved_ranks, data_ranks), exact=not problems, selection=selection

@@ -176,8 +176,8 @@ class TrainingState:
         }
         for state, generators in zip(shared["loaders"].values(), loader_generators, strict=False):
             state["order"]["generators"] = generators
-        if self.strategy.copies > 1:
-            shared["copies"] = self.strategy.copies  # of each data rank's local state
+        if self.strategy.data.copies > 1:
+            shared["copies"] = self.strategy.data.copies  # of each data rank's local state
         local: dict[str, Any] = {"rng": rng}
         classes = {kind: self.class_names(kind) for kind in ("optimizers", "schedulers")}
         shared["classes"] = {kind: _numbered(names) for kind, names in classes.items()}
@@ -291,7 +291,7 @@ class TrainingState:
             "position": window.position,
             "divisor": window.divisor,
             "normalizer": window.normalizer.state_dict(),
-            "averaged_over": self.strategy.averaged_over,
+            "averaged_over": self.strategy.data.averaged_over,
             "gradients": gradients,
             "logged": self.tracking.row.state_dict(),
         }

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from accel_callbacks._lazy import lazy_names
 from accel_callbacks.distributed.topology import DistributedType, Topology
 from accel_callbacks.engines.base import Strategy
+from accel_callbacks.engines.data_ranks import DataRanks
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 
@@ -25,6 +26,7 @@ __all__ = [
     "DDP",
     "FSDP",
     "XLA",
+    "DataRanks",
     "PipelineParallel",
     "SingleDevice",
     "Strategy",

@@ -15,9 +15,9 @@ from accel_callbacks import collectives
 from accel_callbacks.collectives.nested import map_tensors
 from accel_callbacks.data.device import Feed, device_feed
 from accel_callbacks.distributed.failures import meet
-from accel_callbacks.distributed.rng import share_rng
 from accel_callbacks.distributed.topology import DistributedType, Topology
 from accel_callbacks.engines.checks import is_plain, refuse_empty
+from accel_callbacks.engines.data_ranks import DataRanks
 from accel_callbacks.engines.optimizer_state import (
     named_optimizer_state,
     positional_optimizer_state,
@@ -68,6 +68,9 @@ class Strategy(ABC):
         handlers: the options; the defaults if ``None``.
         parallelism: how the ranks are arranged; all of them read different data if ``None``.
 
+    Attributes:
+        data: which ranks read the same data.
+
     Example:
         >>> import torch
         >>> from accel_callbacks import Topology
@@ -77,7 +80,7 @@ class Strategy(ABC):
     """
 
     name: str
-    #: False if there are no gradients to synchronize, so that no_sync can be left out.
+    #: True if backward averages gradients over the ranks; without it no_sync is left out.
     has_gradient_sync = False
     #: True for an engine that scales losses, steps and skips steps by itself, and must know at each
     #: backward whether it is the last one of a window.
@@ -94,6 +97,7 @@ class Strategy(ABC):
         self.topology = topology
         self.handlers = handlers or Handlers()
         self.parallelism = parallelism
+        self.data = DataRanks.of(topology, parallelism, averages=self.has_gradient_sync)
         self._apart: WeakSet[torch.nn.Module] = WeakSet()
         self._context: ContextParallel | None = None
         self._warned_no_context = False
@@ -101,7 +105,7 @@ class Strategy(ABC):
             # Imported here, because few runs share sequences.
             from accel_callbacks.engines.context.head_exchange import sequence_parallelism
 
-            self._context = sequence_parallelism(parallelism, lambda: self.device_mesh)
+            self._context = sequence_parallelism(parallelism, lambda: self.data.mesh)
 
     def check(self, model: torch.nn.Module) -> None:
         """Refuse a model that cannot be wrapped, before it is changed.
@@ -123,51 +127,9 @@ class Strategy(ABC):
         return None
 
     @property
-    def copies(self) -> int:
-        """Number of ranks that share a replica of the model, and read the same data."""
-        return 1 if self.parallelism is None else self.parallelism.non_data_parallel_size
-
-    @property
-    def data_rank(self) -> int:
-        """Rank among those that read different data; ranks that share a model read the same."""
-        # Ranks that share a replica are neighbors: the axes of data are the outermost.
-        return self.topology.rank // self.copies
-
-    @property
-    def data_world(self) -> int:
-        """Number of ranks that read different data."""
-        return self.topology.world_size // self.copies
-
-    @property
-    def loss_world(self) -> int:
-        """Number of ranks whose losses are of different tokens: those of a sequence included."""
-        sizes = {} if self.parallelism is None else self.parallelism.sizes
-        return self.data_world * sizes.get("cp", 1) * sizes.get("sp", 1)
-
-    @property
-    def data_ranks(self) -> Sequence[int]:
-        """For each data rank, the rank whose samples count in metrics."""
-        return range(0, self.topology.world_size, self.copies)
-
-    def share_random_state(self) -> None:
-        """Collective: let ranks that share a model draw the same numbers, as for its dropout.
-
-        An engine overrides it whose ranks must draw different ones.
-        """
-        if self.copies > 1:
-            share_rng(self.copies, self.topology.device)
-
-    @property
     def distributed_type(self) -> DistributedType:
         """The kind of run, as ``Accelerator.distributed_type`` has it."""
         return self.topology.distributed_type
-
-    @property
-    def device_mesh(self) -> Any:
-        """The named mesh of the ranks, None without one; collective at the first call."""
-        if self.parallelism is None:
-            return None
-        return self.parallelism.build_device_mesh(self.topology.device.type)
 
     @property
     def engine_plugins(self) -> tuple[Any, ...]:
@@ -197,11 +159,6 @@ class Strategy(ABC):
     def replaces_optimizers(self) -> bool:
         """True if an engine may step with another class of optimizer than the user's."""
         return False
-
-    @property
-    def averaged_over(self) -> int:
-        """Ranks with different losses over which backward averages gradients."""
-        return self.loss_world if self.has_gradient_sync else 1
 
     @property
     def allows_unfreezing(self) -> bool:

@@ -98,7 +98,7 @@ class Sharding(Strategy):
     def _agrees(self) -> ReplicaAgreement | None:
         """Compares the ranks of tensor parallelism at the first steps; None without it."""
         if self._agreement is None and self.parallelism is not None and self.parallelism.tp_enabled:
-            self._agreement = ReplicaAgreement(self.device_mesh["tp"])
+            self._agreement = ReplicaAgreement(self.data.mesh["tp"])
         return self._agreement
 
     def _watch_inputs(self, model: torch.nn.Module) -> None:

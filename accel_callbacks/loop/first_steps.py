@@ -102,7 +102,7 @@ class FirstSteps:
         known = any(calls.model is model for calls in self._calls)
         if self._watches and not known and self.strategy.averages(model):
             name = type(self.strategy.unwrap(model)).__name__
-            self._calls.append(_Calls(model, InputChecksums(name, self.strategy.data_rank)))
+            self._calls.append(_Calls(model, InputChecksums(name, self.strategy.data.rank)))
 
     def finish(self, watch: OptimizerWatch) -> None:
         """Remove a watch, and with the last one all that it needed."""
@@ -212,7 +212,7 @@ class FirstSteps:
         alike = [calls for calls in self._calls if calls.inputs.end_step()]
         if alike and not any(calls.inputs.differ for calls in self._calls):
             name = type(self.strategy.unwrap(alike[0].model)).__name__
-            self.warn("inputs", _INPUTS.format(self.strategy.data_world, name))
+            self.warn("inputs", _INPUTS.format(self.strategy.data.world, name))
 
     def averaged(self) -> Iterator[torch.nn.Module]:
         """Yield the watched models."""

@@ -178,7 +178,7 @@ class FSDP(Sharding):
         elif not is_cut(model):
             required_plan(model, self.parallelism)
         else:
-            axis = self.device_mesh["tp"]
+            axis = self.data.mesh["tp"]
             meshes = {getattr(parameter, "device_mesh", axis) for parameter in model.parameters()}
             if meshes != {axis}:
                 raise ValueError(
@@ -221,7 +221,7 @@ class FSDP(Sharding):
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Shard the model."""
-        mesh = self.device_mesh
+        mesh = self.data.mesh
         if mesh is None:
             if _has_meta(model) and not is_dispatched(model):
                 self._initial_weights(model).fill()
@@ -413,10 +413,10 @@ class FSDP(Sharding):
             trained = [parameter for parameter in whole if parameter.requires_grad]
             if trained and all(group.reduce_grads for group in parameter_groups(model)):
                 assert self.parallelism is not None
-                assert self.device_mesh is not None
+                assert self.data.mesh is not None
                 names = self.parallelism.fsdp_dim_names
-                mesh = self.parallelism.get_submesh(names, self.device_mesh.device_type)
-                _average(trained, self.copies, mesh)
+                mesh = self.parallelism.get_submesh(names, self.data.mesh.device_type)
+                _average(trained, self.data.copies, mesh)
 
     def mark_forward_methods(self, model: torch.nn.Module, names: Sequence[str]) -> None:
         """Gather the weights for these methods too, and check that there are some."""

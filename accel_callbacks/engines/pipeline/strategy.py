@@ -151,6 +151,7 @@ class PipelineParallel(Sharding):
     """
 
     name = "pipeline_parallel"
+    has_gradient_sync = True  # by FSDP, of a stage
     _plainer = "train without pp_size"
 
     def __init__(
@@ -172,11 +173,6 @@ class PipelineParallel(Sharding):
         self._meshes: dict[tuple[str, int], Any] = {}
 
     @property
-    def averaged_over(self) -> int:
-        """Ranks over which FSDP averages the gradients of a stage."""
-        return self.loss_world
-
-    @property
     def engine_plugins(self) -> tuple[Any, ...]:
         """The options by which stages are sharded; none if they are not."""
         return () if self._fsdp is None else (self._fsdp,)
@@ -189,7 +185,7 @@ class PipelineParallel(Sharding):
 
     @property
     def _group(self) -> Any:
-        return self.device_mesh["pp"].get_group()
+        return self.data.mesh["pp"].get_group()
 
     @cached_property
     def _data_mesh(self) -> Any:
@@ -280,7 +276,7 @@ class PipelineParallel(Sharding):
         self._owners[model] = {name: n % self._ranks for name, n in plan.owner.items()}
         self._drop_others(model, plan, stages)
         if layers:
-            mesh = self.device_mesh["tp"]
+            mesh = self.data.mesh["tp"]
             with whole_parameters_freed(model):
                 parallelize(model, layers, mesh)
             reduce_partial_gradients(model)

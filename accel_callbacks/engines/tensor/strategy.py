@@ -96,7 +96,7 @@ class TensorParallel(Sharding):
         """Cut the layers of the model."""
         if model in self._plain:
             return model
-        mesh = self.device_mesh["tp"]
+        mesh = self.data.mesh["tp"]
         self._plain[model] = is_plain(model)
         if is_cut(model):
             model.to(self.topology.device)
