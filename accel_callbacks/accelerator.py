@@ -1605,7 +1605,7 @@ class Accelerator(ProcessControl, MediaLogging):
             ...     tuple(model.weight.shape)
             (1, 2)
         """
-        return self.strategy.full_parameters(module, writeback=writeback)
+        return self.strategy.states.full_parameters(module, writeback=writeback)
 
     def get_state_dict(
         self, model: torch.nn.Module, unwrap: bool = True, *, all_ranks: bool = False
@@ -1632,7 +1632,7 @@ class Accelerator(ProcessControl, MediaLogging):
             >>> sorted(accel.get_state_dict(accel.prepare(torch.nn.Linear(1, 1))))
             ['bias', 'weight']
         """
-        return self.strategy.model_state_dict(
+        return self.strategy.states.model_state_dict(
             model, unwrap=unwrap, all_ranks=all_ranks, debug=self.debug
         )
 

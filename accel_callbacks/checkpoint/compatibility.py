@@ -97,7 +97,7 @@ def fitting_weights(
             "the load hook that loads them, and takes the model out of its `models`, with "
             "register_load_state_pre_hook."
         )
-    current = training.strategy.local_state_dict(training.models[index])
+    current = training.strategy.states.local_state_dict(training.models[index])
     saved = state["models"][str(index)]
     dropped = set(state.get("dropped_weights", {}).get(str(index), ())) & current.keys()
     expected = [
@@ -283,7 +283,7 @@ def compare_frozen(
         saved = state.get("frozen", {}).get(str(index))
         if not saved:
             continue
-        weights = training.strategy.local_state_dict(training.models[index])
+        weights = training.strategy.states.local_state_dict(training.models[index])
         check_same_model(saved, weights)
         if text := differing_weights(saved, weights):
             differing.append(f"of model {index}, {text}")

@@ -342,7 +342,7 @@ def _sharded_targets(
 
     parameters: dict[str, torch.Tensor] = {}
     for index, model in enumerate(training.models):
-        for name, tensor in training.strategy.local_state_dict(model).items():
+        for name, tensor in training.strategy.states.local_state_dict(model).items():
             if isinstance(tensor, torch.Tensor) and is_dtensor(tensor):
                 parameters[f"{index}.{name}"] = tensor
     saved = [
@@ -448,7 +448,7 @@ def _fitting_optimizer_states(load: _PendingLoad) -> dict[int, dict[str, Any]]:
     training = load.training
     names = parameter_names(training.bare_models)
     return {
-        index: training.strategy.fit_optimizer_state(
+        index: training.strategy.states.fit_optimizer_state(
             load.part["optimizers"][str(index)], training.optimizers[index].optimizer, names
         )
         for index in load.indices["optimizers"]
@@ -472,9 +472,9 @@ def place_weights(
     loaded_by_model: dict[int, dict[str, Any]] = {}
     for index, saved in weights.items():
         model = training.models[index]
-        plain = training.strategy.loads_in_place(model)
+        plain = training.strategy.states.loads_in_place(model)
         if plain and all(map(reads.is_view, saved.values())):
-            targets = training.strategy.local_state_dict(model)
+            targets = training.strategy.states.local_state_dict(model)
             for name, view in saved.items():
                 target = targets[name]
                 if converted is None or target.dtype == view.dtype:
@@ -482,7 +482,7 @@ def place_weights(
                 else:
                     converted.append((target, reads.replace(view, parameter=target)))
         else:
-            part = partial(training.strategy.read_target, model)
+            part = partial(training.strategy.states.read_target, model)
             loaded_by_model[index] = reads.replace(saved, part=part)
     return loaded_by_model
 
@@ -497,12 +497,12 @@ def place_optimizer_state(
 
     Args:
         optimizer: as the user made it; tensors of its state that fit are used again.
-        saved: from ``Strategy.fit_optimizer_state``.
+        saved: from ``StateAccess.fit_optimizer_state``.
         reads: gets the tensors.
         strategy: knows which of them a rank reads in part.
     """
     parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
-    part = partial(strategy.read_target, optimizer)
+    part = partial(strategy.states.read_target, optimizer)
     states = {
         place: reads.replace(
             state,
@@ -532,12 +532,12 @@ def _read_in_place(load: _PendingLoad) -> None:
 def _apply(load: _PendingLoad) -> None:
     """Apply the selected part; tensors that are read in place have been read before."""
     training, selection, part = load.training, load.options.selection, load.part
-    strategy = training.strategy
+    states = training.strategy.states
     for index, weights in load.weights.items():
-        current = strategy.local_state_dict(training.models[index])
-        strategy.load_model_state_dict(training.models[index], {**current, **weights})
+        current = states.local_state_dict(training.models[index])
+        states.load_model_state_dict(training.models[index], {**current, **weights})
     for index, state in load.optimizer_states.items():
-        strategy.load_optimizer_state_dict(training.optimizers[index].optimizer, state)
+        states.load_optimizer_state_dict(training.optimizers[index].optimizer, state)
     for index in load.indices["schedulers"]:
         scheduler = training.schedulers[index]
         scheduler.load_state_dict(_same_types(scheduler, part["schedulers"][str(index)]))

@@ -130,7 +130,7 @@ class TrainingState:
             return {**shared, "callbacks": {**shared["callbacks"], **savers}}, dict(local)
         position, local = self._capture_position()
         shared = {**self._capture_tensors(), **position}
-        if loop.window.is_open and self.strategy.keeps_gradients_apart:
+        if loop.window.is_open and self.strategy.states.keeps_gradients_apart:
             raise RuntimeError(
                 "save_state inside of a gradient window: the engine keeps its gradients, and they "
                 "would be lost. Save after optimizer.step() has ended the window."
@@ -146,12 +146,12 @@ class TrainingState:
         """Return the sections of models and optimizers, whose tensors are not copied."""
         strategy = self.strategy
         # First: a hook of FSDP puts the shards back, where a forward has left whole parameters.
-        models = [strategy.local_state_dict(model) for model in self.models]
+        models = [strategy.states.local_state_dict(model) for model in self.models]
         names = parameter_names(self.bare_models)
         sections: dict[str, Any] = {
             "models": _numbered(models),
             "optimizers": _numbered(
-                [strategy.optimizer_state_dict(o.optimizer, names) for o in self.optimizers]
+                [strategy.states.optimizer_state_dict(o.optimizer, names) for o in self.optimizers]
             ),
         }
         model_files = enumerate(map(pretrained_files, self.bare_models))
@@ -170,7 +170,7 @@ class TrainingState:
             "loaders": _numbered([self._position(loader) for loader in self.loaders]),
             "precision": self.precision.state_dict(),
             "run": self._run_position(),
-            "callbacks": self.strategy.stored(loop.dispatch.state_dict(), self.models),
+            "callbacks": self.strategy.states.stored(loop.dispatch.state_dict(), self.models),
             "trackers": self.tracking.state_dict(),
             "registered": self.registered.state_dict(),
         }
@@ -270,12 +270,12 @@ class TrainingState:
         waiting = None  # all
         if not loop.window.is_open:
             left = [o for o in self.optimizers if o not in loop.stepped_in_batch()]
-            if not left or strategy.keeps_gradients_apart:
+            if not left or strategy.states.keeps_gradients_apart:
                 return {}, {}
             waiting = {id(p) for optimizer in left for p in parameters_of([optimizer])}
         gradients: dict[str, torch.Tensor] = {}
         for index, model in enumerate(self.models):
-            found = strategy.open_gradients(model)
+            found = strategy.states.open_gradients(model)
             for name, parameter in strategy.unwrap(model).named_parameters():
                 # One without memory here is of another rank, which steps together with this one.
                 mine = waiting is None or id(parameter) in waiting or parameter.is_meta
@@ -348,7 +348,7 @@ class TrainingState:
         if collectives.any_process(edited):
             return False
         names = {
-            str(index): self.strategy.replicated_parameters(model)
+            str(index): self.strategy.states.replicated_parameters(model)
             for index, model in enumerate(self.models)
         }
 

@@ -6,7 +6,8 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, ref
 
 import torch
@@ -28,6 +29,9 @@ from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.ddp import DDPCommunicationHookType as Hook
 from accel_callbacks.plugins.ddp import DistributedDataParallelKwargs
 from accel_callbacks.plugins.parallelism import ParallelismConfig
+
+if TYPE_CHECKING:
+    from accel_callbacks.engines.ddp.states import ReplicaStates
 
 __all__ = ["DDP", "register_hook"]
 
@@ -134,6 +138,13 @@ class DDP(Strategy):
         self._group: ReferenceType[Any] | None = None  # that of the models
         self._reductions = Reductions()
 
+    @cached_property
+    def states(self) -> ReplicaStates:
+        """The states of replicas."""
+        from accel_callbacks.engines.ddp.states import ReplicaStates
+
+        return ReplicaStates(self.unwrap, self.topology.rank, self._apart)
+
     @property
     def allows_unfreezing(self) -> bool:
         """True with ``find_unused_parameters``; without it DDP waits for each gradient."""
@@ -222,18 +233,6 @@ class DDP(Strategy):
         if isinstance(model, DistributedDataParallel):
             return self.unwrap(model.module)
         return model
-
-    def replicated_parameters(self, model: torch.nn.Module) -> set[str]:
-        """Return the parameters that DDP broadcasts at first and averages from then on."""
-        if not isinstance(model, DistributedDataParallel) or model in self._apart:
-            return set()
-        ignored = {
-            id(parameter)
-            for name, parameter in model.module.named_parameters(remove_duplicate=False)
-            if name in model.parameters_to_ignore
-        }
-        named = self.unwrap(model).named_parameters(remove_duplicate=False)
-        return {name for name, parameter in named if id(parameter) not in ignored}
 
     def mark_forward_methods(self, model: torch.nn.Module, names: Sequence[str]) -> None:
         """Run these methods of a model through the wrapper.

@@ -30,7 +30,6 @@ from accel_callbacks.engines.fsdp.groups import (
     has_held,
     is_idle,
     parameter_groups,
-    reduce_held,
     reducing,
 )
 from accel_callbacks.engines.fsdp.sharded_calls import (
@@ -477,10 +476,6 @@ class FSDP(Sharding):
         """Drop the gradients that FSDP holds back until the end of a window."""
         if self._may_hold:
             drop_held(self._models, _ids(optimizer))
-
-    def reduce_gradients(self) -> None:
-        """Collective: bring the gradients of an open window into ``parameter.grad``."""
-        reduce_held(self._models)
 
 
 def _default_parallelism(
