@@ -913,7 +913,7 @@ class Accelerator(ProcessControl, MediaLogging):
             ...     tokens.shape
             torch.Size([1, 8])
         """
-        return self.strategy.cut_sequences(buffers, buffer_seq_dims, no_restore_buffers)
+        return self.strategy.sequences.cut(buffers, buffer_seq_dims, no_restore_buffers)
 
     def gather_sequences(self, tensor: torch.Tensor, seq_dim: int = 1) -> torch.Tensor:
         """Collective: return the outputs of :meth:`maybe_context_parallel` for whole sequences.
@@ -932,7 +932,7 @@ class Accelerator(ProcessControl, MediaLogging):
             >>> Accelerator(cpu=True).gather_sequences(torch.ones(1, 4)).shape
             torch.Size([1, 4])
         """
-        return self.strategy.gather_sequences(tensor, seq_dim)
+        return self.strategy.sequences.gather(tensor, seq_dim)
 
     def autocast(
         self, autocast_handler: AutocastKwargs | None = None

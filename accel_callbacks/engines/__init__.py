@@ -81,6 +81,23 @@ def create_strategy(
         >>> create_strategy(Topology(torch.device("cpu"), world_size=2)).name
         'ddp'
     """
+    strategy = _choose(topology, handlers, parallelism, fsdp, deepspeed)
+    arranged = strategy.parallelism
+    if arranged is not None and (arranged.cp_enabled or arranged.sp_enabled):
+        # Imported here, because few runs share sequences.
+        from accel_callbacks.engines.context.head_exchange import sequence_parallelism
+
+        strategy.sequences = sequence_parallelism(arranged, strategy.data)
+    return strategy
+
+
+def _choose(
+    topology: Topology,
+    handlers: Handlers | None,
+    parallelism: ParallelismConfig | None,
+    fsdp: FullyShardedDataParallelPlugin | None,
+    deepspeed: DeepSpeedPlugins | None,
+) -> Strategy:
     if topology.distributed_type is DistributedType.XLA:
         from accel_callbacks.engines.xla.strategy import XLA
 

@@ -23,10 +23,9 @@ from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
-    from accel_callbacks.engines.context.sequences import ContextParallel
     from accel_callbacks.engines.state_access import StateAccess
 
-__all__ = ["SetUp", "Strategy"]
+__all__ = ["GatherCast", "Sequences", "SetUp", "Strategy"]
 
 _Plugin = TypeVar("_Plugin")
 
@@ -52,6 +51,62 @@ class GatherCast(NamedTuple):
     cast: Callable[[torch.Tensor, Callable[[], int]], torch.Tensor]
 
 
+class Sequences:
+    """The sequences of batches: whole on each rank here, in parts where ranks share them.
+
+    Example:
+        >>> from accel_callbacks import Accelerator
+        >>> Accelerator(cpu=True).strategy.sequences.shared
+        False
+    """
+
+    #: True if several ranks share each sequence.
+    shared = False
+
+    def __init__(self) -> None:
+        self._noted = False
+
+    def cut(
+        self,
+        buffers: Sequence[torch.Tensor] | None,
+        seq_dims: Sequence[int] | None,
+        no_restore: Collection[torch.Tensor] | None,
+    ) -> AbstractContextManager[None]:
+        """Return a context in which each rank has its part of the buffers.
+
+        Args:
+            buffers: the tensors with a dimension of tokens.
+            seq_dims: this dimension in each of them.
+            no_restore: those among them that stay cut.
+        """
+        if not self._noted:
+            self._noted = True
+            notice("maybe_context_parallel does nothing, because cp_size and sp_size are 1")
+        return nullcontext()
+
+    def is_cut(self, tensor: torch.Tensor) -> bool:
+        """Return whether each rank has its own part of a tensor for now."""
+        return False
+
+    def gather(self, tensor: torch.Tensor, seq_dim: int) -> torch.Tensor:
+        """Collective: return sequences as they were before ranks shared them."""
+        return tensor
+
+    def adopt(self, model: torch.nn.Module) -> None:
+        """Check how a new model is called from now on, also one that is only evaluated."""
+        return None
+
+    def checked_call(
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Return arguments in place of those of a call, ``None`` for the same ones."""
+        return None
+
+    def check_backward(self) -> None:
+        """Refuse a backward that would be wrong where it is called."""
+        return None
+
+
 class Strategy(ABC):
     """Wrap models and run backward for one way of distributing the work.
 
@@ -62,6 +117,7 @@ class Strategy(ABC):
 
     Attributes:
         data: which ranks read the same data.
+        sequences: whether ranks share sequences, and how.
 
     Example:
         >>> import torch
@@ -91,13 +147,8 @@ class Strategy(ABC):
         self.parallelism = parallelism
         self.data = DataRanks.of(topology, parallelism, averages=self.has_gradient_sync)
         self._apart: WeakSet[torch.nn.Module] = WeakSet()
-        self._context: ContextParallel | None = None
-        self._warned_no_context = False
-        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
-            # Imported here, because few runs share sequences.
-            from accel_callbacks.engines.context.head_exchange import sequence_parallelism
-
-            self._context = sequence_parallelism(parallelism, lambda: self.data.mesh)
+        #: Set by `create_strategy`, where ranks share sequences.
+        self.sequences = Sequences()
 
     @cached_property
     def states(self) -> StateAccess:
@@ -211,11 +262,6 @@ class Strategy(ABC):
 
         checkpoint_with(handler.activation_checkpointing, model)
 
-    def watch_calls(self, model: torch.nn.Module) -> None:
-        """Check how a new model is called from now on, also one that is only evaluated."""
-        if self._context is not None:
-            self._context.adopt(model)
-
     @abstractmethod
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Wrap a model for training on this topology; it is on the device already."""
@@ -288,33 +334,8 @@ class Strategy(ABC):
         """Free the weights of other ranks that an evaluation of a prepared model left gathered."""
         return None
 
-    def cut_sequences(
-        self,
-        buffers: Sequence[torch.Tensor] | None,
-        seq_dims: Sequence[int] | None,
-        no_restore: Collection[torch.Tensor] | None,
-    ) -> AbstractContextManager[None]:
-        """Return a context in which ranks share sequences; see :class:`ContextParallel`."""
-        if self._context is not None:
-            return self._context.cut(buffers, seq_dims, no_restore)
-        if not self._warned_no_context:
-            self._warned_no_context = True
-            notice("maybe_context_parallel does nothing, because cp_size and sp_size are 1")
-        return nullcontext()
-
-    def gather_sequences(self, tensor: torch.Tensor, seq_dim: int) -> torch.Tensor:
-        """Collective: return sequences as they were before ranks shared them."""
-        return tensor if self._context is None else self._context.gather(tensor, seq_dim)
-
-    @property
-    def has_plain_backward(self) -> bool:
-        """True if :meth:`backward` does no more than ``loss.backward()``."""
-        return type(self).backward is Strategy.backward and self._context is None
-
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward pass."""
-        if self._context is not None:
-            self._context.check_backward()
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def loss_parallel(self) -> AbstractContextManager[Any]:
@@ -401,7 +422,7 @@ class Strategy(ABC):
         Raises:
             ValueError: ranks share sequences, and each would train with other tokens.
         """
-        if self._context is not None:
+        if self.sequences.shared:
             raise ValueError(
                 "LocalSGD does not work with cp_size or sp_size above 1: ranks that share a "
                 "sequence must have the same weights. Use gradient_accumulation_steps to "

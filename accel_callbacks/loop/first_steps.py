@@ -139,13 +139,17 @@ class FirstSteps:
             self.loop.unprepared_steps.count_unseen = unseen.count
         return counts
 
+    def _backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        self.strategy.sequences.check_backward()
+        self.strategy.backward(loss, **kwargs)
+
     def _noted_backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         for watch in self._watches:
             watch.gradients.before_backward()
         self.bare_steps.before_backward()
         self.in_backward = True
         try:
-            self.strategy.backward(loss, **kwargs)
+            self._backward(loss, **kwargs)
         finally:
             self.in_backward = False
         for watch in self._watches:
@@ -159,9 +163,11 @@ class FirstSteps:
 
     def _end_checks(self) -> None:
         if not self._watches:
-            plain = self.strategy.has_plain_backward
-            self.run_backward = None if plain else self.strategy.backward
-            self._clip_by(self.strategy)
+            strategy = self.strategy
+            plain = type(strategy).backward is Strategy.backward
+            unshared = None if plain else strategy.backward
+            self.run_backward = self._backward if strategy.sequences.shared else unshared
+            self._clip_by(strategy)
 
     def tell_norms(self, note: Callable[[torch.Tensor], None] | None) -> None:
         """Call a function with each norm that gradients are clipped by; with none, stop that."""

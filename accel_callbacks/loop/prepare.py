@@ -116,7 +116,7 @@ class Preparer:
             if id(inner) in prepared or any(inner is model for model in new):
                 continue
             wrapped = self._wrap_for_precision(request, inner)
-            self._strategy.watch_calls(inner)
+            self._strategy.sequences.adopt(inner)
             if wrapped is not inner or request.evaluation_mode:
                 prepared[id(inner)] = wrapped
             else:

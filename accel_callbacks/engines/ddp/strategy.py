@@ -185,14 +185,14 @@ class DDP(Strategy):
             frozen = [(name, parameter) for name, parameter in frozen if name not in ignored]
         index = self.topology.device.index
         options = self.options.to_kwargs()
-        if self._context is not None:  # DDP would send rank 0's part of a buffer that is cut
+        if self.sequences.shared:  # DDP would send rank 0's part of a buffer that is cut
             options["broadcast_buffers"] = False
         with warnings.catch_warnings():
             # The name that replaces it always shares buffers at the start.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             wrapped = PreparedDDP(model, device_ids=None if index is None else [index], **options)
-        if self._context is not None and self.options.broadcast_buffers:
-            SharedBuffers(self._context.is_cut).watch(wrapped)
+        if self.sequences.shared and self.options.broadcast_buffers:
+            SharedBuffers(self.sequences.is_cut).watch(wrapped)
         # Moved to the end of __dict__, so that it is freed after the reducer: a group whose last
         # reference is the reducer's can deadlock when it is freed.
         wrapped.process_group = wrapped.__dict__.pop("process_group")

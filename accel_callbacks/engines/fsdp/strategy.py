@@ -282,7 +282,7 @@ class FSDP(Sharding):
         ]
 
     def _is_cut_now(self, buffer: torch.Tensor) -> bool:
-        return self._context is not None and self._context.is_cut(buffer)
+        return self.sequences.is_cut(buffer)
 
     def _initial_weights(self, model: torch.nn.Module, sync: bool = True) -> InitialWeights:
         shard_device = torch.device("cpu") if self.options.offloads else self.topology.device

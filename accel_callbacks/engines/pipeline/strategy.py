@@ -305,6 +305,7 @@ class PipelineParallel(Sharding):
         self._replace(before, model)
         for optimizer in self._optimizers:
             self._bind(optimizer)
+        shared = self.sequences.shared
         runner = PipelineRunner(
             plan,
             stages,
@@ -314,7 +315,7 @@ class PipelineParallel(Sharding):
             self._group,
             self.topology.device,
             replicas,
-            self._context.checked_call if self._context and is_of_transformers(model) else None,
+            self.sequences.checked_call if shared and is_of_transformers(model) else None,
         )
         return PipelinedModel(model, runner, self.topology.device)
 
