@@ -6,7 +6,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from datetime import timedelta
 from functools import cached_property
@@ -406,12 +406,14 @@ class Accelerator(ProcessControl, MediaLogging):
         Raises:
             ValueError: DeepSpeed does not train the model.
         """
-        filled: FilledConfig | None = self.strategy.engine_config(model)
+        from accel_callbacks.plugins.deepspeed import DeepSpeedPlugins
+
+        plugins, inner = self.strategy.plugin(DeepSpeedPlugins), self.strategy.unwrap(model)
+        filled = None if plugins is None else plugins.filled.get(inner)
         if filled is None:
-            kind = type(self.strategy.unwrap(model)).__name__
             raise ValueError(
-                f"DeepSpeed does not train {kind}: pass deepspeed_plugin= to the Accelerator, and "
-                "the model with its optimizer to prepare()."
+                f"DeepSpeed does not train {type(inner).__name__}: pass deepspeed_plugin= to the "
+                "Accelerator, and the model with its optimizer to prepare()."
             )
         return filled
 
@@ -734,7 +736,7 @@ class Accelerator(ProcessControl, MediaLogging):
             >>> with Accelerator(cpu=True).cpu_ram_efficient_loading():
             ...     pass  # model = AutoModelForCausalLM.from_pretrained(name)
         """
-        return self.strategy.pretrained_context()
+        return self.strategy.init_context(pretrained=True)
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
@@ -1013,7 +1015,12 @@ class Accelerator(ProcessControl, MediaLogging):
             ...     logits = model(torch.ones(1, 2))
             ...     accel.backward(torch.nn.functional.cross_entropy(logits, torch.tensor([1])))
         """
-        return self.strategy.loss_parallel()
+        parallelism = self.strategy.data.parallelism
+        if parallelism is None or not parallelism.tp_enabled:
+            return nullcontext()
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        return loss_parallel()
 
     def propose_tp_plan(
         self, model: torch.nn.Module, *, sequence_parallel: bool = False

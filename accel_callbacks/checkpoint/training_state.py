@@ -219,7 +219,7 @@ class TrainingState:
         """
         if kind == "schedulers":
             return [_dotted(type(scheduler.scheduler)) for scheduler in self.schedulers]
-        owned = self.strategy.replaces_optimizers
+        owned = self.strategy.owns_step
         return [None if owned else _dotted(type(o.optimizer)) for o in self.optimizers]
 
     def random_state(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:

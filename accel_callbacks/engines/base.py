@@ -130,11 +130,11 @@ class Strategy(ABC):
     name: str
     #: True if backward averages gradients over the ranks; without it no_sync is left out.
     has_gradient_sync = False
-    #: True for an engine that scales losses, steps and skips steps by itself, and must know at each
-    #: backward whether it is the last one of a window.
+    #: True for an engine that scales losses, steps and skips steps by itself, with another class of
+    #: optimizer than the user's, and must know at each backward whether it is the last of a window.
     owns_step = False
-    #: True for an engine that keeps gradients elsewhere than in ``parameter.grad``.
-    holds_gradients = False
+    #: The options of the engine, besides the handlers.
+    engine_plugins: tuple[Any, ...] = ()
 
     def __init__(
         self,
@@ -158,34 +158,22 @@ class Strategy(ABC):
 
         return StateAccess(self.unwrap, self.topology.rank)
 
-    def check(self, model: torch.nn.Module) -> None:
-        """Refuse a model that cannot be wrapped, before it is changed.
+    def check(self, model: torch.nn.Module, num_steps: int = 1) -> None:
+        """Refuse a model that cannot be wrapped, or trained so, before it is changed.
+
+        Args:
+            model: as the user built it.
+            num_steps: the micro-batches of a window, of whose backward passes the last averages.
 
         Raises:
             ValueError: the model cannot be wrapped; the message says what to do instead.
         """
         refuse_empty(model)
 
-    def check_accumulation(self, num_steps: int) -> None:
-        """Refuse gradient windows whose first backward does not average, before models are set up.
-
-        Args:
-            num_steps: the micro-batches of a window.
-
-        Raises:
-            ValueError: this strategy cannot train so; the message says what to do instead.
-        """
-        return None
-
     @property
     def distributed_type(self) -> DistributedType:
         """The kind of run, as ``Accelerator.distributed_type`` has it."""
         return self.topology.distributed_type
-
-    @property
-    def engine_plugins(self) -> tuple[Any, ...]:
-        """The options of the engine, besides the handlers."""
-        return ()
 
     def plugin(self, kind: type[_Plugin]) -> _Plugin | None:
         """Return the options of this class that the engine trains by, None without any."""
@@ -195,15 +183,6 @@ class Strategy(ABC):
     @property
     def trains_together(self) -> bool:
         """True if no rank can take a step with a prepared model without the others."""
-        return False
-
-    def engine_config(self, model: torch.nn.Module) -> Any:
-        """Return the configuration that a prepared model's engine was given, None without one."""
-        return None
-
-    @property
-    def replaces_optimizers(self) -> bool:
-        """True if an engine may step with another class of optimizer than the user's."""
         return False
 
     @property
@@ -221,21 +200,22 @@ class Strategy(ABC):
         """
         return False
 
-    def init_context(self) -> AbstractContextManager[None]:
-        """Return a context to build models in, as they are best built for this strategy."""
+    def init_context(self, *, pretrained: bool = False) -> AbstractContextManager[None]:
+        """Return a context to build models in, on all ranks, as is best for this strategy.
+
+        Args:
+            pretrained: they are loaded by ``from_pretrained``.
+        """
         return nullcontext()
 
-    def pretrained_context(self) -> AbstractContextManager[None]:
-        """Return a context to load models with ``from_pretrained`` in, on all ranks."""
-        return nullcontext()
+    def place(self, model: torch.nn.Module, *, trained: bool = True) -> torch.nn.Module:
+        """Move a new model to the device, before it is compiled.
 
-    def move(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Move a model to the device."""
+        Args:
+            model: as the user built it.
+            trained: it is to be wrapped; else it is used as it is, on the device.
+        """
         return model.to(self.topology.device)
-
-    def place(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Move a new model that is to be trained to the device, before it is compiled."""
-        return self.move(model)
 
     def feed(self, non_blocking: bool) -> Feed | None:
         """Return what moves the batches of a loader to the device, ``None`` if nothing is moved.
@@ -327,20 +307,15 @@ class Strategy(ABC):
         )
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the model as the user built it."""
-        return original(model)
+        """Return the model as the user built it, with no more of its weights than this rank has.
 
-    def free_gathered(self, model: torch.nn.Module) -> None:
-        """Free the weights of other ranks that an evaluation of a prepared model left gathered."""
-        return None
+        An evaluation may have left those of other ranks gathered.
+        """
+        return original(model)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward pass."""
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
-
-    def loss_parallel(self) -> AbstractContextManager[Any]:
-        """Return a context in which losses take logits whose vocabulary is cut over ranks."""
-        return nullcontext()
 
     def mark_forward_methods(self, model: torch.nn.Module, names: Sequence[str]) -> None:
         """Make gradients synchronize after these methods of a wrapped model, as after its forward.
@@ -355,8 +330,16 @@ class Strategy(ABC):
         """Return whether a backward through this model would average its gradients now."""
         return False
 
-    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which backward does not synchronize gradients."""
+    def no_sync(
+        self, model: torch.nn.Module, *, in_window: bool = False
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which backward does not synchronize gradients.
+
+        Args:
+            model: a prepared model.
+            in_window: for all but the last backward of a gradient window, where an engine may
+                choose to synchronize a part of them each time.
+        """
         return nullcontext()
 
     def trigger_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
@@ -374,10 +357,6 @@ class Strategy(ABC):
                 took fewer.
         """
         return nullcontext()
-
-    def accumulate(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Return a context for all but the last backward of a gradient window."""
-        return self.no_sync(model)
 
     def has_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether there are gradients that the optimizer would step with, or add up."""

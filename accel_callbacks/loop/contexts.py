@@ -100,7 +100,7 @@ class Evaluate(AbstractContextManager["Evaluate"]):
         for module, mode in self._modes:
             module.training = mode
         for model in self._models:
-            self._training.strategy.free_gathered(model)
+            self._training.strategy.unwrap(model)  # frees the weights that this left gathered
         with self._lent:
             try:
                 if error is None:

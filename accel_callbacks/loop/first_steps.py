@@ -299,7 +299,7 @@ class OptimizerWatch:
     def check_state(self) -> None:
         """Warn of what no checkpoint can hold of the optimizer's state."""
         first = self._first
-        if not first.strategy.replaces_optimizers:
+        if not first.strategy.owns_step:
             names = parameter_names([first.strategy.unwrap(model) for model in first.loop.models])
             if unsaved := find_unsaved(self._optimizer, names):
                 first.warn("state", f"no checkpoint of this run can be saved: {unsaved}")

@@ -155,14 +155,12 @@ class DDP(Strategy):
         """True once a model is averaged, unless ranks train it apart, as in LocalSGD."""
         return self._group is not None and not self._apart
 
-    def check(self, model: torch.nn.Module) -> None:
-        """Refuse models that are already distributed over devices or processes."""
-        super().check(model)
-        refuse_spread(model)
-        refuse_distributed(model)
+    def check(self, model: torch.nn.Module, num_steps: int = 1) -> None:
+        """Refuse models that are distributed already, and windows with a static graph.
 
-    def check_accumulation(self, num_steps: int) -> None:
-        """Refuse a static graph: torch learns it in a first backward that averages."""
+        torch learns the graph in a first backward that averages.
+        """
+        super().check(model, num_steps)
         if self.options.static_graph and num_steps > 1:
             raise ValueError(
                 "DistributedDataParallelKwargs(static_graph=True) does not work with a gradient "
@@ -170,6 +168,8 @@ class DDP(Strategy):
                 "last alone: leave static_graph out, or average after each one with "
                 f"GradientAccumulationPlugin(num_steps={num_steps}, sync_each_batch=True)."
             )
+        refuse_spread(model)
+        refuse_distributed(model)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Wrap the model unless all of it is frozen."""
@@ -252,11 +252,13 @@ class DDP(Strategy):
         """Return False for models that DDP does not wrap, and in ``no_sync``."""
         return isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
 
-    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+    def no_sync(
+        self, model: torch.nn.Module, *, in_window: bool = False
+    ) -> AbstractContextManager[Any]:
         """Return DDP's own ``no_sync`` for models that it wraps."""
         if isinstance(model, DistributedDataParallel):
             return model.no_sync()
-        return super().no_sync(model)
+        return super().no_sync(model, in_window=in_window)
 
     def trigger_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Prepare the reducer as a forward outside of ``no_sync`` would have done."""

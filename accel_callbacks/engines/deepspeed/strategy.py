@@ -91,9 +91,8 @@ class DeepSpeed(Strategy):
             )
         super().__init__(topology, handlers, parallelism)
         self.plugins = plugins or DeepSpeedPlugins(DeepSpeedPlugin())
+        self.engine_plugins = (self.plugins,)
         self.precision = "no"
-        #: What DeepSpeed was given for each model, with the origin of each value.
-        self.filled: WeakKeyDictionary[torch.nn.Module, FilledConfig] = WeakKeyDictionary()
         self._optimizers: WeakKeyDictionary[torch.nn.Module, EngineOptimizer] = WeakKeyDictionary()
         # Not bound methods, which would keep the strategy, and so transformers' reference, alive.
         strategy = ref(self)
@@ -113,11 +112,6 @@ class DeepSpeed(Strategy):
     def distributed_type(self) -> DistributedType:
         """``DistributedType.DEEPSPEED``."""
         return DistributedType.DEEPSPEED
-
-    @property
-    def engine_plugins(self) -> tuple[Any, ...]:
-        """The options of DeepSpeed."""
-        return (self.plugins,)
 
     @cached_property
     def states(self) -> ZeroStates:
@@ -149,15 +143,11 @@ class DeepSpeed(Strategy):
             self._sharded_builds.announce()
         return True
 
-    def engine_config(self, model: torch.nn.Module) -> FilledConfig | None:
-        """Return what DeepSpeed was given for a prepared model, None if it does not train it."""
-        return self.filled.get(self.unwrap(model))
-
     # --- setting up ---------------------------------------------------------------------------
 
-    def init_context(self) -> AbstractContextManager[None]:
+    def init_context(self, *, pretrained: bool = False) -> AbstractContextManager[None]:
         """Return ``deepspeed.zero.Init()`` in stage 3, else a context that does nothing."""
-        return self._zero_init() if self._builds_sharded() else nullcontext()
+        return self._zero_init() if self._builds_sharded() and not pretrained else nullcontext()
 
     def _builds_sharded(self) -> bool:
         """Return whether models are built sharded, which ends with the group of the ranks."""
@@ -175,9 +165,16 @@ class DeepSpeed(Strategy):
         with deepspeed.zero.Init(config_dict_or_path=self._init_config()):
             yield
 
-    def place(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Leave the model where it is: the engine moves it, or its shards."""
-        return model
+    def place(self, model: torch.nn.Module, *, trained: bool = True) -> torch.nn.Module:
+        """Leave a trained model where it is: the engine moves it, or its shards.
+
+        One that is not trained, and was built sharded, stays so.
+        """
+        if trained:
+            return model
+        if any(zero_weight(parameter) is not None for parameter in model.parameters()):
+            return self._untrained_engine(model, self.plugins.active)
+        return super().place(model, trained=trained)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return a model that is not trained in an engine without an optimizer, in stage 3.
@@ -193,12 +190,6 @@ class DeepSpeed(Strategy):
             )
         return self._untrained_engine(model, plugin)
 
-    def move(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Move a model that is not trained to the device; one that was built sharded stays so."""
-        if any(zero_weight(parameter) is not None for parameter in model.parameters()):
-            return self._untrained_engine(model, self.plugins.active)
-        return super().move(model)
-
     def _untrained_engine(self, model: torch.nn.Module, plugin: DeepSpeedPlugin) -> torch.nn.Module:
         """Return an engine that gathers parameters for each forward, and takes no steps."""
         import deepspeed
@@ -213,7 +204,7 @@ class DeepSpeed(Strategy):
             new_engine: torch.nn.Module = deepspeed.initialize(
                 model=model, config=filled.config, dist_init_required=False
             )[0]
-        self.filled[model] = filled
+        self.plugins.filled[model] = filled
         self._untrained[model] = new_engine
         low = _LOW.get(self.precision)
         if low is not None:
@@ -291,7 +282,7 @@ class DeepSpeed(Strategy):
             engine, groups, dict(optimizer.defaults), self._agreement
         )
         carry(engine_optimizer.inner.param_groups, engine_optimizer.param_groups)
-        self.filled[model] = filled
+        self.plugins.filled[model] = filled
         self._optimizers[model] = engine_optimizer
         engine.register_forward_pre_hook(self._note_call)
         if self._buffers is not None and any(True for _ in model.buffers()):
@@ -475,7 +466,7 @@ class DeepSpeed(Strategy):
         return False
 
     @contextmanager
-    def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
+    def no_sync(self, model: torch.nn.Module, *, in_window: bool = False) -> Iterator[None]:
         """Context manager: backward is not the last one of a window.
 
         ZeRO may reduce gradients all the same.
@@ -578,11 +569,6 @@ class DeepSpeed(Strategy):
             scale = float(getattr(optimizer.engine.optimizer, "loss_scale", 1.0))
             for part in gradient_parts(optimizer.engine):
                 part.clamp_(-clip_value * scale, clip_value * scale)
-
-    @property
-    def replaces_optimizers(self) -> bool:
-        """True: DeepSpeed may take a fused or offloaded variant."""
-        return True
 
 
 # --- helpers of setting up --------------------------------------------------------------------

@@ -163,6 +163,8 @@ class PipelineParallel(Sharding):
         self._fsdp = fsdp
         if parallelism.fsdp_dim_names and fsdp is None:
             self._fsdp = FullyShardedDataParallelPlugin()
+        #: By which stages are sharded.
+        self.engine_plugins = () if self._fsdp is None else (self._fsdp,)
         self._ranks = parallelism.sizes["pp"]
         self._index = parallelism.coordinate(topology.rank)["pp"]
         self._wrappers: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
@@ -175,11 +177,6 @@ class PipelineParallel(Sharding):
         from accel_callbacks.engines.pipeline.states import StageStates
 
         return StageStates(self.unwrap, self.topology.rank, self.data, self._owners, self._plans)
-
-    @property
-    def engine_plugins(self) -> tuple[Any, ...]:
-        """The options by which stages are sharded; none if they are not."""
-        return () if self._fsdp is None else (self._fsdp,)
 
     # --- cutting --------------------------------------------------------------------------------
 
@@ -224,7 +221,7 @@ class PipelineParallel(Sharding):
         """Return True for a model that is not cut into stages yet."""
         return not isinstance(model, PipelinedModel) and model not in self._owners
 
-    def check(self, model: torch.nn.Module) -> None:
+    def check(self, model: torch.nn.Module, num_steps: int = 1) -> None:
         """Refuse a model that was not cut into stages."""
         if self.cuts(model):
             raise ValueError(
@@ -233,9 +230,9 @@ class PipelineParallel(Sharding):
                 "split_points=[...], loss_fn=...)."
             )
 
-    def place(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the model unchanged: no device holds all of it."""
-        return model
+    def place(self, model: torch.nn.Module, *, trained: bool = True) -> torch.nn.Module:
+        """Return a model that is trained unchanged: no device holds all of it."""
+        return model if trained else super().place(model, trained=trained)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the pipeline that was made of the model."""

@@ -80,7 +80,7 @@ class XLA(Strategy):
                     "only: use dp_replicate_size and dp_shard_size."
                 )
         super().__init__(topology, handlers)
-        self._fsdp = fsdp
+        self.engine_plugins = () if fsdp is None else (fsdp,)
         self._shards = arranged.sizes[_SHARD]
         self._refuse_options(fsdp)
         self._spmd: Any = None
@@ -105,11 +105,6 @@ class XLA(Strategy):
                     "the compiler places parameters: leave it out."
                 )
 
-    @property
-    def engine_plugins(self) -> tuple[Any, ...]:
-        """The options by which parameters are cut; none if they are whole."""
-        return () if self._fsdp is None else (self._fsdp,)
-
     @cached_property
     def states(self) -> XLAStates:
         """The states, copied to the host."""
@@ -132,9 +127,9 @@ class XLA(Strategy):
             _autocast_attention()
         return super().casts_to(precision)
 
-    def check(self, model: torch.nn.Module) -> None:
+    def check(self, model: torch.nn.Module, num_steps: int = 1) -> None:
         """Refuse models that are already distributed over devices or processes."""
-        super().check(model)
+        super().check(model, num_steps)
         refuse_spread(model)
         refuse_distributed(model)
         for module in model.modules():
@@ -145,7 +140,7 @@ class XLA(Strategy):
                     "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()) cut them."
                 )
 
-    def move(self, model: torch.nn.Module) -> torch.nn.Module:
+    def place(self, model: torch.nn.Module, *, trained: bool = True) -> torch.nn.Module:
         """Move parameters and buffers, which stay the objects that they are.
 
         ``model.to`` would make new ones, of which optimizers know nothing, and untie weights.
