@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakSet
@@ -19,13 +20,15 @@ from accel_callbacks.gradients import has_gradients
 from accel_callbacks.logging import notice
 from accel_callbacks.models.compile import original, regions
 from accel_callbacks.plugins.base import Handlers
-from accel_callbacks.plugins.parallelism import ParallelismConfig
+from accel_callbacks.plugins.parallelism import AXES, ParallelismConfig
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.engines.state_access import StateAccess
+    from accel_callbacks.plugins.deepspeed import DeepSpeedPlugins
+    from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 
-__all__ = ["GatherCast", "Sequences", "SetUp", "Strategy"]
+__all__ = ["EngineRequest", "GatherCast", "Sequences", "SetUp", "Strategy"]
 
 _Plugin = TypeVar("_Plugin")
 
@@ -36,6 +39,51 @@ class SetUp(NamedTuple):
     models: list[torch.nn.Module]
     optimizers: list[torch.optim.Optimizer]
     schedulers: list[Any]
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """What a run asks of its engine, for the conditions under which one is taken.
+
+    Args:
+        topology: the rank and device of this process.
+        handlers: the options of other parts, those of an engine of your own among them.
+        parallelism: how the ranks are arranged, as the script or the launch has it; or ``None``.
+        fsdp: how models are sharded; ``None`` if nothing was said about it.
+        deepspeed: how DeepSpeed trains models; ``None`` if it does not.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks import Topology
+        >>> from accel_callbacks.engines import EngineRequest
+        >>> EngineRequest(Topology(torch.device("cpu"))).axes.pp_enabled
+        False
+    """
+
+    topology: Topology
+    handlers: Handlers = field(default_factory=Handlers)
+    parallelism: ParallelismConfig | None = None
+    fsdp: FullyShardedDataParallelPlugin | None = None
+    deepspeed: DeepSpeedPlugins | None = None
+
+    @property
+    def axes(self) -> ParallelismConfig:
+        """How the ranks are arranged; without an axis of more than one if nothing was said."""
+        # Explicitly, as sizes that are left out are those of the launch.
+        alone: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
+        return self.parallelism or ParallelismConfig(**alone)
+
+    @property
+    def arranged(self) -> ParallelismConfig | None:
+        """How all the ranks there are are arranged; None for data parallelism over all.
+
+        Raises:
+            ValueError: the axes do not arrange all ranks.
+        """
+        if self.parallelism is None:
+            return None
+        world_size = self.topology.world_size
+        return self.parallelism.fitted(world_size, sharded=self.fsdp is not None)
 
 
 class GatherCast(NamedTuple):
@@ -149,6 +197,18 @@ class Strategy(ABC):
         self._apart: WeakSet[torch.nn.Module] = WeakSet()
         #: Set by `create_strategy`, where ranks share sequences.
         self.sequences = Sequences()
+
+    @classmethod
+    def for_run(cls, run: EngineRequest) -> Strategy:
+        """Return the strategy of a run that has asked for it.
+
+        Args:
+            run: what it asks of its engine.
+
+        Raises:
+            ValueError: options do not go together, or do not arrange all ranks.
+        """
+        return cls(run.topology, run.handlers, run.arranged)
 
     @cached_property
     def states(self) -> StateAccess:

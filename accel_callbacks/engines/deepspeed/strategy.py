@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from accel_callbacks.distributed.topology import DistributedType, Topology, is_current
-from accel_callbacks.engines.base import SetUp, Strategy
+from accel_callbacks.engines.base import EngineRequest, SetUp, Strategy
 from accel_callbacks.engines.deepspeed.build import building
 from accel_callbacks.engines.deepspeed.optimizer import EngineOptimizer, carry, engine_norm
 from accel_callbacks.engines.deepspeed.zero_agreement import ZeroAgreement
@@ -65,6 +65,11 @@ class DeepSpeed(Strategy):
     Raises:
         ImportError: DeepSpeed is not installed.
         ValueError: an axis of parallelism is not of data.
+
+    Example:
+        >>> from accel_callbacks.engines import DeepSpeed
+        >>> DeepSpeed.owns_step
+        True
     """
 
     name = "deepspeed"
@@ -107,6 +112,14 @@ class DeepSpeed(Strategy):
         common = self.handlers.get(DistributedDataParallelKwargs, DistributedDataParallelKwargs())
         self._buffers = SharedBuffers(lambda buffer: False) if common.broadcast_buffers else None
         self._agreement = ZeroAgreement(fills=common.find_unused_parameters)
+
+    @classmethod
+    def for_run(cls, run: EngineRequest) -> DeepSpeed:
+        """Return the strategy of a run that asks for no other engine."""
+        arranged = run.arranged
+        if run.fsdp is not None:
+            raise ValueError("deepspeed_plugin and fsdp_plugin are two engines: give one of them.")
+        return cls(run.topology, run.handlers, arranged, run.deepspeed)
 
     @property
     def distributed_type(self) -> DistributedType:

@@ -17,7 +17,7 @@ from accel_callbacks import collectives
 from accel_callbacks.collectives.sharded import class_of
 from accel_callbacks.distributed.rank_subset import needs_all_ranks, refuse_on_subset
 from accel_callbacks.distributed.topology import DistributedType, Topology
-from accel_callbacks.engines.base import GatherCast
+from accel_callbacks.engines.base import EngineRequest, GatherCast
 from accel_callbacks.engines.checks import (
     is_dispatched,
     is_plain,
@@ -125,6 +125,11 @@ class FSDP(Sharding):
         self._units = UnitAgreement(fills=common.find_unused_parameters)
         for note in self.options.notes():
             warn(note)
+
+    @classmethod
+    def for_run(cls, run: EngineRequest) -> FSDP:
+        """Return the strategy of a run."""
+        return cls(run.topology, run.handlers, run.arranged, run.fsdp)
 
     @property
     def distributed_type(self) -> DistributedType:

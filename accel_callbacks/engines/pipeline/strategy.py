@@ -14,6 +14,7 @@ import torch.distributed as dist
 from accel_callbacks import collectives
 from accel_callbacks.collectives.sharded import class_of
 from accel_callbacks.distributed.topology import Topology
+from accel_callbacks.engines.base import EngineRequest
 from accel_callbacks.engines.checks import (
     is_of_transformers,
     is_plain,
@@ -170,6 +171,13 @@ class PipelineParallel(Sharding):
         self._wrappers: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
         self._owners: WeakKeyDictionary[torch.nn.Module, dict[str, int]] = WeakKeyDictionary()
         self._plans: WeakKeyDictionary[torch.nn.Module, StagePlan] = WeakKeyDictionary()
+
+    @classmethod
+    def for_run(cls, run: EngineRequest) -> PipelineParallel:
+        """Return the strategy of a run."""
+        arranged = run.arranged
+        assert arranged is not None
+        return cls(run.topology, run.handlers, arranged, run.fsdp)
 
     @cached_property
     def states(self) -> StageStates:

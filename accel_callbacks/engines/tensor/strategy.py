@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from accel_callbacks import collectives
+from accel_callbacks.engines.base import EngineRequest
 from accel_callbacks.engines.checks import is_of_transformers, is_plain, refuse_spread
 from accel_callbacks.engines.sharding import Sharding
 from accel_callbacks.engines.tensor.cut_dropout import CutDropout, draws_random_numbers
@@ -66,6 +67,18 @@ class TensorParallel(Sharding):
     """
 
     name = "tensor_parallel"
+
+    @classmethod
+    def for_run(cls, run: EngineRequest) -> TensorParallel:
+        """Return the strategy of a run, which has no replicas."""
+        arranged = run.arranged
+        if arranged is not None and arranged.dp_replicate_enabled:
+            raise ValueError(
+                f"tp_size={arranged.tp_size} does not go with dp_replicate_size="
+                f"{arranged.dp_replicate_size} alone: shard over the data axis, with "
+                f"dp_shard_size={arranged.dp_replicate_size}."
+            )
+        return cls(run.topology, run.handlers, arranged)
 
     @property
     def _models(self) -> list[torch.nn.Module]:

@@ -15,7 +15,7 @@ import torch
 from accel_callbacks.collectives.nested import map_tensors
 from accel_callbacks.data.device import Feed, Pairs, send_to_device
 from accel_callbacks.distributed.topology import Topology
-from accel_callbacks.engines.base import SetUp, Strategy
+from accel_callbacks.engines.base import EngineRequest, SetUp, Strategy
 from accel_callbacks.engines.checks import refuse_distributed, refuse_spread
 from accel_callbacks.logging import notice
 from accel_callbacks.plugins.base import Handlers
@@ -95,6 +95,11 @@ class XLA(Strategy):
             )
         self._stepping: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._warned_shapes = False
+
+    @classmethod
+    def for_run(cls, run: EngineRequest) -> XLA:
+        """Return the strategy of a run; the axes arrange devices, not ranks."""
+        return cls(run.topology, run.handlers, run.parallelism, run.fsdp)
 
     def _refuse_options(self, fsdp: FullyShardedDataParallelPlugin | None) -> None:
         for field in fields(fsdp) if fsdp is not None else ():
