@@ -272,7 +272,7 @@ class OptimizerWatch:
             if parameter.is_leaf
         ]
         self.check_state()
-        if hasattr(optimizer, "register_step_post_hook"):  # an engine may have none
+        if not first_steps.strategy.owns_step:
             handle = optimizer.register_step_post_hook(_check_state_of(ref(self)))
             self._handles.append(handle)
 
