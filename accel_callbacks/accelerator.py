@@ -46,13 +46,14 @@ from accel_callbacks.distributed.failures import leave
 from accel_callbacks.distributed.process_control import ProcessControl
 from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.distributed.topology import (
-    DistributedType,
     destroy_topology,
     note_copies,
     resolve_topology,
 )
 from accel_callbacks.distributed.votes import Trigger
 from accel_callbacks.engine_options import resolve_engine
+from accel_callbacks.engines import find_device
+from accel_callbacks.engines.distributed_type import DistributedType
 from accel_callbacks.errors import unknown_option
 from accel_callbacks.errors.foreign_names import ATTRIBUTES, OPTIONS
 from accel_callbacks.loop.accumulation import Accumulate
@@ -253,7 +254,10 @@ class Accelerator(ProcessControl, MediaLogging):
         self.config, self.handlers = options.config, options.handlers
         self.dynamo_plugin = options.dynamo
         self.topology = resolve_topology(
-            cpu=self.config.cpu, anew=True, **group_options(self.handlers, timeout)
+            cpu=self.config.cpu,
+            anew=True,
+            find_device=find_device,
+            **group_options(self.handlers, timeout),
         )
         self.strategy = options.create_strategy(self.topology)
         options.warn_of_unread(os.environ, self.strategy)
@@ -693,13 +697,17 @@ class Accelerator(ProcessControl, MediaLogging):
                 f"mixed_precision={self.precision.name!r} does not go with a pipeline, which runs "
                 'backward before the loss can be scaled: use "bf16".'
             )
-        # Imported here, because most runs have no pipeline.
-        from accel_callbacks.engines.pipeline.runner import PipelineOptions
-
         self.loop.share_identity(self.loop.run)
         self.strategy.data.share_random_state()
-        options = PipelineOptions(split_points, loss_fn, schedule, microbatches, reduction)
-        whole = self.strategy.pipeline(model, options, self.precision.wrap)
+        whole = self.strategy.pipeline(
+            model,
+            self.precision.wrap,
+            split_points=split_points,
+            loss_fn=loss_fn,
+            schedule=schedule,
+            microbatches=microbatches,
+            reduction=reduction,
+        )
         ready = self._preparer.prepare([ModelRequest(whole, False)])
         prepared: PipelinedModel = ready[id(whole)]
         return prepared

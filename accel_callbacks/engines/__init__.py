@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+import torch
 from torch.utils.hooks import RemovableHandle
 
 from accel_callbacks._lazy import lazy_names
@@ -42,6 +44,7 @@ __all__ = [
     "Strategy",
     "TensorParallel",
     "create_strategy",
+    "find_device",
     "register_engine",
 ]
 
@@ -114,6 +117,30 @@ def register_engine(kind: type[Strategy], *, when: _Condition) -> RemovableHandl
     handle = RemovableHandle(_registered)
     _registered[handle.id] = kind, when
     return handle
+
+
+def find_device(env: Mapping[str, str]) -> torch.device | None:
+    """Return the device of a process that computes on all devices of its machine by itself.
+
+    Args:
+        env: the environment of the process.
+
+    Returns:
+        ``None`` where each rank has one of torch's devices.
+
+    Raises:
+        RuntimeError: it is to compute through torch_xla, which fails.
+
+    Example:
+        >>> from accel_callbacks.engines import find_device
+        >>> find_device({}) is None
+        True
+    """
+    if find_spec("torch_xla") is None:
+        return None
+    from accel_callbacks.engines.xla.device import has_xla, xla_device
+
+    return xla_device(env) if has_xla(env) else None
 
 
 def create_strategy(

@@ -13,9 +13,10 @@ from weakref import WeakSet
 import torch
 
 from accel_callbacks.data.device import Feed, device_feed
-from accel_callbacks.distributed.topology import DistributedType, Topology
+from accel_callbacks.distributed.topology import Topology
 from accel_callbacks.engines.checks import refuse_empty
 from accel_callbacks.engines.data_ranks import DataRanks
+from accel_callbacks.engines.distributed_type import DistributedType
 from accel_callbacks.gradients import has_gradients
 from accel_callbacks.logging import notice
 from accel_callbacks.models.compile import original, regions
@@ -348,15 +349,15 @@ class Strategy(ABC):
     def pipeline(
         self,
         model: torch.nn.Module,
-        options: Any,
         wrap_stage: Callable[[torch.nn.Module], torch.nn.Module],
+        **options: Any,
     ) -> torch.nn.Module:
         """Cut a model into stages; see ``Accelerator.prepare_pipeline``.
 
         Args:
             model: as the user built it.
-            options: a `accel_callbacks.engines.pipeline.runner.PipelineOptions`.
             wrap_stage: wraps the module of a stage for the precision.
+            **options: those of ``prepare_pipeline``.
 
         Raises:
             ValueError: this run has no pipeline, or the model cannot be cut.
@@ -407,14 +408,15 @@ class Strategy(ABC):
         return nullcontext()
 
     def join(
-        self, models: Sequence[Any], follow: Callable[[int], None]
+        self, models: Sequence[Any], follow: Callable[[Callable[[Any], Any]], None]
     ) -> AbstractContextManager[None]:
         """Return a context in which ranks may have unequal numbers of batches.
 
         Args:
             models: the wrapped models that are trained in it.
-            follow: called at its end, on all ranks, with the rank that took all steps, if others
-                took fewer.
+            follow: called at its end, on all ranks, if some took fewer steps than others: with a
+                function that takes a state, the same on all ranks, and returns that of the rank
+                that took all steps; there it is the state itself.
         """
         return nullcontext()
 

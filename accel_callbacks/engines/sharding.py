@@ -197,7 +197,7 @@ class Sharding(Strategy):
         clip_value(map(self._shard_of, parameters), clip_value_)
 
     def join(
-        self, models: Sequence[Any], follow: Callable[[int], None]
+        self, models: Sequence[Any], follow: Callable[[Callable[[Any], Any]], None]
     ) -> AbstractContextManager[None]:
         """Refuse uneven inputs on several ranks.
 

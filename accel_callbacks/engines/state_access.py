@@ -21,7 +21,7 @@ from accel_callbacks.engines.optimizer_state import (
 from accel_callbacks.gradients import parameters_of
 from accel_callbacks.models.offload.placeholder import unwritable
 
-__all__ = ["StateAccess"]
+__all__ = ["StateAccess", "reshard"]
 
 
 class StateAccess:
@@ -202,6 +202,13 @@ class StateAccess:
         state = {**state, "state": sharded}
         optimizer.load_state_dict(state)
         restore_exactly(optimizer, state)
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Register the shards of a model where a forward has left whole parameters."""
+    for module in model.modules():
+        if hasattr(module, "_get_fsdp_state"):
+            module.reshard()  # type: ignore[operator]
 
 
 def _sharded_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -267,10 +267,11 @@ class DDP(Strategy):
         return super().trigger_sync(model)
 
     def join(
-        self, models: Sequence[Any], follow: Callable[[int], None]
+        self, models: Sequence[Any], follow: Callable[[Callable[[Any], Any]], None]
     ) -> AbstractContextManager[None]:
         """Return torch's ``Join`` around the models that have gradients to average."""
-        return joined([model for model in models if self._is_averaged(model)], follow)
+        averaged = [model for model in models if self._is_averaged(model)]
+        return joined(averaged, follow, self.topology.device)
 
     def _is_averaged(self, model: Any) -> bool:
         if isinstance(model, Joinable):

@@ -13,7 +13,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 
-from accel_callbacks.distributed.topology import DistributedType, Topology, is_current
+from accel_callbacks.distributed.topology import Topology, is_current
 from accel_callbacks.engines.base import EngineRequest, SetUp, Strategy
 from accel_callbacks.engines.deepspeed.build import building
 from accel_callbacks.engines.deepspeed.optimizer import EngineOptimizer, carry, engine_norm
@@ -24,6 +24,7 @@ from accel_callbacks.engines.deepspeed.zero_state import (
     is_zero,
     zero_weight,
 )
+from accel_callbacks.engines.distributed_type import DistributedType
 from accel_callbacks.engines.shared_buffers import SharedBuffers
 from accel_callbacks.gradients import clip_norm, has_gradients, parameters_of
 from accel_callbacks.logging import notice
@@ -500,7 +501,7 @@ class DeepSpeed(Strategy):
             self._boundary = before
 
     def join(
-        self, models: Sequence[Any], follow: Callable[[int], None]
+        self, models: Sequence[Any], follow: Callable[[Callable[[Any], Any]], None]
     ) -> AbstractContextManager[None]:
         """Refuse uneven inputs.
 

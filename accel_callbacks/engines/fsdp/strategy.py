@@ -16,7 +16,7 @@ import torch.distributed as dist
 from accel_callbacks import collectives
 from accel_callbacks.collectives.sharded import class_of
 from accel_callbacks.distributed.rank_subset import needs_all_ranks, refuse_on_subset
-from accel_callbacks.distributed.topology import DistributedType, Topology
+from accel_callbacks.distributed.topology import Topology
 from accel_callbacks.engines.base import EngineRequest, GatherCast
 from accel_callbacks.engines.checks import (
     is_dispatched,
@@ -24,6 +24,7 @@ from accel_callbacks.engines.checks import (
     refuse_distributed,
     refuse_spread,
 )
+from accel_callbacks.engines.distributed_type import DistributedType
 from accel_callbacks.engines.fsdp.groups import (
     drop_held,
     gather_through,

@@ -255,13 +255,13 @@ class PipelineParallel(Sharding):
     def pipeline(
         self,
         model: torch.nn.Module,
-        options: PipelineOptions,
         wrap_stage: Callable[[torch.nn.Module], torch.nn.Module],
+        **options: Any,
     ) -> torch.nn.Module:
         """Collective: cut a model into stages, and keep those of this rank."""
         if model in self._owners:
             raise ValueError(f"{type(model).__name__} is cut into stages already.")
-        options = options.checked(self._ranks, model)
+        chosen = PipelineOptions(**options).checked(self._ranks, model)
         refuse_scripted(model.modules(), "a pipeline")
         self._refuse_shared(model)
         _refuse_spread(model)
@@ -273,7 +273,7 @@ class PipelineParallel(Sharding):
                 "would have a part: a pipeline needs models whose state is their tensors."
             )
         layers = self._plan_of_layers(model)
-        plan = StagePlan(model, options.split_points or [])
+        plan = StagePlan(model, chosen.split_points or [])
         rehearsal = Rehearsal(plan, model, self.topology.device)
         stages = {
             n: wrap_stage(Stage(plan, model, n, self.topology.device))
@@ -315,7 +315,7 @@ class PipelineParallel(Sharding):
             plan,
             stages,
             (rehearsal, wrap_stage(rehearsal)),
-            options,
+            chosen,
             model,
             self._group,
             self.topology.device,
