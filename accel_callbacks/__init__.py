@@ -30,7 +30,7 @@ _HOME = {
     "DeepSpeedSequenceParallelConfig": "plugins.parallelism_handlers",
     "DistributedDataParallelKwargs": "plugins.ddp",
     "DistributedOperationException": "errors",
-    "DistributedType": "distributed.topology",
+    "DistributedType": "engines.distributed_type",
     "DynamoBackend": "plugins.compile",
     "FullyShardedDataParallelPlugin": "plugins.fsdp",
     "GeneralTracker": "tracking.general_tracker",
@@ -157,8 +157,8 @@ if TYPE_CHECKING:
     from accel_callbacks.distributed.rng import set_seed as set_seed
     from accel_callbacks.distributed.rng import synchronize_rng_state as synchronize_rng_state
     from accel_callbacks.distributed.rng import synchronize_rng_states as synchronize_rng_states
-    from accel_callbacks.distributed.topology import DistributedType as DistributedType
     from accel_callbacks.distributed.topology import Topology as Topology
+    from accel_callbacks.engines.distributed_type import DistributedType as DistributedType
     from accel_callbacks.errors import (
         DistributedOperationException as DistributedOperationException,
     )

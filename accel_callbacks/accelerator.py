@@ -6,7 +6,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from datetime import timedelta
 from functools import cached_property
@@ -46,13 +46,14 @@ from accel_callbacks.distributed.failures import leave
 from accel_callbacks.distributed.process_control import ProcessControl
 from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.distributed.topology import (
-    DistributedType,
     destroy_topology,
     note_copies,
     resolve_topology,
 )
 from accel_callbacks.distributed.votes import Trigger
 from accel_callbacks.engine_options import resolve_engine
+from accel_callbacks.engines import find_device
+from accel_callbacks.engines.distributed_type import DistributedType
 from accel_callbacks.errors import unknown_option
 from accel_callbacks.errors.foreign_names import ATTRIBUTES, OPTIONS
 from accel_callbacks.loop.accumulation import Accumulate
@@ -254,12 +255,15 @@ class Accelerator(ProcessControl, MediaLogging):
         self.config, self.handlers = options.config, options.handlers
         self.dynamo_plugin = options.dynamo
         self.topology = resolve_topology(
-            cpu=self.config.cpu, anew=True, **group_options(self.handlers, timeout)
+            cpu=self.config.cpu,
+            anew=True,
+            find_device=find_device,
+            **group_options(self.handlers, timeout),
         )
         self.strategy = options.create_strategy(self.topology)
         options.warn_of_unread(os.environ, self.strategy)
-        note_copies(self.strategy.copies)
-        _ = self.strategy.device_mesh  # built now: scripts may read it on one rank only
+        note_copies(self.strategy.data.copies)
+        _ = self.strategy.data.mesh  # built now: scripts may read it on one rank only
         self.precision = create_precision(
             self.config.mixed_precision,
             self.topology.device,
@@ -269,8 +273,8 @@ class Accelerator(ProcessControl, MediaLogging):
         self.window = GradientWindow(
             self.config.gradient_accumulation_steps,
             gradient_accumulation_plugin,
-            averaged_over=self.strategy.averaged_over,
-            loss_world=self.strategy.loss_world,
+            averaged_over=self.strategy.data.averaged_over,
+            loss_world=self.strategy.data.losses,
         )
         self.models: list[torch.nn.Module] = []
         self.optimizers: list[AcceleratedOptimizer] = []
@@ -332,7 +336,7 @@ class Accelerator(ProcessControl, MediaLogging):
             self._first_steps,
             scheduler_options={
                 "step_with_optimizer": step_scheduler_with_optimizer,
-                "steps_at_once": self.strategy.data_world if scheduler_steps_per_process else 1,
+                "steps_at_once": self.strategy.data.world if scheduler_steps_per_process else 1,
                 "holds_at_end": scheduler_steps_per_process,
             },
         )
@@ -340,9 +344,7 @@ class Accelerator(ProcessControl, MediaLogging):
             loader_config,
             self.rng_types,
             self.strategy.feed,
-            data_rank=self.strategy.data_rank,
-            data_world=self.strategy.data_world,
-            copies=self.strategy.copies,
+            ranks=self.strategy.data,
             events=self.passes,
             prepared=self.loaders,
         )
@@ -394,7 +396,7 @@ class Accelerator(ProcessControl, MediaLogging):
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
         """How the ranks are arranged, None if nothing was said about it."""
-        return self.strategy.parallelism
+        return self.strategy.data.parallelism
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
@@ -412,24 +414,26 @@ class Accelerator(ProcessControl, MediaLogging):
         Raises:
             ValueError: DeepSpeed does not train the model.
         """
-        filled: FilledConfig | None = self.strategy.engine_config(model)
+        from accel_callbacks.plugins.deepspeed import DeepSpeedPlugins
+
+        plugins, inner = self.strategy.plugin(DeepSpeedPlugins), self.strategy.unwrap(model)
+        filled = None if plugins is None else plugins.filled.get(inner)
         if filled is None:
-            kind = type(self.strategy.unwrap(model)).__name__
             raise ValueError(
-                f"DeepSpeed does not train {kind}: pass deepspeed_plugin= to the Accelerator, and "
-                "the model with its optimizer to prepare()."
+                f"DeepSpeed does not train {type(inner).__name__}: pass deepspeed_plugin= to the "
+                "Accelerator, and the model with its optimizer to prepare()."
             )
         return filled
 
     @property
     def torch_device_mesh(self) -> Any:
         """The named mesh of the ranks (a ``DeviceMesh``), None without one."""
-        return self.strategy.device_mesh
+        return self.strategy.data.mesh
 
     @property
     def data_world(self) -> int:
         """Number of ranks that read different data."""
-        return self.strategy.data_world
+        return self.strategy.data.world
 
     @property
     def data_parallel_rank(self) -> int:
@@ -588,7 +592,7 @@ class Accelerator(ProcessControl, MediaLogging):
             tensor([1.])
         """
         self.loop.share_identity(self.loop.run)
-        self.strategy.share_random_state()
+        self.strategy.data.share_random_state()
         places = device_placement
         if places is None or isinstance(places, bool):
             places = [places] * len(args)
@@ -638,7 +642,7 @@ class Accelerator(ProcessControl, MediaLogging):
             ValueError: the model is sharded over devices or ranks, has no weights yet, or lacks
                 one of the ``forward_methods``.
         """
-        self.strategy.share_random_state()
+        self.strategy.data.share_random_state()
         request = ModelRequest(model, self._placement(device_placement), evaluation_mode)
         ready = self._preparer.prepare([request], forward_methods=_names(forward_methods))
         prepared: torch.nn.Module = ready[id(model)]
@@ -697,13 +701,17 @@ class Accelerator(ProcessControl, MediaLogging):
                 f"mixed_precision={self.precision.name!r} does not go with a pipeline, which runs "
                 'backward before the loss can be scaled: use "bf16".'
             )
-        # Imported here, because most runs have no pipeline.
-        from accel_callbacks.engines.pipeline.runner import PipelineOptions
-
         self.loop.share_identity(self.loop.run)
-        self.strategy.share_random_state()
-        options = PipelineOptions(split_points, loss_fn, schedule, microbatches, reduction)
-        whole = self.strategy.pipeline(model, options, self.precision.wrap)
+        self.strategy.data.share_random_state()
+        whole = self.strategy.pipeline(
+            model,
+            self.precision.wrap,
+            split_points=split_points,
+            loss_fn=loss_fn,
+            schedule=schedule,
+            microbatches=microbatches,
+            reduction=reduction,
+        )
         ready = self._preparer.prepare([ModelRequest(whole, False)])
         prepared: PipelinedModel = ready[id(whole)]
         return prepared
@@ -740,7 +748,7 @@ class Accelerator(ProcessControl, MediaLogging):
             >>> with Accelerator(cpu=True).cpu_ram_efficient_loading():
             ...     pass  # model = AutoModelForCausalLM.from_pretrained(name)
         """
-        return self.strategy.pretrained_context()
+        return self.strategy.init_context(pretrained=True)
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
@@ -919,7 +927,7 @@ class Accelerator(ProcessControl, MediaLogging):
             ...     tokens.shape
             torch.Size([1, 8])
         """
-        return self.strategy.cut_sequences(buffers, buffer_seq_dims, no_restore_buffers)
+        return self.strategy.sequences.cut(buffers, buffer_seq_dims, no_restore_buffers)
 
     def gather_sequences(self, tensor: torch.Tensor, seq_dim: int = 1) -> torch.Tensor:
         """Collective: return the outputs of :meth:`maybe_context_parallel` for whole sequences.
@@ -938,7 +946,7 @@ class Accelerator(ProcessControl, MediaLogging):
             >>> Accelerator(cpu=True).gather_sequences(torch.ones(1, 4)).shape
             torch.Size([1, 4])
         """
-        return self.strategy.gather_sequences(tensor, seq_dim)
+        return self.strategy.sequences.gather(tensor, seq_dim)
 
     def autocast(
         self, autocast_handler: AutocastKwargs | None = None
@@ -1019,7 +1027,12 @@ class Accelerator(ProcessControl, MediaLogging):
             ...     logits = model(torch.ones(1, 2))
             ...     accel.backward(torch.nn.functional.cross_entropy(logits, torch.tensor([1])))
         """
-        return self.strategy.loss_parallel()
+        parallelism = self.strategy.data.parallelism
+        if parallelism is None or not parallelism.tp_enabled:
+            return nullcontext()
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        return loss_parallel()
 
     def propose_tp_plan(
         self, model: torch.nn.Module, *, sequence_parallel: bool = False
@@ -1200,7 +1213,7 @@ class Accelerator(ProcessControl, MediaLogging):
         structure = () if use_gather_object else input_data
         collectives.begin("gather_for_metrics", self.debug, lambda: rows_beside_lists(structure))
         gather = gather_counted_objects if use_gather_object else gather_counted
-        return gather(input_data, self.loop.active, self.strategy.data_ranks)
+        return gather(input_data, self.loop.active, self.strategy.data.first_of_each)
 
     def reduce(
         self,
@@ -1611,7 +1624,7 @@ class Accelerator(ProcessControl, MediaLogging):
             ...     tuple(model.weight.shape)
             (1, 2)
         """
-        return self.strategy.full_parameters(module, writeback=writeback)
+        return self.strategy.states.full_parameters(module, writeback=writeback)
 
     def get_state_dict(
         self, model: torch.nn.Module, unwrap: bool = True, *, all_ranks: bool = False
@@ -1638,7 +1651,7 @@ class Accelerator(ProcessControl, MediaLogging):
             >>> sorted(accel.get_state_dict(accel.prepare(torch.nn.Linear(1, 1))))
             ['bias', 'weight']
         """
-        return self.strategy.model_state_dict(
+        return self.strategy.states.model_state_dict(
             model, unwrap=unwrap, all_ranks=all_ranks, debug=self.debug
         )
 

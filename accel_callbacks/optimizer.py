@@ -56,7 +56,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._watch = watch
         self._strategy = strategy
         # Asked once, because most have nothing to forget, and zero_grad is on the hot path.
-        self._holds_gradients = strategy is not None and strategy.holds_gradients
+        kind = Strategy if strategy is None else type(strategy)
+        self._drops_gradients = kind.drop_gradients is not Strategy.drop_gradients
         self._steps_plainly = type(precision).step is Precision.step
         self._settled_window = -1
         self.outcome: bool | StepFinding = True
@@ -102,7 +103,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self.__dict__,
             _watch=None,
             _strategy=None,
-            _holds_gradients=False,
+            _drops_gradients=False,
             outcome=not self.step_was_skipped,
         )
         return new
@@ -220,7 +221,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if window.normalizer.pending and self._has_gradients():  # discarded without a step
             window.normalizer.forget()
         self.optimizer.zero_grad(set_to_none)
-        if self._holds_gradients and self._strategy is not None:
+        if self._drops_gradients and self._strategy is not None:
             self._strategy.drop_gradients(self.optimizer)
         if self._precision.scales_loss:
             self._precision.forget(self.optimizer)

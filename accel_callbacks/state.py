@@ -14,7 +14,6 @@ import torch.distributed as dist
 from accel_callbacks.config import AcceleratorConfig, resolve_config
 from accel_callbacks.distributed.process_control import ProcessControl
 from accel_callbacks.distributed.topology import (
-    DistributedType,
     Topology,
     destroy_topology,
     is_initialized,
@@ -23,6 +22,8 @@ from accel_callbacks.distributed.topology import (
     resolve_topology,
     select_device,
 )
+from accel_callbacks.engines import find_device
+from accel_callbacks.engines.distributed_type import DistributedType
 from accel_callbacks.errors import nearest
 from accel_callbacks.plugins.process_group import InitProcessGroupKwargs
 
@@ -183,6 +184,7 @@ class PartialState(ProcessControl):
             timeout=group.timeout,
             backend=group.backend,
             init_method=group.init_method,
+            find_device=find_device,
         )
 
     @property
@@ -300,12 +302,12 @@ class AcceleratorState(PartialState):
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
         """How the ranks are arranged, None if nothing was said about it."""
-        return None if self._strategy is None else self._strategy.parallelism
+        return None if self._strategy is None else self._strategy.data.parallelism
 
     @property
     def device_mesh(self) -> Any:
         """The named mesh of the ranks (a ``DeviceMesh``), None without one."""
-        return None if self._strategy is None else self._strategy.device_mesh
+        return None if self._strategy is None else self._strategy.data.mesh
 
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:

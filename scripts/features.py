@@ -145,7 +145,7 @@ class Parts(NamedTuple):
             after: the batches before the save.
         """
         accel, numbers = self.accel, []
-        last = accel.strategy.data_rank == accel.data_world - 1
+        last = accel.strategy.data.rank == accel.data_world - 1
         for index, batch in enumerate(self.loader):
             with accel.accumulate(self.model), self.sequences(batch):
                 loss, count = self.loss(batch)

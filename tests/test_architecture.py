@@ -49,6 +49,14 @@ MAY_IMPORT_COMPAT = {
     "accel_callbacks.cli.migrate": "`accel migrate` is the room's subcommand",
     "accel_callbacks.cli.to_fsdp2": "`accel to-fsdp2` is the room's subcommand",
 }
+#: The core, and what it asks of engines, by how the names of modules begin.
+CORE = (
+    *(f"accel_callbacks.{room}." for room in ("loop", "data", "collectives", "distributed")),
+    *(f"accel_callbacks.{room}." for room in ("precision", "checkpoint", "tracking", "errors")),
+    *("accel_callbacks.callbacks.base", "accel_callbacks.callbacks.dispatch."),
+    *("accel_callbacks.optimizer", "accel_callbacks.scheduler", "accel_callbacks.state"),
+    *(f"accel_callbacks.engines.{file}" for file in ("base", "state_access", "data_ranks")),
+)
 #: Files that import each other, those imports included that run late or only for type checkers.
 #: Each entry is one whole circle. The list only shrinks.
 ALLOWED_CIRCLES: list[set[str]] = [
@@ -603,6 +611,21 @@ def test_nobody_imports_the_room_of_foreign_names() -> None:
     for table in ("accel_callbacks", "accel_callbacks.utils", "accel_callbacks.plugins"):
         body = import_time_nodes(modules()[table].tree.body)
         assert not any(name.startswith(room) for node in body for name in imported(node, table))
+
+
+def test_the_core_knows_what_engines_have_in_common_and_none_of_them() -> None:
+    engines = ROOT / "accel_callbacks" / "engines"
+    folders = [
+        f"accel_callbacks.engines.{path.parent.name}" for path in engines.glob("*/__init__.py")
+    ]
+    assert len(folders) > 5
+    naming = {
+        module: folder
+        for module, one in modules().items()
+        for folder in folders
+        if module.startswith(CORE) and names_room(one.tree, module, folder)
+    }
+    assert naming == {}, "ask the Strategy, its states, its data ranks or its sequences"
 
 
 def test_files_are_named_after_things() -> None:

@@ -83,7 +83,7 @@ def test_blocks_run_and_print_what_the_page_shows(
     for line, block, shown in runnable(page):
         capfd.readouterr()
         # Empty lines in front, so that a traceback shows the line of the page.
-        exec(compile("\n" * line + block, str(ROOT / page), "exec"), namespace)
+        exec(compile("\n" * line + block, str(ROOT / page), "exec", dont_inherit=True), namespace)
         assert_prints(shown, capfd.readouterr().out)
 
 

@@ -113,7 +113,8 @@ class Freeze(Callback):
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
         """Match the schedule with parameters, and split groups before a checkpoint is restored."""
         self._is_set_up = True
-        if getattr(getattr(run.accelerator, "strategy", None), "keeps_gradients_apart", False):
+        strategy = getattr(run.accelerator, "strategy", None)
+        if strategy is not None and strategy.states.keeps_gradients_apart:
             raise RuntimeError(
                 "Freeze does not work with an engine that keeps gradients, as ZeRO does: set "
                 "requires_grad=False before prepare(), or train with DDP or FSDP."

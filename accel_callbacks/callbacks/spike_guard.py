@@ -143,7 +143,7 @@ class SpikeGuard(NonFinite):
         """Reset the state, unless ``load_state`` restored it; refuse what cannot be copied."""
         super().setup(run, model, stage)
         strategy = run.accelerator.strategy
-        if self.snapshot_every_n_steps is not None and strategy.replaces_optimizers:
+        if self.snapshot_every_n_steps is not None and strategy.owns_step:
             raise ValueError(
                 "SpikeGuard cannot copy the weights and optimizers of this engine: go back to "
                 "checkpoints, by SpikeGuard(snapshot_every_n_steps=None) and a Checkpoint callback."

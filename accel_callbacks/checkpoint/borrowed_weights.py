@@ -105,8 +105,8 @@ class BorrowedWeights(AbstractContextManager[str]):
         together(_WHERE, partial(_read, reader, reads, weights), changes=reads.changes)
         with shared_failure(_WHERE), torch.no_grad():
             for index, saved in loaded_by_model.items():
-                current = training.strategy.local_state_dict(training.models[index])
-                training.strategy.load_model_state_dict(
+                current = training.strategy.states.local_state_dict(training.models[index])
+                training.strategy.states.load_model_state_dict(
                     training.models[index], {**current, **saved}
                 )
             for target, value in converted:
@@ -140,7 +140,7 @@ class BorrowedWeights(AbstractContextManager[str]):
         compare_frozen(training, state, indices, strict=False)
         for index, averages in self._averages(state["callbacks"]).items():
             if index in weights:
-                current = training.strategy.local_state_dict(training.models[index])
+                current = training.strategy.states.local_state_dict(training.models[index])
                 weights[index].update({n: v for n, v in averages.items() if n in current})
         return weights
 
@@ -177,7 +177,7 @@ def _marked(training: TrainingState, path: str) -> Iterator[None]:
 @contextmanager
 def _kept(training: TrainingState, indices: Sequence[int]) -> Iterator[None]:
     """Put all parameters and buffers of models back at the end, bitwise and in place."""
-    strategy = training.strategy
+    access = training.strategy.states
     modules = [m for i in indices for m in training.bare_models[i].modules()]
     buffers = [(m, name, b) for m in modules for name, b in m._buffers.items()]
     parameters = [parameter for m in modules for parameter in m._parameters.values()]
@@ -186,16 +186,14 @@ def _kept(training: TrainingState, indices: Sequence[int]) -> Iterator[None]:
     held += [tensor for i in indices for tensor in held_weights(training.bare_models[i])]
     tensors = {id(tensor): tensor for tensor in held if tensor is not None}
     copies = {key: local_part(tensor).detach().clone() for key, tensor in tensors.items()}
-    loading = [
-        training.models[i] for i in indices if not strategy.loads_in_place(training.models[i])
-    ]
+    loading = [training.models[i] for i in indices if not access.loads_in_place(training.models[i])]
     # What a model saves beside tensors is put back in its own way.
-    states = [(model, _copied(strategy.local_state_dict(model))) for model in loading]
+    states = [(model, _copied(access.local_state_dict(model))) for model in loading]
     try:
         yield
     finally:
         for model, state in states:
-            strategy.load_model_state_dict(model, state)
+            access.load_model_state_dict(model, state)
         # The buffer object too: a forward may have assigned another one.
         for module, name, buffer in buffers:
             module._buffers[name] = buffer

@@ -175,7 +175,7 @@ class Checkpointer:
             url = target.path(step) if name is None else path_in(target.url, name)
         if loop.window.is_open:
             # Inside of a window FSDP holds gradients back that parameter.grad does not show.
-            self.training.strategy.reduce_gradients()
+            self.training.strategy.states.reduce_gradients()
         folders = self._folders(target, storage_options)
         try:
             shared, local, labels = self._state_and_labels(
@@ -215,7 +215,7 @@ class Checkpointer:
         training = self.training
         training.loop.run.votes.wait()
         if training.loop.window.is_open:
-            training.strategy.reduce_gradients()
+            training.strategy.states.reduce_gradients()
         with shared_failure("save_state"):
             shared, _ = training.capture()
             training.loop.fire("on_save_checkpoint", shared)
@@ -328,7 +328,7 @@ class Checkpointer:
         require_neighbor("checkpoint_io")
         import checkpoint_io
 
-        state = training.strategy.weights_to_write(model)
+        state = training.strategy.states.weights_to_write(model)
         leases = training.loop.leases
         if adapters := adapters_of(training.strategy.unwrap(model), state):
             with synchronize("save_model"):

@@ -102,7 +102,7 @@ def fitting_weights(
             "the load hook that loads them, and takes the model out of its `models`, with "
             "register_load_state_pre_hook."
         )
-    current = training.strategy.local_state_dict(training.models[index])
+    current = training.strategy.states.local_state_dict(training.models[index])
     saved = state["models"][str(index)]
     dropped = set(state.get("dropped_weights", {}).get(str(index), ())) & current.keys()
     expected = [
@@ -173,7 +173,7 @@ def class_names(training: TrainingState, kind: str) -> list[str | None]:
     """
     if kind == "schedulers":
         return [_dotted(type(scheduler.scheduler)) for scheduler in training.schedulers]
-    owned = training.strategy.replaces_optimizers
+    owned = training.strategy.owns_step
     return [None if owned else _dotted(type(o.optimizer)) for o in training.optimizers]
 
 
@@ -304,7 +304,7 @@ def compare_frozen(
         saved = state.get("frozen", {}).get(str(index))
         if not saved:
             continue
-        weights = training.strategy.local_state_dict(training.models[index])
+        weights = training.strategy.states.local_state_dict(training.models[index])
         check_same_model(saved, weights)
         if text := differing_weights(saved, weights):
             differing.append(f"of model {index}, {text}")
@@ -345,7 +345,7 @@ def rank_part(
         ResumeError: the resume is not exact, and ``strict``.
     """
     copies = state.get("copies", 1)
-    saved_ranks, data_ranks = manifest.world_size // copies, training.strategy.data_world
+    saved_ranks, data_ranks = manifest.world_size // copies, training.strategy.data.world
     restored = local if saved_ranks == data_ranks else None
     prepared = {
         str(i): loader
@@ -355,7 +355,7 @@ def rank_part(
     problems = _stream_problems(prepared, state["loaders"], restored)
     text = "".join(f"a stream does not go on exactly: {problem}; " for problem in problems)
     if saved_ranks != data_ranks:
-        unit = "processes" if copies == training.strategy.copies == 1 else "data ranks"
+        unit = "processes" if copies == training.strategy.data.copies == 1 else "data ranks"
         change = f"was saved by {saved_ranks} {unit} and is loaded by {data_ranks}"
         text += _other_world(
             change, min(saved_ranks, data_ranks), exact=not problems, selection=selection

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from accel_callbacks.engines.fsdp.groups import reshard
+from accel_callbacks.engines.state_access import reshard
 from accel_callbacks.models.offload.placeholder import AbsentWeight
 
 __all__ = ["Undo", "capture"]

@@ -171,9 +171,9 @@ def place_weights(
     loaded_by_model: dict[int, dict[str, Any]] = {}
     for index, saved in weights.items():
         model = models[index]
-        plain = strategy.loads_in_place(model)
+        plain = strategy.states.loads_in_place(model)
         if plain and all(map(reads.is_view, saved.values())):
-            targets = strategy.local_state_dict(model)
+            targets = strategy.states.local_state_dict(model)
             for name, view in saved.items():
                 target = targets[name]
                 if converted is None or target.dtype == view.dtype:
@@ -181,7 +181,7 @@ def place_weights(
                 else:
                     converted.append((target, reads.replace(view, parameter=target)))
         else:
-            part = partial(strategy.read_target, model)
+            part = partial(strategy.states.read_target, model)
             loaded_by_model[index] = reads.replace(saved, part=part)
     return loaded_by_model
 
@@ -196,12 +196,12 @@ def place_optimizer_state(
 
     Args:
         optimizer: as the user made it; tensors of its state that fit are used again.
-        saved: from ``Strategy.fit_optimizer_state``.
+        saved: from ``StateAccess.fit_optimizer_state``.
         reads: gets the tensors.
         strategy: knows which of them a rank reads in part.
     """
     parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
-    part = partial(strategy.read_target, optimizer)
+    part = partial(strategy.states.read_target, optimizer)
     states = {
         place: reads.replace(
             state,

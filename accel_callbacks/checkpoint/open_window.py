@@ -61,9 +61,10 @@ def read_window(
         if not parameter.is_meta  # of another rank
     }
     saved = reader.manifest.world_size // reader.state.get("copies", 1)
-    same = saved == training.strategy.data_world
+    ranks = training.strategy.data
+    same = saved == ranks.world
     window = local.get("window") if same and local is not None else None
-    if window is not None and window.get("averaged_over", saved) != training.strategy.averaged_over:
+    if window is not None and window.get("averaged_over", saved) != ranks.averaged_over:
         window = None  # each rank had seen a part of the tokens of its data rank alone
     names = () if window is None else map(selection.weight, window["gradients"])
     sharded = any(collectives.is_sharded(parameters.get(name)) for name in names)
@@ -79,9 +80,9 @@ def read_window(
         if not parts:
             return None
         gradients = _means(parts, parameters, selection)
-        state = _combined(parts, training.strategy.averaged_over)
+        state = _combined(parts, ranks.averaged_over)
         state["logged"] = local["window"]["logged"] if local and "window" in local else None
-    if training.strategy.keeps_gradients_apart:
+    if training.strategy.states.keeps_gradients_apart:
         raise ResumeError(
             f"{reader.path} was saved inside of a gradient window, and this engine does not take "
             'its gradients: load it with only=lambda key: key != "window", which begins the window '
@@ -89,7 +90,7 @@ def read_window(
         )
     shared = reader.state.get("window", {}).get("gradients", {})
     gradients |= _read(reader, shared, parameters, selection)
-    before, now = state.get("averaged_over", saved), training.strategy.averaged_over
+    before, now = state.get("averaged_over", saved), ranks.averaged_over
     if state["normalizer"]["pending"] and before != now:
         # Losses of a normalizer are sums: it multiplies their mean by the number of ranks.
         for gradient in gradients.values():

@@ -81,7 +81,7 @@ class RandomPart(_OfTraining):
     def capture(self) -> Sections:
         """Return the state of the generators of this rank."""
         training = self._training
-        stopped, copies = training.random_at_stop, training.strategy.copies
+        stopped, copies = training.random_at_stop, training.strategy.data.copies
         rng = stopped[0] if stopped else capture_rng(training.device, devices_of(training.models))
         # Each data rank's local state is saved once a copy.
         return {"copies": copies} if copies > 1 else {}, {self.name: rng}
@@ -107,7 +107,7 @@ class ModelsPart(_OfTraining):
         """Return the weights, which are not copied."""
         training = self._training
         # A hook of FSDP puts the shards back, where a forward has left whole parameters.
-        weights = [training.strategy.local_state_dict(model) for model in training.models]
+        weights = [training.strategy.states.local_state_dict(model) for model in training.models]
         files = enumerate(map(pretrained_files, training.bare_models))
         shared: dict[str, Any] = {"models": numbered(weights)}
         if configured := {str(index): names for index, names in files if names}:
@@ -160,8 +160,8 @@ class ModelsPart(_OfTraining):
         """Load the weights of models that load in a way of their own."""
         strategy, models = self._training.strategy, self._training.models
         for index, weights in load.plans[self.name].items():
-            current = strategy.local_state_dict(models[index])
-            strategy.load_model_state_dict(models[index], {**current, **weights})
+            current = strategy.states.local_state_dict(models[index])
+            strategy.states.load_model_state_dict(models[index], {**current, **weights})
 
 
 class OptimizersPart(_OfTraining):
@@ -178,7 +178,7 @@ class OptimizersPart(_OfTraining):
         """Return the states, whose tensors are not copied."""
         training = self._training
         names = parameter_names(training.bare_models)
-        state_of = training.strategy.optimizer_state_dict
+        state_of = training.strategy.states.optimizer_state_dict
         states = [state_of(optimizer.optimizer, names) for optimizer in training.optimizers]
         return _with_classes(training, self.name, states), {}
 
@@ -217,7 +217,7 @@ class OptimizersPart(_OfTraining):
         training = self._training
         names = parameter_names(training.bare_models)
         return {
-            index: training.strategy.fit_optimizer_state(
+            index: training.strategy.states.fit_optimizer_state(
                 load.selected[self.name][str(index)], training.optimizers[index].optimizer, names
             )
             for index in load.indices[self.name]
@@ -228,7 +228,7 @@ class OptimizersPart(_OfTraining):
         training = self._training
         for index, state in load.plans[self.name].items():
             optimizer = training.optimizers[index].optimizer
-            training.strategy.load_optimizer_state_dict(optimizer, state)
+            training.strategy.states.load_optimizer_state_dict(optimizer, state)
 
 
 class SchedulersPart(_OfTraining):
@@ -358,7 +358,7 @@ class CallbacksPart(_OfTraining):
     def capture(self) -> Sections:
         """Return the states, with the options of callbacks that share a class."""
         training, dispatch = self._training, self._training.loop.dispatch
-        states = training.strategy.stored(dispatch.state_dict(), training.models)
+        states = training.strategy.states.stored(dispatch.state_dict(), training.models)
         shared = {self.name: states}
         if options := dispatch.options():
             shared["callback_options"] = options
@@ -433,7 +433,7 @@ class WindowPart(_OfTraining):
             RuntimeError: the engine keeps the gradients.
         """
         training, window = self._training, self._training.loop.window
-        if window.is_open and training.strategy.keeps_gradients_apart:
+        if window.is_open and training.strategy.states.keeps_gradients_apart:
             raise RuntimeError(
                 "save_state inside of a gradient window: the engine keeps its gradients, and they "
                 "would be lost. Save after optimizer.step() has ended the window."
@@ -447,7 +447,7 @@ class WindowPart(_OfTraining):
             "position": window.position,
             "divisor": window.divisor,
             "normalizer": window.normalizer.state_dict(),
-            "averaged_over": training.strategy.averaged_over,
+            "averaged_over": training.strategy.data.averaged_over,
             "gradients": {name: g for name, g in gradients.items() if name not in sharded},
             "logged": training.tracking.row.state_dict(),
         }
@@ -463,12 +463,12 @@ class WindowPart(_OfTraining):
         waiting = None  # all
         if not loop.window.is_open:
             left = [o for o in training.optimizers if o not in loop.stepped_in_batch()]
-            if not left or training.strategy.keeps_gradients_apart:
+            if not left or training.strategy.states.keeps_gradients_apart:
                 return {}
             waiting = {id(p) for optimizer in left for p in parameters_of([optimizer])}
         gradients: dict[str, torch.Tensor] = {}
         for index, model in enumerate(training.models):
-            found = training.strategy.open_gradients(model)
+            found = training.strategy.states.open_gradients(model)
             for name, parameter in training.strategy.unwrap(model).named_parameters():
                 # One without memory here is of another rank, which steps together with this one.
                 mine = waiting is None or id(parameter) in waiting or parameter.is_meta
@@ -550,7 +550,7 @@ def _sharded_targets(
 
     parameters: dict[str, torch.Tensor] = {}
     for index, model in enumerate(training.models):
-        for name, tensor in training.strategy.local_state_dict(model).items():
+        for name, tensor in training.strategy.states.local_state_dict(model).items():
             if isinstance(tensor, torch.Tensor) and is_dtensor(tensor):
                 parameters[f"{index}.{name}"] = tensor
     for name, tree in saved:

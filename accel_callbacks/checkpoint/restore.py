@@ -302,9 +302,9 @@ def _of_own_data(training: TrainingState, reader: CheckpointReader) -> Checkpoin
     Raises:
         LoadFailed: a rank could not read it.
     """
-    saved, strategy = reader.state.get("copies", 1), training.strategy
-    if saved == strategy.copies:
+    saved, ranks = reader.state.get("copies", 1), training.strategy.data
+    if saved == ranks.copies:
         return reader
-    copy = strategy.topology.rank % strategy.copies
-    rank = strategy.data_rank * saved + copy % saved
+    copy = training.strategy.topology.rank % ranks.copies
+    rank = ranks.rank * saved + copy % saved
     return together(_WHERE, lambda: reader.of_rank(rank))

@@ -218,7 +218,7 @@ class TrainingState:
         if collectives.any_process(edited):
             return False
         names = {
-            str(index): self.strategy.replicated_parameters(model)
+            str(index): self.strategy.states.replicated_parameters(model)
             for index, model in enumerate(self.models)
         }
 

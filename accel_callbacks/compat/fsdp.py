@@ -107,7 +107,7 @@ def save_fsdp_model(
         True
     """
     strategy = accelerator.strategy
-    weights = strategy.local_state_dict(model)
+    weights = strategy.states.local_state_dict(model)
     if adapter_only:
         weights = without_frozen(weights, strategy.unwrap(model))
     _save(_folder(output_dir, _MODEL, model_index), {"models": {"0": weights}})
@@ -192,7 +192,7 @@ def save_fsdp_optimizer(
     """
     strategy = accelerator.strategy
     names = parameter_names([strategy.unwrap(model)])
-    state = strategy.optimizer_state_dict(_bare(optimizer), names)
+    state = strategy.states.optimizer_state_dict(_bare(optimizer), names)
     _save(_folder(output_dir, _OPTIMIZER, optimizer_index), {"optimizer": state})
 
 
@@ -241,11 +241,11 @@ def load_fsdp_optimizer(
     with shared_failure("load_fsdp_optimizer"):
         folder = _folder(input_dir, _OPTIMIZER, optimizer_index)
         reader = checkpoint_io.open_checkpoint(folder)
-        saved = strategy.fit_optimizer_state(reader.state["optimizer"], inner, names)
+        saved = strategy.states.fit_optimizer_state(reader.state["optimizer"], inner, names)
         reads = InPlaceReads(reader)
         state = place_optimizer_state(inner, saved, reads, strategy)
         reads.run(False)
-        strategy.load_optimizer_state_dict(inner, state)
+        strategy.states.load_optimizer_state_dict(inner, state)
 
 
 def merge_fsdp_weights(

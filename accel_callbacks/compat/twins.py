@@ -524,7 +524,7 @@ class Accelerator(AcceleratorMembers, accelerator.Accelerator):
         if self.loop.active and not use_gather_object:
             loader = self.loop.active[-1]
             input_data = _of_last_batch(
-                input_data, loader, self.strategy.data_rank, self.strategy.data_world
+                input_data, loader, self.strategy.data.rank, self.strategy.data.world
             )
         return super().gather_for_metrics(input_data, use_gather_object)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils.data import (
@@ -26,6 +26,9 @@ from accel_callbacks.data.shard import BatchPlan, SamplePlan, ShareSource
 from accel_callbacks.data.skip import LOADER_OPTIONS, SkipDataLoader, skip_first_batches
 from accel_callbacks.data.sources import Setting, Source, check_even, split_size
 
+if TYPE_CHECKING:
+    from accel_callbacks.engines.data_ranks import DataRanks
+
 __all__ = ["Loaders", "order_seed", "prepare_data_loader", "prepare_loader", "share_of"]
 
 
@@ -37,9 +40,7 @@ class Loaders:
         rng_types: random generators that each pass synchronizes.
         feed: called with ``non_blocking`` for each loader; returns what moves its batches to the
             device.
-        data_rank: rank among those that read different data.
-        data_world: number of ranks that read different data.
-        copies: number of neighboring ranks that read the same data.
+        ranks: which ranks read different data.
         events: adds the hooks around batches.
         prepared: the prepared loaders, a list that grows.
 
@@ -57,9 +58,7 @@ class Loaders:
         rng_types: Sequence[Any],
         feed: Callable[[bool], Feed | None],
         *,
-        data_rank: int,
-        data_world: int,
-        copies: int,
+        ranks: DataRanks,
         events: LoopEvents,
         prepared: list[DataLoaderShard],
     ) -> None:
@@ -67,9 +66,7 @@ class Loaders:
         self.prepared = prepared
         self._rng_types = rng_types
         self._feed = feed
-        self._data_rank = data_rank
-        self._data_world = data_world
-        self._copies = copies
+        self._ranks = ranks
         self._events = events
 
     def prepare(
@@ -88,10 +85,10 @@ class Loaders:
         for known in self.prepared:
             if origin is known.origin or data_loader is known:
                 return known
-        config = self.config
+        config, ranks = self.config, self._ranks
         loader = prepare_loader(
             origin,
-            Setting(self._data_rank, self._data_world, config, slice_fn_for_dispatch, self._copies),
+            Setting(ranks.rank, ranks.world, config, slice_fn_for_dispatch, ranks.copies),
             events=self._events,
             feed=self._feed(config.non_blocking) if device_placement else None,
             seed=order_seed(origin, config, len(self.prepared)),

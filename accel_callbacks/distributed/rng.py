@@ -6,7 +6,7 @@ import os
 import random
 import sys
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from enum import Enum
 from typing import Any
@@ -22,6 +22,7 @@ from accel_callbacks.warning import warn
 __all__ = [
     "RNGType",
     "capture_rng",
+    "device_seeds",
     "devices_of",
     "restore_rng",
     "set_seed",
@@ -29,6 +30,9 @@ __all__ = [
     "synchronize_rng_state",
     "synchronize_rng_states",
 ]
+
+#: Called with each seed: those of devices that ``torch.manual_seed`` leaves out.
+device_seeds: list[Callable[[int], object]] = []
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
@@ -58,9 +62,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     seed += process_data_rank() if device_specific else 0
     random.seed(seed)
     torch.manual_seed(seed)
-    xla: Any = getattr(torch, "xla", None)  # which torch.manual_seed leaves out
-    if xla is not None:
-        xla.manual_seed(seed)
+    for seed_device in device_seeds:
+        seed_device(seed)
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % (1 << 32))

@@ -8,11 +8,10 @@ import gc
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from enum import Enum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
@@ -43,12 +42,13 @@ from accel_callbacks.distributed.rank_warnings import (
     show_warnings_once,
     show_warnings_plainly,
 )
-from accel_callbacks.distributed.xla import has_xla, xla_device
 from accel_callbacks.errors.rank_report import install_excepthook
 from accel_callbacks.warning import warn
 
+if TYPE_CHECKING:
+    from accel_callbacks.engines.distributed_type import DistributedType
+
 __all__ = [
-    "DistributedType",
     "Ranks",
     "Topology",
     "current_device_index",
@@ -76,33 +76,6 @@ _group: ReferenceType[Any] | None = None  # the default group that it describes
 _owns_group = False
 _copies: int | None = None  # ranks that read the same data; None if no Accelerator has said it
 _joined_with: GroupOptions | None = None  # None if the script or another library made the group
-
-
-class DistributedType(str, Enum):
-    """The kind of a run; the names are those of Hugging Face Accelerate.
-
-    Example:
-        >>> from accel_callbacks import DistributedType
-        >>> DistributedType.NO == "NO"
-        True
-    """
-
-    NO = "NO"
-    MULTI_CPU = "MULTI_CPU"
-    MULTI_GPU = "MULTI_GPU"
-    XLA = "XLA"
-    TPU = "XLA"  # its old name, an alias, which scripts compare with
-    # Never returned by this version, but scripts written for Accelerate compare with them.
-    MULTI_NPU = "MULTI_NPU"
-    MULTI_MLU = "MULTI_MLU"
-    MULTI_SDAA = "MULTI_SDAA"
-    MULTI_MUSA = "MULTI_MUSA"
-    MULTI_XPU = "MULTI_XPU"
-    MULTI_HPU = "MULTI_HPU"
-    MULTI_NEURON = "MULTI_NEURON"
-    DEEPSPEED = "DEEPSPEED"
-    FSDP = "FSDP"
-    MEGATRON_LM = "MEGATRON_LM"
 
 
 @dataclass(frozen=True)
@@ -135,12 +108,9 @@ class Topology:
     @functools.cached_property
     def distributed_type(self) -> DistributedType:
         """The kind of run."""
-        if self.device.type == "xla":
-            return DistributedType.XLA
-        if self.world_size == 1:
-            return DistributedType.NO
-        on_cpu = self.device.type == "cpu"
-        return DistributedType.MULTI_CPU if on_cpu else DistributedType.MULTI_GPU
+        from accel_callbacks.engines.distributed_type import DistributedType
+
+        return DistributedType.of(self.device.type, self.world_size)
 
 
 def resolve_topology(
@@ -150,6 +120,7 @@ def resolve_topology(
     backend: str | None = None,
     init_method: str | None = None,
     anew: bool = False,
+    find_device: Callable[[Mapping[str, str]], torch.device | None] | None = None,
 ) -> Topology:
     """Return the topology of this process, joining the process group on the first call.
 
@@ -163,6 +134,8 @@ def resolve_topology(
         backend: of ``torch.distributed``; chosen by the device if ``None``.
         init_method: the rendezvous URL; the address set by the launcher if ``None``.
         anew: join a new group, together with all ranks, if an error has aborted the current one.
+        find_device: returns from the environment the device of a process that has all of them, None
+            where each rank has one of torch's.
 
     Raises:
         ValueError: the backend or the ``init_method`` is unknown or cannot serve the device.
@@ -182,7 +155,7 @@ def resolve_topology(
         _rejoin(options)
     if _current is None:
         grouped = dist.is_available() and dist.is_initialized()
-        _current = _detect(cpu, options, os.environ)
+        _current = _detect(cpu, options, os.environ, find_device)
         if grouped:
             _check_group(_current, options)
     elif cpu and _current.device.type != "cpu":
@@ -249,9 +222,15 @@ def _check_group(topology: Topology, options: GroupOptions) -> None:
             )
 
 
-def _detect(cpu: bool, options: GroupOptions, env: Mapping[str, str]) -> Topology:
-    if not cpu and has_xla(env):
-        return Topology(xla_device(env))
+def _detect(
+    cpu: bool,
+    options: GroupOptions,
+    env: Mapping[str, str],
+    find_device: Callable[[Mapping[str, str]], torch.device | None] | None = None,
+) -> Topology:
+    device = None if cpu or find_device is None else find_device(env)
+    if device is not None:
+        return Topology(device)
     joined = _group_ranks(env, cpu=cpu)
     if joined is not None:
         backend = str(dist.get_backend_config())

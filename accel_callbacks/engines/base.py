@@ -5,36 +5,31 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
 import torch
 
-from accel_callbacks import collectives
-from accel_callbacks.collectives.nested import map_tensors
 from accel_callbacks.data.device import Feed, device_feed
-from accel_callbacks.distributed.failures import meet
-from accel_callbacks.distributed.rng import share_rng
-from accel_callbacks.distributed.topology import DistributedType, Topology
-from accel_callbacks.engines.checks import is_plain, refuse_empty
-from accel_callbacks.engines.optimizer_state import (
-    named_optimizer_state,
-    positional_optimizer_state,
-    restore_exactly,
-)
-from accel_callbacks.gradients import has_gradients, parameters_of
+from accel_callbacks.distributed.topology import Topology
+from accel_callbacks.engines.checks import refuse_empty
+from accel_callbacks.engines.data_ranks import DataRanks
+from accel_callbacks.engines.distributed_type import DistributedType
+from accel_callbacks.gradients import has_gradients
 from accel_callbacks.logging import notice
 from accel_callbacks.models.compile import original, regions
-from accel_callbacks.models.offload.placeholder import unwritable
 from accel_callbacks.plugins.base import Handlers
-from accel_callbacks.plugins.parallelism import ParallelismConfig
+from accel_callbacks.plugins.parallelism import AXES, ParallelismConfig
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
-    from accel_callbacks.engines.context.sequences import ContextParallel
+    from accel_callbacks.engines.state_access import StateAccess
+    from accel_callbacks.plugins.deepspeed import DeepSpeedPlugins
+    from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 
-__all__ = ["SetUp", "Strategy"]
+__all__ = ["EngineRequest", "GatherCast", "Sequences", "SetUp", "Strategy"]
 
 _Plugin = TypeVar("_Plugin")
 
@@ -45,6 +40,51 @@ class SetUp(NamedTuple):
     models: list[torch.nn.Module]
     optimizers: list[torch.optim.Optimizer]
     schedulers: list[Any]
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """What a run asks of its engine, for the conditions under which one is taken.
+
+    Args:
+        topology: the rank and device of this process.
+        handlers: the options of other parts, those of an engine of your own among them.
+        parallelism: how the ranks are arranged, as the script or the launch has it; or ``None``.
+        fsdp: how models are sharded; ``None`` if nothing was said about it.
+        deepspeed: how DeepSpeed trains models; ``None`` if it does not.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks import Topology
+        >>> from accel_callbacks.engines import EngineRequest
+        >>> EngineRequest(Topology(torch.device("cpu"))).axes.pp_enabled
+        False
+    """
+
+    topology: Topology
+    handlers: Handlers = field(default_factory=Handlers)
+    parallelism: ParallelismConfig | None = None
+    fsdp: FullyShardedDataParallelPlugin | None = None
+    deepspeed: DeepSpeedPlugins | None = None
+
+    @property
+    def axes(self) -> ParallelismConfig:
+        """How the ranks are arranged; without an axis of more than one if nothing was said."""
+        # Explicitly, as sizes that are left out are those of the launch.
+        alone: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
+        return self.parallelism or ParallelismConfig(**alone)
+
+    @property
+    def arranged(self) -> ParallelismConfig | None:
+        """How all the ranks there are are arranged; None for data parallelism over all.
+
+        Raises:
+            ValueError: the axes do not arrange all ranks.
+        """
+        if self.parallelism is None:
+            return None
+        world_size = self.topology.world_size
+        return self.parallelism.fitted(world_size, sharded=self.fsdp is not None)
 
 
 class GatherCast(NamedTuple):
@@ -60,6 +100,62 @@ class GatherCast(NamedTuple):
     cast: Callable[[torch.Tensor, Callable[[], int]], torch.Tensor]
 
 
+class Sequences:
+    """The sequences of batches: whole on each rank here, in parts where ranks share them.
+
+    Example:
+        >>> from accel_callbacks import Accelerator
+        >>> Accelerator(cpu=True).strategy.sequences.shared
+        False
+    """
+
+    #: True if several ranks share each sequence.
+    shared = False
+
+    def __init__(self) -> None:
+        self._noted = False
+
+    def cut(
+        self,
+        buffers: Sequence[torch.Tensor] | None,
+        seq_dims: Sequence[int] | None,
+        no_restore: Collection[torch.Tensor] | None,
+    ) -> AbstractContextManager[None]:
+        """Return a context in which each rank has its part of the buffers.
+
+        Args:
+            buffers: the tensors with a dimension of tokens.
+            seq_dims: this dimension in each of them.
+            no_restore: those among them that stay cut.
+        """
+        if not self._noted:
+            self._noted = True
+            notice("maybe_context_parallel does nothing, because cp_size and sp_size are 1")
+        return nullcontext()
+
+    def is_cut(self, tensor: torch.Tensor) -> bool:
+        """Return whether each rank has its own part of a tensor for now."""
+        return False
+
+    def gather(self, tensor: torch.Tensor, seq_dim: int) -> torch.Tensor:
+        """Collective: return sequences as they were before ranks shared them."""
+        return tensor
+
+    def adopt(self, model: torch.nn.Module) -> None:
+        """Check how a new model is called from now on, also one that is only evaluated."""
+        return None
+
+    def checked_call(
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Return arguments in place of those of a call, ``None`` for the same ones."""
+        return None
+
+    def check_backward(self) -> None:
+        """Refuse a backward that would be wrong where it is called."""
+        return None
+
+
 class Strategy(ABC):
     """Wrap models and run backward for one way of distributing the work.
 
@@ -67,6 +163,10 @@ class Strategy(ABC):
         topology: the rank and device of this process.
         handlers: the options; the defaults if ``None``.
         parallelism: how the ranks are arranged; all of them read different data if ``None``.
+
+    Attributes:
+        data: which ranks read the same data.
+        sequences: whether ranks share sequences, and how.
 
     Example:
         >>> import torch
@@ -77,13 +177,13 @@ class Strategy(ABC):
     """
 
     name: str
-    #: False if there are no gradients to synchronize, so that no_sync can be left out.
+    #: True if backward averages gradients over the ranks; without it no_sync is left out.
     has_gradient_sync = False
-    #: True for an engine that scales losses, steps and skips steps by itself, and must know at each
-    #: backward whether it is the last one of a window.
+    #: True for an engine that scales losses, steps and skips steps by itself, with another class of
+    #: optimizer than the user's, and must know at each backward whether it is the last of a window.
     owns_step = False
-    #: True for an engine that keeps gradients elsewhere than in ``parameter.grad``.
-    holds_gradients = False
+    #: The options of the engine, besides the handlers.
+    engine_plugins: tuple[Any, ...] = ()
 
     def __init__(
         self,
@@ -94,85 +194,47 @@ class Strategy(ABC):
         self.topology = topology
         self.handlers = handlers or Handlers()
         self.parallelism = parallelism
+        self.data = DataRanks.of(topology, parallelism, averages=self.has_gradient_sync)
         self._apart: WeakSet[torch.nn.Module] = WeakSet()
-        self._context: ContextParallel | None = None
-        self._warned_no_context = False
-        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
-            # Imported here, because few runs share sequences.
-            from accel_callbacks.engines.context.head_exchange import sequence_parallelism
+        #: Set by `create_strategy`, where ranks share sequences.
+        self.sequences = Sequences()
 
-            self._context = sequence_parallelism(parallelism, lambda: self.device_mesh)
+    @classmethod
+    def for_run(cls, run: EngineRequest) -> Strategy:
+        """Return the strategy of a run that has asked for it.
 
-    def check(self, model: torch.nn.Module) -> None:
-        """Refuse a model that cannot be wrapped, before it is changed.
+        Args:
+            run: what it asks of its engine.
+
+        Raises:
+            ValueError: options do not go together, or do not arrange all ranks.
+        """
+        return cls(run.topology, run.handlers, run.arranged)
+
+    @cached_property
+    def states(self) -> StateAccess:
+        """The states of models and optimizers, for checkpoints."""
+        # Imported here, because a loop that saves nothing has no use for it.
+        from accel_callbacks.engines.state_access import StateAccess
+
+        return StateAccess(self.unwrap, self.topology.rank)
+
+    def check(self, model: torch.nn.Module, num_steps: int = 1) -> None:
+        """Refuse a model that cannot be wrapped, or trained so, before it is changed.
+
+        Args:
+            model: as the user built it.
+            num_steps: the micro-batches of a window, of whose backward passes the last averages.
 
         Raises:
             ValueError: the model cannot be wrapped; the message says what to do instead.
         """
         refuse_empty(model)
 
-    def check_accumulation(self, num_steps: int) -> None:
-        """Refuse gradient windows whose first backward does not average, before models are set up.
-
-        Args:
-            num_steps: the micro-batches of a window.
-
-        Raises:
-            ValueError: this strategy cannot train so; the message says what to do instead.
-        """
-        return None
-
-    @property
-    def copies(self) -> int:
-        """Number of ranks that share a replica of the model, and read the same data."""
-        return 1 if self.parallelism is None else self.parallelism.non_data_parallel_size
-
-    @property
-    def data_rank(self) -> int:
-        """Rank among those that read different data; ranks that share a model read the same."""
-        # Ranks that share a replica are neighbors: the axes of data are the outermost.
-        return self.topology.rank // self.copies
-
-    @property
-    def data_world(self) -> int:
-        """Number of ranks that read different data."""
-        return self.topology.world_size // self.copies
-
-    @property
-    def loss_world(self) -> int:
-        """Number of ranks whose losses are of different tokens: those of a sequence included."""
-        sizes = {} if self.parallelism is None else self.parallelism.sizes
-        return self.data_world * sizes.get("cp", 1) * sizes.get("sp", 1)
-
-    @property
-    def data_ranks(self) -> Sequence[int]:
-        """For each data rank, the rank whose samples count in metrics."""
-        return range(0, self.topology.world_size, self.copies)
-
-    def share_random_state(self) -> None:
-        """Collective: let ranks that share a model draw the same numbers, as for its dropout.
-
-        An engine overrides it whose ranks must draw different ones.
-        """
-        if self.copies > 1:
-            share_rng(self.copies, self.topology.device)
-
     @property
     def distributed_type(self) -> DistributedType:
         """The kind of run, as ``Accelerator.distributed_type`` has it."""
         return self.topology.distributed_type
-
-    @property
-    def device_mesh(self) -> Any:
-        """The named mesh of the ranks, None without one; collective at the first call."""
-        if self.parallelism is None:
-            return None
-        return self.parallelism.build_device_mesh(self.topology.device.type)
-
-    @property
-    def engine_plugins(self) -> tuple[Any, ...]:
-        """The options of the engine, besides the handlers."""
-        return ()
 
     def plugin(self, kind: type[_Plugin]) -> _Plugin | None:
         """Return the options of this class that the engine trains by, None without any."""
@@ -183,25 +245,6 @@ class Strategy(ABC):
     def trains_together(self) -> bool:
         """True if no rank can take a step with a prepared model without the others."""
         return False
-
-    def engine_config(self, model: torch.nn.Module) -> Any:
-        """Return the configuration that a prepared model's engine was given, None without one."""
-        return None
-
-    @property
-    def keeps_gradients_apart(self) -> bool:
-        """True if a checkpoint cannot reach the gradients of an open window."""
-        return False
-
-    @property
-    def replaces_optimizers(self) -> bool:
-        """True if an engine may step with another class of optimizer than the user's."""
-        return False
-
-    @property
-    def averaged_over(self) -> int:
-        """Ranks with different losses over which backward averages gradients."""
-        return self.loss_world if self.has_gradient_sync else 1
 
     @property
     def allows_unfreezing(self) -> bool:
@@ -218,21 +261,22 @@ class Strategy(ABC):
         """
         return False
 
-    def init_context(self) -> AbstractContextManager[None]:
-        """Return a context to build models in, as they are best built for this strategy."""
+    def init_context(self, *, pretrained: bool = False) -> AbstractContextManager[None]:
+        """Return a context to build models in, on all ranks, as is best for this strategy.
+
+        Args:
+            pretrained: they are loaded by ``from_pretrained``.
+        """
         return nullcontext()
 
-    def pretrained_context(self) -> AbstractContextManager[None]:
-        """Return a context to load models with ``from_pretrained`` in, on all ranks."""
-        return nullcontext()
+    def place(self, model: torch.nn.Module, *, trained: bool = True) -> torch.nn.Module:
+        """Move a new model to the device, before it is compiled.
 
-    def move(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Move a model to the device."""
+        Args:
+            model: as the user built it.
+            trained: it is to be wrapped; else it is used as it is, on the device.
+        """
         return model.to(self.topology.device)
-
-    def place(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Move a new model that is to be trained to the device, before it is compiled."""
-        return self.move(model)
 
     def feed(self, non_blocking: bool) -> Feed | None:
         """Return what moves the batches of a loader to the device, ``None`` if nothing is moved.
@@ -258,11 +302,6 @@ class Strategy(ABC):
         from accel_callbacks.models.activation_checkpointing import checkpoint_with
 
         checkpoint_with(handler.activation_checkpointing, model)
-
-    def watch_calls(self, model: torch.nn.Module) -> None:
-        """Check how a new model is called from now on, also one that is only evaluated."""
-        if self._context is not None:
-            self._context.adopt(model)
 
     @abstractmethod
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -310,15 +349,15 @@ class Strategy(ABC):
     def pipeline(
         self,
         model: torch.nn.Module,
-        options: Any,
         wrap_stage: Callable[[torch.nn.Module], torch.nn.Module],
+        **options: Any,
     ) -> torch.nn.Module:
         """Cut a model into stages; see ``Accelerator.prepare_pipeline``.
 
         Args:
             model: as the user built it.
-            options: a `accel_callbacks.engines.pipeline.runner.PipelineOptions`.
             wrap_stage: wraps the module of a stage for the precision.
+            **options: those of ``prepare_pipeline``.
 
         Raises:
             ValueError: this run has no pipeline, or the model cannot be cut.
@@ -329,45 +368,15 @@ class Strategy(ABC):
         )
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the model as the user built it."""
+        """Return the model as the user built it, with no more of its weights than this rank has.
+
+        An evaluation may have left those of other ranks gathered.
+        """
         return original(model)
-
-    def free_gathered(self, model: torch.nn.Module) -> None:
-        """Free the weights of other ranks that an evaluation of a prepared model left gathered."""
-        return None
-
-    def cut_sequences(
-        self,
-        buffers: Sequence[torch.Tensor] | None,
-        seq_dims: Sequence[int] | None,
-        no_restore: Collection[torch.Tensor] | None,
-    ) -> AbstractContextManager[None]:
-        """Return a context in which ranks share sequences; see :class:`ContextParallel`."""
-        if self._context is not None:
-            return self._context.cut(buffers, seq_dims, no_restore)
-        if not self._warned_no_context:
-            self._warned_no_context = True
-            notice("maybe_context_parallel does nothing, because cp_size and sp_size are 1")
-        return nullcontext()
-
-    def gather_sequences(self, tensor: torch.Tensor, seq_dim: int) -> torch.Tensor:
-        """Collective: return sequences as they were before ranks shared them."""
-        return tensor if self._context is None else self._context.gather(tensor, seq_dim)
-
-    @property
-    def has_plain_backward(self) -> bool:
-        """True if :meth:`backward` does no more than ``loss.backward()``."""
-        return type(self).backward is Strategy.backward and self._context is None
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward pass."""
-        if self._context is not None:
-            self._context.check_backward()
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
-
-    def loss_parallel(self) -> AbstractContextManager[Any]:
-        """Return a context in which losses take logits whose vocabulary is cut over ranks."""
-        return nullcontext()
 
     def mark_forward_methods(self, model: torch.nn.Module, names: Sequence[str]) -> None:
         """Make gradients synchronize after these methods of a wrapped model, as after its forward.
@@ -382,8 +391,16 @@ class Strategy(ABC):
         """Return whether a backward through this model would average its gradients now."""
         return False
 
-    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which backward does not synchronize gradients."""
+    def no_sync(
+        self, model: torch.nn.Module, *, in_window: bool = False
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which backward does not synchronize gradients.
+
+        Args:
+            model: a prepared model.
+            in_window: for all but the last backward of a gradient window, where an engine may
+                choose to synchronize a part of them each time.
+        """
         return nullcontext()
 
     def trigger_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
@@ -391,20 +408,17 @@ class Strategy(ABC):
         return nullcontext()
 
     def join(
-        self, models: Sequence[Any], follow: Callable[[int], None]
+        self, models: Sequence[Any], follow: Callable[[Callable[[Any], Any]], None]
     ) -> AbstractContextManager[None]:
         """Return a context in which ranks may have unequal numbers of batches.
 
         Args:
             models: the wrapped models that are trained in it.
-            follow: called at its end, on all ranks, with the rank that took all steps, if others
-                took fewer.
+            follow: called at its end, on all ranks, if some took fewer steps than others: with a
+                function that takes a state, the same on all ranks, and returns that of the rank
+                that took all steps; there it is the state itself.
         """
         return nullcontext()
-
-    def accumulate(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Return a context for all but the last backward of a gradient window."""
-        return self.no_sync(model)
 
     def has_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether there are gradients that the optimizer would step with, or add up."""
@@ -421,17 +435,6 @@ class Strategy(ABC):
             RuntimeError: the optimizer holds no parameter that is trained.
         """
         return None
-
-    def full_parameters(
-        self, module: torch.nn.Module, *, writeback: bool = False
-    ) -> AbstractContextManager[Any]:
-        """Return a context in which each rank has whole parameters; collective.
-
-        Args:
-            module: a prepared model or a part of it, which is not called inside.
-            writeback: keep what rank 0 has changed.
-        """
-        return nullcontext()
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
@@ -454,163 +457,16 @@ class Strategy(ABC):
         """
         return dict(norms)
 
-    def weights_to_write(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Return the state of a model for the rank that writes it; sharded tensors as DTensors."""
-        return self.local_state_dict(model)
-
-    def model_state_dict(
-        self,
-        model: torch.nn.Module,
-        *,
-        unwrap: bool = True,
-        all_ranks: bool = False,
-        debug: bool | None = None,
-    ) -> dict[str, Any]:
-        """Return the full state of a model.
-
-        Collective if parts of it are sharded: they are gathered in host memory one after the other.
-
-        Args:
-            model: what :meth:`setup` returned.
-            unwrap: use the names of the unwrapped model.
-            all_ranks: return a sharded state on all ranks; else on rank 0, and empty on others.
-            debug: compare the calls of the ranks before; read from ``ACCEL_DEBUG`` if ``None``.
-        """
-        state = self.local_state_dict(model) if unwrap else model.state_dict()
-        if not any(map(collectives.is_sharded, state.values())):
-            return state
-        collectives.begin("get_state_dict", debug, all_ranks=all_ranks)
-        meet("get_state_dict")
-        return collectives.gather_sharded(state, keep=all_ranks or self.topology.rank == 0)
-
-    def local_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Return this rank's part of a model's state, under the names of the unwrapped one.
-
-        Sharded tensors are DTensors.
-        """
-        return self.unwrap(model).state_dict()
-
-    def stored(self, tree: Any, models: Sequence[torch.nn.Module]) -> Any:
-        """Return a part of a checkpoint with tensors that say which ranks have them.
-
-        Args:
-            tree: a state with tensors by ``"<number of the model>.<parameter>"``, as averages are.
-            models: the prepared models.
-        """
-        return tree
-
-    def loads_in_place(self, model: torch.nn.Module) -> bool:
-        """Return whether writing into the tensors of :meth:`local_state_dict` loads a model."""
-        return is_plain(self.unwrap(model))
-
-    def read_target(
-        self,
-        owner: torch.nn.Module | torch.optim.Optimizer,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-    ) -> torch.Tensor | None:
-        """Return a new tensor of which this rank reads its part alone, None to read it whole.
-
-        Collective the first time. :meth:`load_model_state_dict` and
-        :meth:`load_optimizer_state_dict` take it.
-
-        Args:
-            owner: the prepared model, or the optimizer inside of the prepared one.
-            shape: of the stored tensor.
-            dtype: of the stored tensor.
-        """
-        return None
-
-    def reduce_gradients(self) -> None:
-        """Collective: bring the gradients of an open window into ``parameter.grad``.
-
-        An engine may hold some back until the end of the window.
-        """
-        return None
-
-    def open_gradients(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return the gradients of an open window by the names of the unwrapped model.
-
-        Plain ones are this rank's own, DTensors are averaged over the ranks.
-        """
-        named = self.unwrap(model).named_parameters()
-        return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
-
-    def replicated_parameters(self, model: torch.nn.Module) -> set[str]:
-        """Return the names of parameters that training keeps equal on all ranks."""
-        return set()
-
     def mark_unsynced(self, model: torch.nn.Module) -> None:
         """Note that ranks may train this model without averaging from now on.
 
         Raises:
             ValueError: ranks share sequences, and each would train with other tokens.
         """
-        if self._context is not None:
+        if self.sequences.shared:
             raise ValueError(
                 "LocalSGD does not work with cp_size or sp_size above 1: ranks that share a "
                 "sequence must have the same weights. Use gradient_accumulation_steps to "
                 "communicate less."
             )
         self._apart.add(model)
-
-    def load_model_state_dict(self, model: torch.nn.Module, state: dict[str, Any]) -> None:
-        """Load a state whose tensors are full and the same on all ranks, or sharded alike."""
-        local_state = self.local_state_dict(model)
-        fitting = {
-            name: collectives.shard_like(value, local_state[name])
-            if name in local_state and isinstance(value, torch.Tensor)
-            else value
-            for name, value in state.items()
-        }
-        inner = self.unwrap(model)
-        fixed = unwritable(inner)
-        inner.load_state_dict(
-            {name: value for name, value in fitting.items() if name not in fixed},
-            strict=not fixed,
-        )
-
-    def optimizer_state_dict(
-        self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
-    ) -> dict[str, Any]:
-        """Return the state of an optimizer by parameter name, for a checkpoint.
-
-        Args:
-            optimizer: the optimizer inside of the prepared one.
-            names: from `accel_callbacks.engines.optimizer_state.parameter_names`.
-        """
-        return named_optimizer_state(optimizer, names)
-
-    def fit_optimizer_state(
-        self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer, names: Mapping[int, str]
-    ) -> dict[str, Any]:
-        """Translate a state by parameter name to what :meth:`load_optimizer_state_dict` takes.
-
-        Raises:
-            ResumeError: the optimizer holds other parameters than the saved one.
-        """
-        return positional_optimizer_state(state, optimizer, names)
-
-    def load_optimizer_state_dict(
-        self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
-    ) -> None:
-        """Load what :meth:`fit_optimizer_state` returned, its tensors filled.
-
-        Full tensors, which a hook may have been given, are sharded as their parameters are.
-        """
-        parameters = list(parameters_of([optimizer]))
-        positions = range(len(parameters))  # other keys are those of the optimizer itself
-        sharded = {
-            place: map_tensors(entry, partial(_sharded_like, parameters[place]))
-            if place in positions and collectives.is_sharded(parameters[place])
-            else entry
-            for place, entry in state["state"].items()
-        }
-        state = {**state, "state": sharded}
-        optimizer.load_state_dict(state)
-        restore_exactly(optimizer, state)
-
-
-def _sharded_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    alike = tensor.shape == parameter.shape
-    return collectives.shard_like(tensor, parameter) if alike else tensor

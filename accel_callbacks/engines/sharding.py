@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_callbacks import collectives
-from accel_callbacks.distributed.rank_subset import refuse_on_subset
 from accel_callbacks.distributed.topology import Topology
 from accel_callbacks.engines.base import SetUp, Strategy
-from accel_callbacks.engines.checks import is_plain
-from accel_callbacks.engines.fsdp.groups import reshard
 from accel_callbacks.engines.replica_agreement import ReplicaAgreement
 from accel_callbacks.gradients import clip_norm, clip_value, parameters_of
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.warning import warn
+
+if TYPE_CHECKING:
+    from accel_callbacks.engines.state_access import StateAccess
 
 __all__ = ["Sharding"]
 
@@ -68,6 +69,13 @@ class Sharding(Strategy):
         """True once a model is sharded."""
         return self.topology.world_size > 1 and bool(self._models)
 
+    @cached_property
+    def states(self) -> StateAccess:
+        """The states of shards."""
+        from accel_callbacks.engines.sharded_states import ShardedStates
+
+        return ShardedStates(self.unwrap, self.topology.rank, self._plain, lambda: self._models)
+
     def _refuse_shared(self, model: torch.nn.Module) -> None:
         for name, parameter in model.named_parameters():
             if parameter in self._sharded:
@@ -98,7 +106,7 @@ class Sharding(Strategy):
     def _agrees(self) -> ReplicaAgreement | None:
         """Compares the ranks of tensor parallelism at the first steps; None without it."""
         if self._agreement is None and self.parallelism is not None and self.parallelism.tp_enabled:
-            self._agreement = ReplicaAgreement(self.device_mesh["tp"])
+            self._agreement = ReplicaAgreement(self.data.mesh["tp"])
         return self._agreement
 
     def _watch_inputs(self, model: torch.nn.Module) -> None:
@@ -189,7 +197,7 @@ class Sharding(Strategy):
         clip_value(map(self._shard_of, parameters), clip_value_)
 
     def join(
-        self, models: Sequence[Any], follow: Callable[[int], None]
+        self, models: Sequence[Any], follow: Callable[[Callable[[Any], Any]], None]
     ) -> AbstractContextManager[None]:
         """Refuse uneven inputs on several ranks.
 
@@ -215,17 +223,6 @@ class Sharding(Strategy):
                 "part: use gradient_accumulation_steps to communicate less, or "
                 f"{self._plainer}."
             )
-
-    def loads_in_place(self, model: torch.nn.Module) -> bool:
-        """Return whether the model was plain before its parameters were replaced."""
-        return self._plain.get(model, is_plain(model))
-
-    def full_parameters(
-        self, module: torch.nn.Module, *, writeback: bool = False
-    ) -> AbstractContextManager[None]:
-        """Return a context in which each rank has whole parameters."""
-        refuse_on_subset("full_parameters")
-        return _whole_parameters(module, writeback=writeback)
 
 
 # Whose fused kernels DTensors have.
@@ -281,57 +278,3 @@ def _replace_in(value: Any, shard: Callable[[Any], Any]) -> None:
                 del value[key]
                 value[shard(key)] = shard(entry)
             _replace_in(entry, shard)
-
-
-@contextmanager
-def _whole_parameters(module: torch.nn.Module, *, writeback: bool = False) -> Iterator[None]:
-    """Context manager, collective: have whole parameters in a sharded module.
-
-    Each rank holds all of them, in the dtype of the shards. The module cannot be called inside.
-
-    Args:
-        module: a sharded model or a part of it; one that is not sharded is left as it is.
-        writeback: keep what rank 0 has changed; off by default.
-    """
-    reshard(module)
-    slots = [
-        (owner, name, parameter)
-        for owner in module.modules()
-        for name, parameter in owner._parameters.items()
-        if parameter is not None and collectives.is_sharded(parameter)
-    ]
-    whole: dict[int, torch.nn.Parameter] = {}
-    for _, _, shard in slots:
-        if id(shard) not in whole:
-            gathered = _gathered(shard)
-            whole[id(shard)] = torch.nn.Parameter(gathered, requires_grad=shard.requires_grad)
-    try:
-        for owner, name, shard in slots:
-            owner._parameters[name] = whole[id(shard)]
-        yield
-        if writeback:
-            _write_back(slots, whole)
-    finally:
-        for owner, name, shard in slots:
-            owner._parameters[name] = shard
-
-
-@torch.no_grad()
-def _gathered(shard: Any) -> torch.Tensor:
-    mesh = shard.device_mesh
-    on_device = shard.detach()
-    # Offloaded shards are on the host, where the mesh may have no backend.
-    if on_device.device.type != mesh.device_type:
-        on_device = on_device.to(mesh.device_type)
-    gathered: torch.Tensor = on_device.full_tensor()
-    return gathered.clone() if gathered.data_ptr() == on_device.to_local().data_ptr() else gathered
-
-
-@torch.no_grad()
-def _write_back(slots: list[tuple[Any, str, Any]], whole: dict[int, torch.nn.Parameter]) -> None:
-    written: set[int] = set()
-    for _, _, shard in slots:
-        if id(shard) not in written:
-            written.add(id(shard))
-            changed = collectives.broadcast(whole[id(shard)].detach())
-            collectives.copy_part(shard, changed)

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from accel_callbacks.config import PRECISIONS, resolve_config
 from accel_callbacks.distributed.topology import destroy_topology, is_initialized
-from accel_callbacks.distributed.xla import has_xla
 from accel_callbacks.errors import nearest
 from accel_callbacks.launch.environment import changed_environment
 from accel_callbacks.launch.fork import ForkPlan, run_forked
@@ -105,6 +104,8 @@ def notebook_launcher(
     )
     _check_plan(plan)
     plan = _with_rendezvous(plan, rdzv_backend, rdzv_endpoint, master_addr, use_port, node_rank)
+    from accel_callbacks.engines.xla.device import has_xla  # few notebooks have a TPU
+
     if has_xla(os.environ) and not _on_cpu():
         if num_nodes > 1:
             raise ValueError(f"num_nodes={num_nodes}: on a TPU, one machine trains; leave it out.")

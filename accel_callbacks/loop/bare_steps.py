@@ -166,7 +166,7 @@ class BareSteps:
 
     def _check_apart(self, trained: Collection[int]) -> None:
         """Warn of gradients without a prepared model, which stay on their rank."""
-        ranks = self._strategy.data_world
+        ranks = self._strategy.data.world
         # A script may average by itself, or wrap the model by itself.
         if ranks > 1 and self._has_kept() and not _is_wrapped(trained):
             self._warn(

@@ -79,7 +79,7 @@ class BoundaryExit:
         self._kept, self._target = None, None
         self._batches = self._round = 0
         self._came = time.monotonic()
-        if not all(map(training.strategy.loads_in_place, training.models)):
+        if not all(map(training.strategy.states.loads_in_place, training.models)):
             return  # the engine gives copies, which do not tell what is written to the tensors
         with suppress(Exception):  # a state that cannot be captured fails its save, and not here
             state = training.capture()

@@ -100,7 +100,7 @@ class Evaluate(AbstractContextManager["Evaluate"]):
         for module, mode in self._modes:
             module.training = mode
         for model in self._models:
-            self._training.strategy.free_gathered(model)
+            self._training.strategy.unwrap(model)  # frees the weights that this left gathered
         with self._lent:
             try:
                 if error is None:
@@ -421,17 +421,14 @@ def join_uneven_inputs(
         followers: returns the objects whose states the ranks take over from the one that took the
             most steps.
     """
-    from accel_callbacks.engines.ddp.join import state_from
 
-    rank, device = strategy.topology.rank, strategy.topology.device
-
-    def follow(source: int) -> None:
-        """Take over the states of the rank ``source``, which took the most steps."""
+    def follow(newest: Callable[[Any], Any]) -> None:
+        """Take over the states of the rank that took the most steps."""
         for follower in followers():
-            state = state_from(source, follower.state_dict(), device)
-            if rank != source:
+            own = follower.state_dict()
+            if (state := newest(own)) is not own:
                 follower.load_state_dict(state)
-        loop.run.global_step = state_from(source, loop.run.global_step, device)
+        loop.run.global_step = newest(loop.run.global_step)
         if loop.window.is_open:
             warn(
                 "join_uneven_inputs ended inside of a gradient window on this process: its "

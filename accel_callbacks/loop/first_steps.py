@@ -102,7 +102,7 @@ class FirstSteps:
         known = any(calls.model is model for calls in self._calls)
         if self._watches and not known and self.strategy.averages(model):
             name = type(self.strategy.unwrap(model)).__name__
-            self._calls.append(_Calls(model, InputChecksums(name, self.strategy.data_rank)))
+            self._calls.append(_Calls(model, InputChecksums(name, self.strategy.data.rank)))
 
     def finish(self, watch: OptimizerWatch) -> None:
         """Remove a watch, and with the last one all that it needed."""
@@ -139,13 +139,17 @@ class FirstSteps:
             self.loop.unprepared_steps.count_unseen = unseen.count
         return counts
 
+    def _backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        self.strategy.sequences.check_backward()
+        self.strategy.backward(loss, **kwargs)
+
     def _noted_backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         for watch in self._watches:
             watch.gradients.before_backward()
         self.bare_steps.before_backward()
         self.in_backward = True
         try:
-            self.strategy.backward(loss, **kwargs)
+            self._backward(loss, **kwargs)
         finally:
             self.in_backward = False
         for watch in self._watches:
@@ -159,9 +163,11 @@ class FirstSteps:
 
     def _end_checks(self) -> None:
         if not self._watches:
-            plain = self.strategy.has_plain_backward
-            self.run_backward = None if plain else self.strategy.backward
-            self._clip_by(self.strategy)
+            strategy = self.strategy
+            plain = type(strategy).backward is Strategy.backward
+            unshared = None if plain else strategy.backward
+            self.run_backward = self._backward if strategy.sequences.shared else unshared
+            self._clip_by(strategy)
 
     def tell_norms(self, note: Callable[[torch.Tensor], None] | None) -> None:
         """Call a function with each norm that gradients are clipped by; with none, stop that."""
@@ -212,7 +218,7 @@ class FirstSteps:
         alike = [calls for calls in self._calls if calls.inputs.end_step()]
         if alike and not any(calls.inputs.differ for calls in self._calls):
             name = type(self.strategy.unwrap(alike[0].model)).__name__
-            self.warn("inputs", _INPUTS.format(self.strategy.data_world, name))
+            self.warn("inputs", _INPUTS.format(self.strategy.data.world, name))
 
     def averaged(self) -> Iterator[torch.nn.Module]:
         """Yield the watched models."""
@@ -266,7 +272,7 @@ class OptimizerWatch:
             if parameter.is_leaf
         ]
         self.check_state()
-        if hasattr(optimizer, "register_step_post_hook"):  # an engine may have none
+        if not first_steps.strategy.owns_step:
             handle = optimizer.register_step_post_hook(_check_state_of(ref(self)))
             self._handles.append(handle)
 
@@ -293,7 +299,7 @@ class OptimizerWatch:
     def check_state(self) -> None:
         """Warn of what no checkpoint can hold of the optimizer's state."""
         first = self._first
-        if not first.strategy.replaces_optimizers:
+        if not first.strategy.owns_step:
             names = parameter_names([first.strategy.unwrap(model) for model in first.loop.models])
             if unsaved := find_unsaved(self._optimizer, names):
                 first.warn("state", f"no checkpoint of this run can be saved: {unsaved}")

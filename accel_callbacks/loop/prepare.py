@@ -105,10 +105,6 @@ class Preparer:
         """
         ready: dict[int, Any] = {}
         bare = [self._strategy.unwrap(request.model) for request in requests]
-        window = self._loop.window
-        trains = any(not request.evaluation_mode for request in requests)
-        if trains and not window.plugin.sync_each_batch:
-            self._strategy.check_accumulation(window.num_steps)
         _check_methods(bare, forward_methods)
         prepared = {id(self._strategy.unwrap(model)): model for model in self._models}
         new: list[torch.nn.Module] = []
@@ -116,7 +112,7 @@ class Preparer:
             if id(inner) in prepared or any(inner is model for model in new):
                 continue
             wrapped = self._wrap_for_precision(request, inner)
-            self._strategy.watch_calls(inner)
+            self._strategy.sequences.adopt(inner)
             if wrapped is not inner or request.evaluation_mode:
                 prepared[id(inner)] = wrapped
             else:
@@ -159,23 +155,23 @@ class Preparer:
 
         Return the model inside, or the strategy's wrapper that is around it already.
         """
-        self._strategy.check(inner)
+        trained, window = not request.evaluation_mode, self._loop.window
+        averages_last = trained and not window.plugin.sync_each_batch
+        self._strategy.check(inner, window.num_steps if averages_last else 1)
         model = adopt(request.model)
-        if request.evaluation_mode:
+        if not trained:
             refuse_empty(inner)  # no strategy gives it weights
         if request.device_placement and not is_dispatched(inner):
-            # A model that is not trained is used as it is, on the device.
-            trained = not request.evaluation_mode
-            model = self._strategy.place(model) if trained else self._strategy.move(model)
-        if not request.evaluation_mode:
+            model = self._strategy.place(model, trained=trained)
+        if trained:
             self._strategy.checkpoint_activations(inner)
-        if not self._casts or request.evaluation_mode:
+        if not self._casts or not trained:
             # It changes the forward of the inner model, so the wrapper stays valid.
             inner = self._precision.wrap(inner)
         else:
             self._precision.unwrap(inner)
         compile_model(inner, self._compile_plugin)
-        if not request.evaluation_mode:
+        if trained:
             self._precision.check_compiled(is_compiled(inner))
         return model
 

@@ -89,7 +89,7 @@ class UnseenSteps:
     def _warn_of_backward(self, name: str) -> None:
         """Warn once of what steps within backward cannot wait for."""
         self._told = True
-        window, ranks = self._loop.window, self._strategy.data_world
+        window, ranks = self._loop.window, self._strategy.data.world
         if window.num_steps > 1:
             warn(
                 f"{name} steps within backward, and so in each micro-batch of a gradient window, "

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 from accel_callbacks.errors import nearest
 from accel_callbacks.plugins.base import KwargsHandler
@@ -321,6 +322,9 @@ class DeepSpeedPlugins:
 
     Args:
         plugins: the plugins, the first of which is selected, or a single one.
+
+    Attributes:
+        filled: what DeepSpeed was given for each model, with the origin of each value.
     """
 
     def __init__(self, plugins: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin]) -> None:
@@ -330,6 +334,7 @@ class DeepSpeedPlugins:
         )
         if not self.by_name:
             raise ValueError("deepspeed_plugins is empty: give at least one DeepSpeedPlugin.")
+        self.filled: WeakKeyDictionary[Any, FilledConfig] = WeakKeyDictionary()
         self.select(next(iter(self.by_name)))
 
     def get(self, name: str) -> DeepSpeedPlugin:

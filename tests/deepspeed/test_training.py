@@ -15,7 +15,7 @@ pytest.importorskip("deepspeed", reason="deepspeed is not installed: scripts/tes
 
 from accel_callbacks import Accelerator, DeepSpeedPlugin, DistributedType, LocalSGD
 from accel_callbacks.callbacks import Freeze, GradientNorm
-from accel_callbacks.engines.deepspeed.strategy import EngineOptimizer
+from accel_callbacks.engines.deepspeed.optimizer import EngineOptimizer
 from accel_callbacks.utils import DummyOptim, DummyScheduler, get_active_deepspeed_plugin
 from tests.deepspeed.jobs import (
     difference,

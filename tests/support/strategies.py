@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from accel_callbacks import DistributedType
-from accel_callbacks import engines as strategies
+from accel_callbacks.engines import Strategy, register_engine
 
 
 @contextmanager
-def strategy(kind: type[strategies.Strategy]) -> Iterator[None]:
-    """Accelerators made in the block on several CPU processes use this strategy."""
-    registry = strategies._REGISTRY
-    before = registry[DistributedType.MULTI_CPU]
-    registry[DistributedType.MULTI_CPU] = "OfTest"
-    vars(strategies)["OfTest"] = kind
+def strategy(kind: type[Strategy]) -> Iterator[None]:
+    """Accelerators made in the block on several processes use this strategy."""
+    handle = register_engine(kind, when=lambda run: run.topology.world_size > 1)
     try:
         yield
     finally:
-        registry[DistributedType.MULTI_CPU] = before
-        del vars(strategies)["OfTest"]
+        handle.remove()

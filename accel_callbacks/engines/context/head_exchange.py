@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from accel_callbacks.engines.base import Sequences
 from accel_callbacks.engines.context.sequences import ContextParallel
+from accel_callbacks.engines.data_ranks import DataRanks
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.parallelism_handlers import (
     DeepSpeedSequenceParallelConfig,
@@ -20,20 +22,18 @@ from accel_callbacks.plugins.parallelism_handlers import (
 __all__ = ["HeadExchange", "sequence_parallelism"]
 
 
-def sequence_parallelism(
-    parallelism: ParallelismConfig, mesh: Callable[[], Any]
-) -> ContextParallel:
+def sequence_parallelism(parallelism: ParallelismConfig, data: DataRanks) -> Sequences:
     """Return the way in which the ranks of a run share sequences.
 
     Args:
         parallelism: arranges the ranks, with an axis of context or of sequence parallelism.
-        mesh: returns the mesh of all ranks, with its axes named.
+        data: has the mesh of all ranks, with its axes named.
     """
     if parallelism.cp_enabled:
         options = parallelism.cp_handler or TorchContextParallelConfig()
-        return ContextParallel(parallelism.sizes["cp"], options, lambda: mesh()["cp"])
+        return ContextParallel(parallelism.sizes["cp"], options, lambda: data.mesh["cp"])
     heads = parallelism.sp_handler or DeepSpeedSequenceParallelConfig()
-    return HeadExchange(parallelism.sizes["sp"], heads, lambda: mesh()["sp"])
+    return HeadExchange(parallelism.sizes["sp"], heads, lambda: data.mesh["sp"])
 
 
 class HeadExchange(ContextParallel):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from accel_callbacks import collectives
+from accel_callbacks.engines.base import Sequences
 from accel_callbacks.engines.checks import is_of_transformers
 from accel_callbacks.plugins.parallelism_handlers import TorchContextParallelConfig
 from accel_callbacks.warning import warn
@@ -66,7 +67,7 @@ def plain_attention() -> Iterator[None]:
         F.scaled_dot_product_attention = replaced
 
 
-class ContextParallel:
+class ContextParallel(Sequences):
     """Cuts sequences over ranks, whose attention exchanges keys and values, as torch does it.
 
     Args:
@@ -75,11 +76,13 @@ class ContextParallel:
         mesh: returns the mesh of one dimension over these ranks.
     """
 
+    shared = True
     _size = "cp_size"  # the option by which ranks share sequences
 
     def __init__(
         self, ranks: int, options: TorchContextParallelConfig, mesh: Callable[[], Any]
     ) -> None:
+        super().__init__()
         self._ranks = ranks
         self._options = options
         self._mesh = mesh

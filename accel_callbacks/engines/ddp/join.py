@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from accel_callbacks import collectives
 
-__all__ = ["joined", "state_from"]
+__all__ = ["joined"]
 
 
 class _Finish(Joinable):
@@ -44,13 +44,17 @@ class _FinishHook(JoinHook):
 
 
 @contextmanager
-def joined(models: Sequence[Joinable], follow: Callable[[int], None]) -> Iterator[None]:
+def joined(
+    models: Sequence[Joinable],
+    follow: Callable[[Callable[[Any], Any]], None],
+    device: torch.device,
+) -> Iterator[None]:
     """Context manager: let ranks run out of batches at different times.
 
     Args:
         models: the models to join; torch broadcasts their final weights to all ranks.
-        follow: called on all ranks, if they took unequal numbers of steps, with the rank whose
-            state is the newest.
+        follow: see ``Strategy.join``.
+        device: of this rank.
     """
     if not models:
         yield
@@ -68,10 +72,11 @@ def joined(models: Sequence[Joinable], follow: Callable[[int], None]) -> Iterato
             model._join_config = config
     last = collectives.gather(torch.tensor([finish.was_last], device="cpu")).tolist()
     if not all(last):
-        follow(max(rank for rank, was_last in enumerate(last) if was_last))
+        newest = max(rank for rank, was_last in enumerate(last) if was_last)
+        follow(lambda state: _state_from(newest, state, device))
 
 
-def state_from(source: int, state: Any, device: torch.device) -> Any:
+def _state_from(source: int, state: Any, device: torch.device) -> Any:
     """Collective: return the state of rank ``source``, whose tensors may differ in structure.
 
     Args:

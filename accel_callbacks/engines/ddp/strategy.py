@@ -6,7 +6,8 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, ref
 
 import torch
@@ -28,6 +29,9 @@ from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.ddp import DDPCommunicationHookType as Hook
 from accel_callbacks.plugins.ddp import DistributedDataParallelKwargs
 from accel_callbacks.plugins.parallelism import ParallelismConfig
+
+if TYPE_CHECKING:
+    from accel_callbacks.engines.ddp.states import ReplicaStates
 
 __all__ = ["DDP", "register_hook"]
 
@@ -134,6 +138,13 @@ class DDP(Strategy):
         self._group: ReferenceType[Any] | None = None  # that of the models
         self._reductions = Reductions()
 
+    @cached_property
+    def states(self) -> ReplicaStates:
+        """The states of replicas."""
+        from accel_callbacks.engines.ddp.states import ReplicaStates
+
+        return ReplicaStates(self.unwrap, self.topology.rank, self._apart)
+
     @property
     def allows_unfreezing(self) -> bool:
         """True with ``find_unused_parameters``; without it DDP waits for each gradient."""
@@ -144,14 +155,12 @@ class DDP(Strategy):
         """True once a model is averaged, unless ranks train it apart, as in LocalSGD."""
         return self._group is not None and not self._apart
 
-    def check(self, model: torch.nn.Module) -> None:
-        """Refuse models that are already distributed over devices or processes."""
-        super().check(model)
-        refuse_spread(model)
-        refuse_distributed(model)
+    def check(self, model: torch.nn.Module, num_steps: int = 1) -> None:
+        """Refuse models that are distributed already, and windows with a static graph.
 
-    def check_accumulation(self, num_steps: int) -> None:
-        """Refuse a static graph: torch learns it in a first backward that averages."""
+        torch learns the graph in a first backward that averages.
+        """
+        super().check(model, num_steps)
         if self.options.static_graph and num_steps > 1:
             raise ValueError(
                 "DistributedDataParallelKwargs(static_graph=True) does not work with a gradient "
@@ -159,6 +168,8 @@ class DDP(Strategy):
                 "last alone: leave static_graph out, or average after each one with "
                 f"GradientAccumulationPlugin(num_steps={num_steps}, sync_each_batch=True)."
             )
+        refuse_spread(model)
+        refuse_distributed(model)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Wrap the model unless all of it is frozen."""
@@ -174,14 +185,14 @@ class DDP(Strategy):
             frozen = [(name, parameter) for name, parameter in frozen if name not in ignored]
         index = self.topology.device.index
         options = self.options.to_kwargs()
-        if self._context is not None:  # DDP would send rank 0's part of a buffer that is cut
+        if self.sequences.shared:  # DDP would send rank 0's part of a buffer that is cut
             options["broadcast_buffers"] = False
         with warnings.catch_warnings():
             # The name that replaces it always shares buffers at the start.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             wrapped = PreparedDDP(model, device_ids=None if index is None else [index], **options)
-        if self._context is not None and self.options.broadcast_buffers:
-            SharedBuffers(self._context.is_cut).watch(wrapped)
+        if self.sequences.shared and self.options.broadcast_buffers:
+            SharedBuffers(self.sequences.is_cut).watch(wrapped)
         # Moved to the end of __dict__, so that it is freed after the reducer: a group whose last
         # reference is the reducer's can deadlock when it is freed.
         wrapped.process_group = wrapped.__dict__.pop("process_group")
@@ -223,18 +234,6 @@ class DDP(Strategy):
             return self.unwrap(model.module)
         return model
 
-    def replicated_parameters(self, model: torch.nn.Module) -> set[str]:
-        """Return the parameters that DDP broadcasts at first and averages from then on."""
-        if not isinstance(model, DistributedDataParallel) or model in self._apart:
-            return set()
-        ignored = {
-            id(parameter)
-            for name, parameter in model.module.named_parameters(remove_duplicate=False)
-            if name in model.parameters_to_ignore
-        }
-        named = self.unwrap(model).named_parameters(remove_duplicate=False)
-        return {name for name, parameter in named if id(parameter) not in ignored}
-
     def mark_forward_methods(self, model: torch.nn.Module, names: Sequence[str]) -> None:
         """Run these methods of a model through the wrapper.
 
@@ -253,11 +252,13 @@ class DDP(Strategy):
         """Return False for models that DDP does not wrap, and in ``no_sync``."""
         return isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
 
-    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+    def no_sync(
+        self, model: torch.nn.Module, *, in_window: bool = False
+    ) -> AbstractContextManager[Any]:
         """Return DDP's own ``no_sync`` for models that it wraps."""
         if isinstance(model, DistributedDataParallel):
             return model.no_sync()
-        return super().no_sync(model)
+        return super().no_sync(model, in_window=in_window)
 
     def trigger_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Prepare the reducer as a forward outside of ``no_sync`` would have done."""
@@ -266,10 +267,11 @@ class DDP(Strategy):
         return super().trigger_sync(model)
 
     def join(
-        self, models: Sequence[Any], follow: Callable[[int], None]
+        self, models: Sequence[Any], follow: Callable[[Callable[[Any], Any]], None]
     ) -> AbstractContextManager[None]:
         """Return torch's ``Join`` around the models that have gradients to average."""
-        return joined([model for model in models if self._is_averaged(model)], follow)
+        averaged = [model for model in models if self._is_averaged(model)]
+        return joined(averaged, follow, self.topology.device)
 
     def _is_averaged(self, model: Any) -> bool:
         if isinstance(model, Joinable):

@@ -6,31 +6,25 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 
-from accel_callbacks import collectives
-from accel_callbacks.distributed.failures import meet
-from accel_callbacks.distributed.topology import DistributedType, Topology, is_current
-from accel_callbacks.engines.base import SetUp, Strategy
-from accel_callbacks.engines.checks import is_plain
+from accel_callbacks.distributed.topology import Topology, is_current
+from accel_callbacks.engines.base import EngineRequest, SetUp, Strategy
 from accel_callbacks.engines.deepspeed.build import building
+from accel_callbacks.engines.deepspeed.optimizer import EngineOptimizer, carry, engine_norm
 from accel_callbacks.engines.deepspeed.zero_agreement import ZeroAgreement
 from accel_callbacks.engines.deepspeed.zero_state import (
     RowMesh,
-    gathered_parameter,
     gradient_parts,
     is_zero,
-    kept_by_step,
-    load_optimizer_state,
-    load_parameters,
-    optimizer_state,
     zero_weight,
 )
-from accel_callbacks.engines.optimizer_state import named_optimizer_state
+from accel_callbacks.engines.distributed_type import DistributedType
 from accel_callbacks.engines.shared_buffers import SharedBuffers
 from accel_callbacks.gradients import clip_norm, has_gradients, parameters_of
 from accel_callbacks.logging import notice
@@ -43,7 +37,10 @@ from accel_callbacks.plugins.deepspeed_config import FilledConfig, Known
 from accel_callbacks.plugins.deepspeed_dummies import DummyOptim, DummyScheduler
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 
-__all__ = ["DeepSpeed", "EngineOptimizer"]
+if TYPE_CHECKING:
+    from accel_callbacks.engines.deepspeed.states import ZeroStates
+
+__all__ = ["DeepSpeed"]
 
 _LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _BUCKETS = (
@@ -55,168 +52,6 @@ _TOGETHER = (
     "DeepSpeed sets up a model with its optimizer: pass both to one call, "
     "`model, optimizer = accel.prepare(model, optimizer)`"
 )
-
-
-class EngineOptimizer(torch.optim.Optimizer):
-    """The optimizer of an engine: groups with the model's own parameters, and the engine's step.
-
-    DeepSpeed replaces the parameters of the user's optimizer by flat pieces. The groups here keep
-    the parameters; the other options of a group are carried over to the engine's at each step.
-
-    Args:
-        engine: DeepSpeed's, around the model.
-        groups: the groups of the user's optimizer, before DeepSpeed had it.
-        defaults: the defaults of the user's optimizer.
-        agreement: knows which parameters no rank has used.
-
-    Attributes:
-        stepped: False if the engine skipped the last step.
-        micro_batches: backward passes since the last step.
-        closed: the last of them was the last one of a window.
-    """
-
-    def __init__(
-        self,
-        engine: Any,
-        groups: list[dict[str, Any]],
-        defaults: dict[str, Any],
-        agreement: ZeroAgreement,
-    ) -> None:
-        # Without Optimizer.__init__, because the state is the engine's.
-        self.engine = engine
-        self.param_groups = groups
-        self.defaults = defaults
-        self.stepped = True
-        self.micro_batches = 0
-        self.closed = False
-        self.clipping = float(engine.gradient_clipping() or 0.0)
-        self._agreement = agreement
-        self._opt_called = False  # torch's schedulers ask
-
-    @property
-    def inner(self) -> Any:
-        """The optimizer that steps with the engine's pieces."""
-        outer = self.engine.optimizer
-        return outer.optimizer if is_zero(self.engine) else outer
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The state by parameter in stage 0; empty under ZeRO, whose states are of flat pieces."""
-        return {} if is_zero(self.engine) else self.inner.state
-
-    def __repr__(self) -> str:
-        return f"EngineOptimizer({self.inner!r})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("an optimizer of DeepSpeed cannot be copied: save_state() saves it.")
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step the engine, with the options of the groups here.
-
-        Raises:
-            ValueError: there is a closure, which DeepSpeed does not call.
-        """
-        if closure is not None:
-            raise ValueError("DeepSpeed takes no closure: call backward() and then step().")
-        self._opt_called = True
-        _carry(self.param_groups, self.inner.param_groups)
-        with kept_by_step(self.engine, self._agreement.take_unused(self.engine)):
-            self.engine.step()
-        _carry(self.inner.param_groups, self.param_groups)
-        self.stepped = bool(self.engine.was_step_applied())
-        self.set_clipping(self.clipping)
-        self.micro_batches, self.closed = 0, False
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-
-    def set_clipping(self, max_norm: float) -> None:
-        """Let the next step clip to this norm; 0 does not clip."""
-        if is_zero(self.engine):
-            self.engine.optimizer.clip_grad = max_norm
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of an open window; a step has dropped its own already."""
-        if not is_zero(self.engine):
-            self.engine.zero_grad()
-        if self.micro_batches == 0:
-            return
-        self.micro_batches, self.closed = 0, False
-        if not is_zero(self.engine):
-            return
-        self._agreement.take_unused(self.engine)
-        outer = self.engine.optimizer
-        outer.zero_grad()
-        for tensors in (outer.averaged_gradients, getattr(outer, "all_grad_tensors", {})):
-            for key in tensors:
-                tensors[key] = None
-        if hasattr(outer, "fp32_partitioned_groups_flat"):
-            outer.averaged_gradients = {}
-        elif hasattr(outer, "_release_preflattened_grad_buffers"):
-            outer._release_preflattened_grad_buffers()
-            outer.micro_step_id = -1
-        if getattr(outer, "cpu_offload", False):
-            outer.reset_cpu_buffers()
-
-    def gradient_norm(self, norm_type: float = 2.0) -> torch.Tensor | None:
-        """Collective: return the norm of the reduced gradients; None in stage 0.
-
-        Raises:
-            ValueError: the norm is not the 2-norm.
-        """
-        if not is_zero(self.engine):
-            return None
-        if norm_type != 2.0:
-            raise ValueError(f"norm_type={norm_type}: ZeRO knows the 2-norm of gradients alone.")
-        return _norm(self.engine)
-
-    def multiply_gradients(self, factor: float | torch.Tensor) -> None:
-        """Multiply the reduced gradients of a window, before its step."""
-        for part in gradient_parts(self.engine):
-            if isinstance(factor, torch.Tensor):
-                part.mul_(factor.to(part.device, part.dtype))
-            else:
-                part.mul_(factor)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse another group: DeepSpeed has laid out its pieces.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError(
-            "add_param_group after prepare() does not work with DeepSpeed, which has laid out its "
-            "pieces: add the group before, frozen as long as it is not to be trained."
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Refuse: the state is spread over the ranks.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError(
-            "the state of a DeepSpeed optimizer is spread over the ranks: accel.save_state() saves "
-            "it by parameter, for any number of ranks and any engine."
-        )
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse, as :meth:`state_dict` does.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError(
-            "the state of a DeepSpeed optimizer is spread over the ranks: accel.load_state() loads "
-            "what save_state() saved, with any engine."
-        )
-
-
-def _carry(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
-    """Copy the options of groups, such as the learning rate, but not their parameters."""
-    for source_group, target_group in zip(source, target, strict=True):
-        target_group.update(
-            {name: value for name, value in source_group.items() if name != "params"}
-        )
 
 
 class DeepSpeed(Strategy):
@@ -231,6 +66,11 @@ class DeepSpeed(Strategy):
     Raises:
         ImportError: DeepSpeed is not installed.
         ValueError: an axis of parallelism is not of data.
+
+    Example:
+        >>> from accel_callbacks.engines import DeepSpeed
+        >>> DeepSpeed.owns_step
+        True
     """
 
     name = "deepspeed"
@@ -257,9 +97,8 @@ class DeepSpeed(Strategy):
             )
         super().__init__(topology, handlers, parallelism)
         self.plugins = plugins or DeepSpeedPlugins(DeepSpeedPlugin())
+        self.engine_plugins = (self.plugins,)
         self.precision = "no"
-        #: What DeepSpeed was given for each model, with the origin of each value.
-        self.filled: WeakKeyDictionary[torch.nn.Module, FilledConfig] = WeakKeyDictionary()
         self._optimizers: WeakKeyDictionary[torch.nn.Module, EngineOptimizer] = WeakKeyDictionary()
         # Not bound methods, which would keep the strategy, and so transformers' reference, alive.
         strategy = ref(self)
@@ -275,15 +114,32 @@ class DeepSpeed(Strategy):
         self._buffers = SharedBuffers(lambda buffer: False) if common.broadcast_buffers else None
         self._agreement = ZeroAgreement(fills=common.find_unused_parameters)
 
+    @classmethod
+    def for_run(cls, run: EngineRequest) -> DeepSpeed:
+        """Return the strategy of a run that asks for no other engine."""
+        arranged = run.arranged
+        if run.fsdp is not None:
+            raise ValueError("deepspeed_plugin and fsdp_plugin are two engines: give one of them.")
+        return cls(run.topology, run.handlers, arranged, run.deepspeed)
+
     @property
     def distributed_type(self) -> DistributedType:
         """``DistributedType.DEEPSPEED``."""
         return DistributedType.DEEPSPEED
 
-    @property
-    def engine_plugins(self) -> tuple[Any, ...]:
-        """The options of DeepSpeed."""
-        return (self.plugins,)
+    @cached_property
+    def states(self) -> ZeroStates:
+        """The states by parameter, under ZeRO as rows on each rank."""
+        from accel_callbacks.engines.deepspeed.states import ZeroStates
+
+        return ZeroStates(
+            self.unwrap,
+            self.topology.rank,
+            self._optimizers,
+            self._engines,
+            self._engine_of,
+            self._rows,
+        )
 
     def casts_to(self, precision: str) -> bool:
         """Return True: the engine casts models.
@@ -301,15 +157,11 @@ class DeepSpeed(Strategy):
             self._sharded_builds.announce()
         return True
 
-    def engine_config(self, model: torch.nn.Module) -> FilledConfig | None:
-        """Return what DeepSpeed was given for a prepared model, None if it does not train it."""
-        return self.filled.get(self.unwrap(model))
-
     # --- setting up ---------------------------------------------------------------------------
 
-    def init_context(self) -> AbstractContextManager[None]:
+    def init_context(self, *, pretrained: bool = False) -> AbstractContextManager[None]:
         """Return ``deepspeed.zero.Init()`` in stage 3, else a context that does nothing."""
-        return self._zero_init() if self._builds_sharded() else nullcontext()
+        return self._zero_init() if self._builds_sharded() and not pretrained else nullcontext()
 
     def _builds_sharded(self) -> bool:
         """Return whether models are built sharded, which ends with the group of the ranks."""
@@ -327,9 +179,16 @@ class DeepSpeed(Strategy):
         with deepspeed.zero.Init(config_dict_or_path=self._init_config()):
             yield
 
-    def place(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Leave the model where it is: the engine moves it, or its shards."""
-        return model
+    def place(self, model: torch.nn.Module, *, trained: bool = True) -> torch.nn.Module:
+        """Leave a trained model where it is: the engine moves it, or its shards.
+
+        One that is not trained, and was built sharded, stays so.
+        """
+        if trained:
+            return model
+        if any(zero_weight(parameter) is not None for parameter in model.parameters()):
+            return self._untrained_engine(model, self.plugins.active)
+        return super().place(model, trained=trained)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return a model that is not trained in an engine without an optimizer, in stage 3.
@@ -345,12 +204,6 @@ class DeepSpeed(Strategy):
             )
         return self._untrained_engine(model, plugin)
 
-    def move(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Move a model that is not trained to the device; one that was built sharded stays so."""
-        if any(zero_weight(parameter) is not None for parameter in model.parameters()):
-            return self._untrained_engine(model, self.plugins.active)
-        return super().move(model)
-
     def _untrained_engine(self, model: torch.nn.Module, plugin: DeepSpeedPlugin) -> torch.nn.Module:
         """Return an engine that gathers parameters for each forward, and takes no steps."""
         import deepspeed
@@ -365,7 +218,7 @@ class DeepSpeed(Strategy):
             new_engine: torch.nn.Module = deepspeed.initialize(
                 model=model, config=filled.config, dist_init_required=False
             )[0]
-        self.filled[model] = filled
+        self.plugins.filled[model] = filled
         self._untrained[model] = new_engine
         low = _LOW.get(self.precision)
         if low is not None:
@@ -442,8 +295,8 @@ class DeepSpeed(Strategy):
         engine_optimizer = EngineOptimizer(
             engine, groups, dict(optimizer.defaults), self._agreement
         )
-        _carry(engine_optimizer.inner.param_groups, engine_optimizer.param_groups)
-        self.filled[model] = filled
+        carry(engine_optimizer.inner.param_groups, engine_optimizer.param_groups)
+        self.plugins.filled[model] = filled
         self._optimizers[model] = engine_optimizer
         engine.register_forward_pre_hook(self._note_call)
         if self._buffers is not None and any(True for _ in model.buffers()):
@@ -627,7 +480,7 @@ class DeepSpeed(Strategy):
         return False
 
     @contextmanager
-    def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
+    def no_sync(self, model: torch.nn.Module, *, in_window: bool = False) -> Iterator[None]:
         """Context manager: backward is not the last one of a window.
 
         ZeRO may reduce gradients all the same.
@@ -648,7 +501,7 @@ class DeepSpeed(Strategy):
             self._boundary = before
 
     def join(
-        self, models: Sequence[Any], follow: Callable[[int], None]
+        self, models: Sequence[Any], follow: Callable[[Callable[[Any], Any]], None]
     ) -> AbstractContextManager[None]:
         """Refuse uneven inputs.
 
@@ -719,7 +572,7 @@ class DeepSpeed(Strategy):
             if norm_type != 2.0:
                 raise ValueError(f"norm_type={norm_type}: ZeRO clips by the 2-norm alone.")
             optimizer.set_clipping(float(max_norm))
-            norms.append(_norm(optimizer.engine))
+            norms.append(engine_norm(optimizer.engine))
         if not norms:
             return clip_norm(parameters, max_norm, norm_type)
         return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
@@ -730,147 +583,6 @@ class DeepSpeed(Strategy):
             scale = float(getattr(optimizer.engine.optimizer, "loss_scale", 1.0))
             for part in gradient_parts(optimizer.engine):
                 part.clamp_(-clip_value * scale, clip_value * scale)
-
-    @property
-    def replaces_optimizers(self) -> bool:
-        """True: DeepSpeed may take a fused or offloaded variant."""
-        return True
-
-    @property
-    def keeps_gradients_apart(self) -> bool:
-        """True under ZeRO, which reduces and partitions gradients within a window."""
-        return any(is_zero(optimizer.engine) for optimizer in self._optimizers.values())
-
-    # --- states -------------------------------------------------------------------------------
-
-    def full_parameters(
-        self, module: torch.nn.Module, *, writeback: bool = False
-    ) -> AbstractContextManager[None]:
-        """Return a context in which each rank has whole parameters."""
-        return self._full_parameters(original(module), writeback)
-
-    @contextmanager
-    def _full_parameters(self, module: torch.nn.Module, writeback: bool) -> Iterator[None]:
-        from deepspeed.runtime.zero import GatheredParameters
-
-        sharded = [parameter for parameter in module.parameters() if hasattr(parameter, "ds_id")]
-        with GatheredParameters(sharded) if sharded else nullcontext():
-            yield
-            values = [
-                (parameter, collectives.broadcast(parameter.detach().clone()))
-                for parameter in (module.parameters() if writeback else ())
-            ]
-        for engine in self._engines() if writeback else ():
-            engine_parameters = dict.fromkeys(engine.module.parameters())
-            load_parameters({p: value for p, value in values if p in engine_parameters})
-
-    def local_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Return rows of each parameter in host memory, float32 where the optimizer has it.
-
-        Collective: parameters are gathered one after the other.
-        """
-        engine = self._engine_of(model)
-        inner = self.unwrap(model)
-        if engine is None or not is_zero(engine):
-            return inner.state_dict()
-        meet("the weights under ZeRO")
-        named = dict(inner.named_parameters(remove_duplicate=False))
-        rows: dict[int, torch.Tensor] = {}
-        state: dict[str, Any] = {}
-        for name, value in inner.state_dict().items():
-            parameter = named.get(name)
-            if parameter is None:
-                state[name] = value
-                continue
-            if id(parameter) not in rows:
-                rows[id(parameter)] = self._rows.rows(gathered_parameter(parameter))
-            state[name] = rows[id(parameter)]
-        return state
-
-    def loads_in_place(self, model: torch.nn.Module) -> bool:
-        """Return whether the tensors of the state are the model's own, as in stage 0."""
-        engine = self._engine_of(model)
-        return (engine is None or not is_zero(engine)) and is_plain(self.unwrap(model))
-
-    def read_target(
-        self,
-        owner: torch.nn.Module | torch.optim.Optimizer,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-    ) -> torch.Tensor | None:
-        """Return rows for a tensor of a model or optimizer under ZeRO, which is gathered later."""
-        if isinstance(owner, EngineOptimizer):
-            engine = owner.engine
-        else:
-            engine = self._engine_of(owner) if isinstance(owner, torch.nn.Module) else None
-        if engine is None or not is_zero(engine):
-            return None
-        return self._rows.empty(shape, dtype)
-
-    def load_model_state_dict(self, model: torch.nn.Module, state: dict[str, Any]) -> None:
-        """Load a state whose tensors are whole and the same on all ranks, or rows."""
-        engine = self._engine_of(model)
-        if engine is None or not is_zero(engine):
-            super().load_model_state_dict(model, state)
-            return
-        inner = self.unwrap(model)
-        named = dict(inner.named_parameters(remove_duplicate=False))
-        values = {named[name]: value for name, value in state.items() if name in named}
-        load_parameters(values)
-        buffers = dict(inner.named_buffers())
-        for name, value in state.items():
-            if name in buffers:
-                buffers[name].copy_(collectives.full_tensor(value))
-
-    def optimizer_state_dict(
-        self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
-    ) -> dict[str, Any]:
-        """Return the state by parameter name; collective under ZeRO, as the weights are."""
-        if not isinstance(optimizer, EngineOptimizer) or not is_zero(optimizer.engine):
-            return named_optimizer_state(getattr(optimizer, "inner", optimizer), names)
-        meet("the optimizer under ZeRO")
-        return {
-            "state": optimizer_state(optimizer.engine.optimizer, names, self._rows),
-            "param_groups": [
-                {**group, "params": [names.get(id(p), "parameter") for p in group["params"]]}
-                for group in optimizer.param_groups
-            ],
-        }
-
-    def load_optimizer_state_dict(
-        self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
-    ) -> None:
-        """Load a state by position, whose tensors are whole and the same on all ranks, or rows."""
-        if not isinstance(optimizer, EngineOptimizer):
-            super().load_optimizer_state_dict(optimizer, state)
-            return
-        if is_zero(optimizer.engine):
-            parameters = list(parameters_of([optimizer]))
-            load_optimizer_state(
-                optimizer.engine.optimizer,
-                {
-                    parameters[place]: parameter_state
-                    for place, parameter_state in state["state"].items()
-                },
-            )
-        else:
-            super().load_optimizer_state_dict(optimizer.inner, state)
-        _carry(state["param_groups"], optimizer.param_groups)
-        _carry(optimizer.param_groups, optimizer.inner.param_groups)
-
-
-def _norm(engine: Any) -> torch.Tensor:
-    """Collective: return the norm of the reduced gradients, before the step."""
-    from deepspeed.runtime.utils import combine_grad_norm_groups
-
-    outer = engine.optimizer
-    if hasattr(outer, "scaled_global_norm"):
-        norm = outer.scaled_global_norm()
-    else:
-        norm = combine_grad_norm_groups(outer._get_norm_groups())
-    # DeepSpeed marks one that is not finite by a negative number.
-    norm = torch.as_tensor(norm, device=engine.device).float() / float(outer.loss_scale)
-    return torch.where(norm < 0, torch.full_like(norm, float("inf")), norm)
 
 
 # --- helpers of setting up --------------------------------------------------------------------

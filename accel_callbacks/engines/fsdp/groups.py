@@ -22,7 +22,6 @@ __all__ = [
     "parameter_groups",
     "reduce_held",
     "reducing",
-    "reshard",
 ]
 
 
@@ -44,13 +43,6 @@ def _states(model: torch.nn.Module) -> Iterator[Any]:
         ask = getattr(module, "_get_fsdp_state", None)
         if ask is not None:
             yield ask()
-
-
-def reshard(model: torch.nn.Module) -> None:
-    """Register the shards of a model where a forward has left whole parameters."""
-    for module in model.modules():
-        if hasattr(module, "_get_fsdp_state"):
-            module.reshard()  # type: ignore[operator]
 
 
 def is_idle(module: Any) -> bool:

@@ -16,21 +16,21 @@ import torch.distributed as dist
 from accel_callbacks import collectives
 from accel_callbacks.collectives.sharded import class_of
 from accel_callbacks.distributed.rank_subset import needs_all_ranks, refuse_on_subset
-from accel_callbacks.distributed.topology import DistributedType, Topology
-from accel_callbacks.engines.base import GatherCast
+from accel_callbacks.distributed.topology import Topology
+from accel_callbacks.engines.base import EngineRequest, GatherCast
 from accel_callbacks.engines.checks import (
     is_dispatched,
     is_plain,
     refuse_distributed,
     refuse_spread,
 )
+from accel_callbacks.engines.distributed_type import DistributedType
 from accel_callbacks.engines.fsdp.groups import (
     drop_held,
     gather_through,
     has_held,
     is_idle,
     parameter_groups,
-    reduce_held,
     reducing,
 )
 from accel_callbacks.engines.fsdp.sharded_calls import (
@@ -46,7 +46,6 @@ from accel_callbacks.engines.sharding import Sharding
 from accel_callbacks.engines.shared_buffers import SharedBuffers
 from accel_callbacks.engines.tensor.strategy import (
     is_cut,
-    loss_parallel,
     packed_dim,
     parallelize,
     required_plan,
@@ -100,7 +99,6 @@ class FSDP(Sharding):
 
     name = "fsdp"
     has_gradient_sync = True
-    holds_gradients = True
 
     def __init__(
         self,
@@ -113,6 +111,7 @@ class FSDP(Sharding):
         if parallelism is None:
             parallelism = _default_parallelism(topology, self.options)
         super().__init__(topology, handlers, parallelism)
+        self.engine_plugins = (self.options,)
         self._policy: Any = None
         # By sharded model: units that stay gathered after a forward; FSDP's groups; parameters that
         # are whole. The first two refer to the model, and must not keep it.
@@ -128,15 +127,15 @@ class FSDP(Sharding):
         for note in self.options.notes():
             warn(note)
 
+    @classmethod
+    def for_run(cls, run: EngineRequest) -> FSDP:
+        """Return the strategy of a run."""
+        return cls(run.topology, run.handlers, run.arranged, run.fsdp)
+
     @property
     def distributed_type(self) -> DistributedType:
         """``DistributedType.FSDP``."""
         return DistributedType.FSDP
-
-    @property
-    def engine_plugins(self) -> tuple[Any, ...]:
-        """The options of FSDP."""
-        return (self.options,)
 
     @property
     def _models(self) -> list[torch.nn.Module]:
@@ -153,7 +152,7 @@ class FSDP(Sharding):
 
     # --- sharding -----------------------------------------------------------------------------
 
-    def check(self, model: torch.nn.Module) -> None:
+    def check(self, model: torch.nn.Module, num_steps: int = 1) -> None:
         """Refuse models that are distributed in another way, or share a sharded parameter.
 
         A model on the meta device is filled after it is sharded.
@@ -178,7 +177,7 @@ class FSDP(Sharding):
         elif not is_cut(model):
             required_plan(model, self.parallelism)
         else:
-            axis = self.device_mesh["tp"]
+            axis = self.data.mesh["tp"]
             meshes = {getattr(parameter, "device_mesh", axis) for parameter in model.parameters()}
             if meshes != {axis}:
                 raise ValueError(
@@ -186,25 +185,18 @@ class FSDP(Sharding):
                     'it over accel.torch_device_mesh["tp"], or let prepare() cut it.'
                 )
 
-    def loss_parallel(self) -> AbstractContextManager[None]:
-        """Return torch's ``loss_parallel()`` under tensor parallelism."""
-        cut = self.parallelism is not None and self.parallelism.tp_enabled
-        return loss_parallel() if cut else nullcontext()
-
-    def init_context(self) -> AbstractContextManager[None]:
-        """Return ``init_empty_weights()``."""
-        return init_empty_weights()
-
-    def pretrained_context(self) -> AbstractContextManager[None]:
-        """Return a context in which rank 0 alone loads weights, to send them when sharding."""
+    def init_context(self, *, pretrained: bool = False) -> AbstractContextManager[None]:
+        """Return ``init_empty_weights()``, or let rank 0 alone load weights, to send its shards."""
+        if not pretrained:
+            return init_empty_weights()
         if self.topology.world_size == 1 or self.options.cpu_ram_efficient_loading is False:
             return nullcontext()
         return weights_on_rank_0(self.topology.rank)
 
-    def place(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Leave the model where it is, unless one rank holds all of it."""
+    def place(self, model: torch.nn.Module, *, trained: bool = True) -> torch.nn.Module:
+        """Leave a trained model where it is, unless one rank holds all of it."""
         alone = self.topology.world_size == 1 and not _has_meta(model)
-        return model.to(self.topology.device) if alone else model
+        return super().place(model, trained=trained) if alone or not trained else model
 
     def checkpoint_activations(self, model: torch.nn.Module) -> None:
         """Apply ``activation_checkpointing`` of the options."""
@@ -221,7 +213,7 @@ class FSDP(Sharding):
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Shard the model."""
-        mesh = self.device_mesh
+        mesh = self.data.mesh
         if mesh is None:
             if _has_meta(model) and not is_dispatched(model):
                 self._initial_weights(model).fill()
@@ -283,7 +275,7 @@ class FSDP(Sharding):
         ]
 
     def _is_cut_now(self, buffer: torch.Tensor) -> bool:
-        return self._context is not None and self._context.is_cut(buffer)
+        return self.sequences.is_cut(buffer)
 
     def _initial_weights(self, model: torch.nn.Module, sync: bool = True) -> InitialWeights:
         shard_device = torch.device("cpu") if self.options.offloads else self.topology.device
@@ -413,10 +405,10 @@ class FSDP(Sharding):
             trained = [parameter for parameter in whole if parameter.requires_grad]
             if trained and all(group.reduce_grads for group in parameter_groups(model)):
                 assert self.parallelism is not None
-                assert self.device_mesh is not None
+                assert self.data.mesh is not None
                 names = self.parallelism.fsdp_dim_names
-                mesh = self.parallelism.get_submesh(names, self.device_mesh.device_type)
-                _average(trained, self.copies, mesh)
+                mesh = self.parallelism.get_submesh(names, self.data.mesh.device_type)
+                _average(trained, self.data.copies, mesh)
 
     def mark_forward_methods(self, model: torch.nn.Module, names: Sequence[str]) -> None:
         """Gather the weights for these methods too, and check that there are some."""
@@ -433,10 +425,10 @@ class FSDP(Sharding):
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the model as the user built it, with its shards as parameters."""
         model = super().unwrap(model)
-        self.free_gathered(model)
+        self._free_gathered(model)
         return model
 
-    def free_gathered(self, model: torch.nn.Module) -> None:
+    def _free_gathered(self, model: torch.nn.Module) -> None:
         """Free what torch has left whole after a forward without a backward.
 
         These parameters are other objects than those of the optimizer.
@@ -446,24 +438,20 @@ class FSDP(Sharding):
             if module is not None and is_idle(module):
                 module.reshard()
 
-    def accumulate(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Return a context for all but the last backward of a gradient window.
+    def no_sync(
+        self, model: torch.nn.Module, *, in_window: bool = False
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which each rank keeps whole gradients of its own.
 
-        Gradients are reduced and sharded each time, so that no rank holds whole ones; replicas
-        exchange theirs at the end of the window only.
+        In a window, unless the options say otherwise, gradients are reduced and sharded each time,
+        so that no rank holds whole ones; replicas exchange theirs at the end of the window only.
         """
-        if self.options.no_sync:
-            return self.no_sync(model)
         assert self.parallelism is not None
-        if self.parallelism.dp_replicate_enabled and _is_sharded(model):
-            self._may_hold = True
-            return reducing(model, all_reduce=False)
-        return nullcontext()
-
-    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which each rank keeps whole gradients of its own."""
+        shards_each = in_window and not self.options.no_sync
+        if shards_each and not (self.parallelism.dp_replicate_enabled and _is_sharded(model)):
+            return nullcontext()
         self._may_hold = True
-        return reducing(model, scatter=False, all_reduce=False)
+        return reducing(model, scatter=None if shards_each else False, all_reduce=False)
 
     def trigger_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which backward reduces gradients."""
@@ -477,10 +465,6 @@ class FSDP(Sharding):
         """Drop the gradients that FSDP holds back until the end of a window."""
         if self._may_hold:
             drop_held(self._models, _ids(optimizer))
-
-    def reduce_gradients(self) -> None:
-        """Collective: bring the gradients of an open window into ``parameter.grad``."""
-        reduce_held(self._models)
 
 
 def _default_parallelism(

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree
 
 from accel_callbacks import collectives
 from accel_callbacks.collectives.sharded import class_of
-from accel_callbacks.distributed.failures import meet
 from accel_callbacks.distributed.topology import Topology
+from accel_callbacks.engines.base import EngineRequest
 from accel_callbacks.engines.checks import (
     is_of_transformers,
     is_plain,
@@ -50,7 +47,6 @@ from accel_callbacks.engines.tensor.strategy import (
 )
 from accel_callbacks.gradients import (
     combined_norm,
-    local_part,
     parameters_of,
     scale_gradients,
     total_norm,
@@ -61,6 +57,9 @@ from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.ddp import DistributedDataParallelKwargs
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
+
+if TYPE_CHECKING:
+    from accel_callbacks.engines.pipeline.states import StageStates
 
 __all__ = ["PipelineParallel", "PipelinedModel"]
 
@@ -151,6 +150,7 @@ class PipelineParallel(Sharding):
     """
 
     name = "pipeline_parallel"
+    has_gradient_sync = True  # by FSDP, of a stage
     _plainer = "train without pp_size"
 
     def __init__(
@@ -164,22 +164,27 @@ class PipelineParallel(Sharding):
         self._fsdp = fsdp
         if parallelism.fsdp_dim_names and fsdp is None:
             self._fsdp = FullyShardedDataParallelPlugin()
+        #: By which stages are sharded.
+        self.engine_plugins = () if self._fsdp is None else (self._fsdp,)
         self._ranks = parallelism.sizes["pp"]
         self._index = parallelism.coordinate(topology.rank)["pp"]
         self._wrappers: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
         self._owners: WeakKeyDictionary[torch.nn.Module, dict[str, int]] = WeakKeyDictionary()
         self._plans: WeakKeyDictionary[torch.nn.Module, StagePlan] = WeakKeyDictionary()
-        self._meshes: dict[tuple[str, int], Any] = {}
 
-    @property
-    def averaged_over(self) -> int:
-        """Ranks over which FSDP averages the gradients of a stage."""
-        return self.loss_world
+    @classmethod
+    def for_run(cls, run: EngineRequest) -> PipelineParallel:
+        """Return the strategy of a run."""
+        arranged = run.arranged
+        assert arranged is not None
+        return cls(run.topology, run.handlers, arranged, run.fsdp)
 
-    @property
-    def engine_plugins(self) -> tuple[Any, ...]:
-        """The options by which stages are sharded; none if they are not."""
-        return () if self._fsdp is None else (self._fsdp,)
+    @cached_property
+    def states(self) -> StageStates:
+        """The states of all stages."""
+        from accel_callbacks.engines.pipeline.states import StageStates
+
+        return StageStates(self.unwrap, self.topology.rank, self.data, self._owners, self._plans)
 
     # --- cutting --------------------------------------------------------------------------------
 
@@ -189,7 +194,7 @@ class PipelineParallel(Sharding):
 
     @property
     def _group(self) -> Any:
-        return self.device_mesh["pp"].get_group()
+        return self.data.mesh["pp"].get_group()
 
     @cached_property
     def _data_mesh(self) -> Any:
@@ -224,7 +229,7 @@ class PipelineParallel(Sharding):
         """Return True for a model that is not cut into stages yet."""
         return not isinstance(model, PipelinedModel) and model not in self._owners
 
-    def check(self, model: torch.nn.Module) -> None:
+    def check(self, model: torch.nn.Module, num_steps: int = 1) -> None:
         """Refuse a model that was not cut into stages."""
         if self.cuts(model):
             raise ValueError(
@@ -233,9 +238,9 @@ class PipelineParallel(Sharding):
                 "split_points=[...], loss_fn=...)."
             )
 
-    def place(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the model unchanged: no device holds all of it."""
-        return model
+    def place(self, model: torch.nn.Module, *, trained: bool = True) -> torch.nn.Module:
+        """Return a model that is trained unchanged: no device holds all of it."""
+        return model if trained else super().place(model, trained=trained)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the pipeline that was made of the model."""
@@ -250,13 +255,13 @@ class PipelineParallel(Sharding):
     def pipeline(
         self,
         model: torch.nn.Module,
-        options: PipelineOptions,
         wrap_stage: Callable[[torch.nn.Module], torch.nn.Module],
+        **options: Any,
     ) -> torch.nn.Module:
         """Collective: cut a model into stages, and keep those of this rank."""
         if model in self._owners:
             raise ValueError(f"{type(model).__name__} is cut into stages already.")
-        options = options.checked(self._ranks, model)
+        chosen = PipelineOptions(**options).checked(self._ranks, model)
         refuse_scripted(model.modules(), "a pipeline")
         self._refuse_shared(model)
         _refuse_spread(model)
@@ -268,7 +273,7 @@ class PipelineParallel(Sharding):
                 "would have a part: a pipeline needs models whose state is their tensors."
             )
         layers = self._plan_of_layers(model)
-        plan = StagePlan(model, options.split_points or [])
+        plan = StagePlan(model, chosen.split_points or [])
         rehearsal = Rehearsal(plan, model, self.topology.device)
         stages = {
             n: wrap_stage(Stage(plan, model, n, self.topology.device))
@@ -280,7 +285,7 @@ class PipelineParallel(Sharding):
         self._owners[model] = {name: n % self._ranks for name, n in plan.owner.items()}
         self._drop_others(model, plan, stages)
         if layers:
-            mesh = self.device_mesh["tp"]
+            mesh = self.data.mesh["tp"]
             with whole_parameters_freed(model):
                 parallelize(model, layers, mesh)
             reduce_partial_gradients(model)
@@ -305,16 +310,17 @@ class PipelineParallel(Sharding):
         self._replace(before, model)
         for optimizer in self._optimizers:
             self._bind(optimizer)
+        shared = self.sequences.shared
         runner = PipelineRunner(
             plan,
             stages,
             (rehearsal, wrap_stage(rehearsal)),
-            options,
+            chosen,
             model,
             self._group,
             self.topology.device,
             replicas,
-            self._context.checked_call if self._context and is_of_transformers(model) else None,
+            self.sequences.checked_call if shared and is_of_transformers(model) else None,
         )
         return PipelinedModel(model, runner, self.topology.device)
 
@@ -413,254 +419,6 @@ class PipelineParallel(Sharding):
             for name, norm in stage_norms.items():
                 parts.setdefault(name, []).append(torch.tensor(norm, device=self.topology.device))
         return {name: combined_norm(several, norm_type) for name, several in parts.items()}
-
-    def full_parameters(
-        self, module: torch.nn.Module, *, writeback: bool = False
-    ) -> AbstractContextManager[None]:
-        """Refuse: this rank does not have the layers of others.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(
-            "full_parameters: each rank of a pipeline has its own layers; "
-            "get_state_dict(model) returns the weights of all."
-        )
-
-    # --- states ---------------------------------------------------------------------------------
-
-    def _mesh_of(self, owner: int, device_type: str) -> Any:
-        """Return a mesh of the ranks that have the stages of a rank, only to say where they are."""
-        known = self._meshes.get((device_type, owner))
-        if known is None:
-            from torch.distributed.device_mesh import DeviceMesh
-
-            assert self.parallelism is not None
-            arrangement = self.parallelism
-            ranks = [
-                rank
-                for rank in range(self.topology.world_size)
-                if arrangement.coordinate(rank)["pp"] == owner
-            ]
-            known = DeviceMesh(device_type, ranks, _init_backend=False)
-            self._meshes[device_type, owner] = known
-        return known
-
-    def _placed(
-        self, owner: int, local: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Return a DTensor that is whole on the ranks of its owner, and on no others."""
-        from torch.distributed.tensor import DTensor, Replicate
-
-        if local is not None and collectives.is_sharded(local):
-            return local
-        if local is None:  # from_local takes no shape without dimensions
-            part = torch.empty(0 if shape else (), dtype=dtype, device="cpu")
-        else:
-            part = local.detach()
-        whole = torch.empty(tuple(shape), device="meta")
-        return DTensor.from_local(
-            part,
-            self._mesh_of(owner, part.device.type),
-            [Replicate()],
-            run_check=False,
-            shape=whole.shape,
-            stride=whole.stride(),
-        )
-
-    def local_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Return the state under the names of the whole model: of other ranks, where it is."""
-        inner = self.unwrap(model)
-        owners, canonical = self._owners[inner], self._plans[inner].canonical
-        placed: dict[str, torch.Tensor] = {}  # one for the names of tied tensors, on all ranks
-        state = inner.state_dict()
-        for name, tensor in state.items():
-            first = canonical[name]
-            if first not in placed:
-                local = tensor if owners[name] == self._index else None
-                placed[first] = self._placed(owners[name], local, tuple(tensor.shape), tensor.dtype)
-        return {name: placed[canonical[name]] for name in state}
-
-    def stored(self, tree: Any, models: Sequence[torch.nn.Module]) -> Any:
-        """Return a state in which tensors by the names of parameters are where their stages are."""
-        owners = {
-            f"{number}.{name}": owner
-            for number, model in enumerate(map(self.unwrap, models))
-            for name, owner in self._owners.get(model, {}).items()
-        }
-
-        def placed(value: Any, name: Any = None) -> Any:
-            if isinstance(value, Mapping):
-                return {key: placed(entry, key) for key, entry in value.items()}
-            if isinstance(value, torch.Tensor) and name in owners:
-                local = value if owners[name] == self._index else None
-                return self._placed(owners[name], local, tuple(value.shape), value.dtype)
-            return value
-
-        return placed(tree)
-
-    def loads_in_place(self, model: torch.nn.Module) -> bool:
-        """Return False for a model of whose buffers several stages have copies."""
-        return not self._copied(self.unwrap(model))
-
-    def model_state_dict(
-        self,
-        model: torch.nn.Module,
-        *,
-        unwrap: bool = True,
-        all_ranks: bool = False,
-        debug: bool | None = None,
-    ) -> dict[str, Any]:
-        """Collective: return the full state of a model, in host memory."""
-        inner = self.unwrap(model)
-        if inner not in self._owners:
-            return super().model_state_dict(model, unwrap=unwrap, all_ranks=all_ranks, debug=debug)
-        collectives.begin("get_state_dict", debug, all_ranks=all_ranks)
-        meet("get_state_dict")
-        keep = all_ranks or self.topology.rank == 0
-        prefix = "" if unwrap else "module."
-        owners, gathered = self._owners[inner], {}
-        for name, tensor in inner.state_dict().items():
-            if owners[name] != self._index:
-                full = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.topology.device)
-            else:
-                full = collectives.full_tensor(tensor)
-            source = int(self._mesh_of(owners[name], self.topology.device.type).mesh[0])
-            full = collectives.broadcast(full, source)
-            if keep:
-                gathered[prefix + name] = full.to("cpu", copy=True)
-        return gathered
-
-    def weights_to_write(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Collective: return the weights of all ranks on the first, in host memory."""
-        return self.model_state_dict(model, debug=False)
-
-    @torch.no_grad()
-    def load_model_state_dict(self, model: torch.nn.Module, state: dict[str, Any]) -> None:
-        """Collective: load the stages of this rank from a full state, or from one placed alike."""
-        inner = self.unwrap(model)
-        owners = self._owners[inner]
-        for name, tensor in inner.state_dict().items():
-            if owners[name] == self._index and name in state:
-                value = state[name]
-                if not collectives.is_sharded(tensor) and collectives.is_sharded(value):
-                    value = local_part(value)
-                if collectives.is_sharded(value):
-                    local_part(tensor).copy_(local_part(value))
-                else:
-                    collectives.copy_part(tensor, value)
-        self._share_copies(inner)
-
-    def _share_copies(self, model: torch.nn.Module) -> None:
-        """Give buffers that several stages have to those that do not save them."""
-        for name in self._copied(model):
-            buffer = model.get_buffer(name)
-            source = dist.get_global_rank(self._group, self._owners[model][name])
-            value = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.topology.device)
-            if not buffer.is_meta:
-                value.copy_(buffer)
-            dist.broadcast(value, src=source, group=self._group)
-            if not buffer.is_meta:
-                buffer.copy_(value)
-
-    def _copied(self, model: torch.nn.Module) -> list[str]:
-        """Return the saved buffers that several stages have."""
-        plan, saved = self._plans[model], model.state_dict().keys()
-
-        def copies(name: str) -> int:
-            return sum(plan.keeps(name, n, is_parameter=False) for n in range(plan.count))
-
-        return [name for name, _ in model.named_buffers() if name in saved and copies(name) > 1]
-
-    def open_gradients(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Collective: return the gradients of an open window, those of all ranks by their place."""
-        inner = self.unwrap(model)
-        named = dict(inner.named_parameters())
-        local_names = [name for name, parameter in named.items() if parameter.grad is not None]
-        known = set().union(*self._from_stages(local_names))
-        owners = self._owners[inner]
-        return {
-            name: self._placed(
-                owners[name], parameter.grad, tuple(parameter.shape), parameter.dtype
-            )
-            for name, parameter in named.items()
-            if name in known
-        }
-
-    def _from_stages(self, value: Any) -> list[Any]:
-        gathered: list[Any] = [None] * self._ranks
-        dist.all_gather_object(gathered, value, group=self._group)
-        return gathered
-
-    def optimizer_state_dict(
-        self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
-    ) -> dict[str, Any]:
-        """Collective: return the state of an optimizer, of the parameters of all ranks."""
-        named = super().optimizer_state_dict(optimizer, names)
-        known = self._owners_by_name(names)
-        local_state = {name: entry for name, entry in named["state"].items() if name in known}
-        all_outlines: dict[str, Any] = {}
-        for outlines in self._from_stages(_pytree.tree_map(_Outline.of, local_state)):
-            all_outlines.update(outlines)
-        state: dict[str, Any] = {}
-        for name in [n for group in named["param_groups"] for n in group["params"]]:
-            if name in local_state:
-                state[name] = _pytree.tree_map(
-                    lambda value, owner=known[name]: (
-                        self._placed(owner, value, tuple(value.shape), value.dtype)
-                        if isinstance(value, torch.Tensor)
-                        else value
-                    ),
-                    local_state[name],
-                )
-            elif name in all_outlines:
-                state[name] = _pytree.tree_map(
-                    lambda value, owner=known[name]: (
-                        self._placed(owner, None, value.shape, value.dtype)
-                        if isinstance(value, _Outline)
-                        else value
-                    ),
-                    all_outlines[name],
-                )
-            elif name in named["state"]:
-                state[name] = named["state"][name]
-        return {**named, "state": state}
-
-    def _owners_by_name(self, names: Mapping[int, str]) -> dict[str, int]:
-        """Return the owner of each parameter of pipelines, by its name in a checkpoint."""
-        return {
-            names[id(parameter)]: owners[name]
-            for model, owners in self._owners.items()
-            for name, parameter in model.named_parameters()
-            if id(parameter) in names
-        }
-
-    def fit_optimizer_state(
-        self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer, names: Mapping[int, str]
-    ) -> dict[str, Any]:
-        """Translate a state by name, without that of parameters of other ranks."""
-        fitted = super().fit_optimizer_state(state, optimizer, names)
-        parameters = list(parameters_of([optimizer]))
-        local_state = {
-            place: entry
-            for place, entry in fitted["state"].items()
-            if place not in range(len(parameters)) or not parameters[place].is_meta
-        }
-        return {**fitted, "state": local_state}
-
-
-@dataclass(frozen=True)
-class _Outline:
-    """The shape and type of a tensor of another rank."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return _Outline(tuple(value.shape), value.dtype)
-        return value
 
 
 def _shard(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from accel_callbacks import collectives
+from accel_callbacks.engines.base import EngineRequest
 from accel_callbacks.engines.checks import is_of_transformers, is_plain, refuse_spread
 from accel_callbacks.engines.sharding import Sharding
 from accel_callbacks.engines.tensor.cut_dropout import CutDropout, draws_random_numbers
@@ -41,7 +42,6 @@ __all__ = [
     "TensorParallel",
     "checked_plan",
     "is_cut",
-    "loss_parallel",
     "packed_dim",
     "parallelize",
     "reduce_partial_gradients",
@@ -68,11 +68,23 @@ class TensorParallel(Sharding):
 
     name = "tensor_parallel"
 
+    @classmethod
+    def for_run(cls, run: EngineRequest) -> TensorParallel:
+        """Return the strategy of a run, which has no replicas."""
+        arranged = run.arranged
+        if arranged is not None and arranged.dp_replicate_enabled:
+            raise ValueError(
+                f"tp_size={arranged.tp_size} does not go with dp_replicate_size="
+                f"{arranged.dp_replicate_size} alone: shard over the data axis, with "
+                f"dp_shard_size={arranged.dp_replicate_size}."
+            )
+        return cls(run.topology, run.handlers, arranged)
+
     @property
     def _models(self) -> list[torch.nn.Module]:
         return list(self._plain)
 
-    def check(self, model: torch.nn.Module) -> None:
+    def check(self, model: torch.nn.Module, num_steps: int = 1) -> None:
         """Refuse a model without a plan, before it is changed."""
         if not is_cut(model):
             refuse_scripted(model.modules(), "tensor parallelism")
@@ -80,23 +92,19 @@ class TensorParallel(Sharding):
             refuse_spread(model)
             required_plan(model, self.parallelism)
 
-    def init_context(self) -> AbstractContextManager[None]:
-        """Return ``init_empty_weights()``."""
-        return init_empty_weights()
+    def init_context(self, *, pretrained: bool = False) -> AbstractContextManager[None]:
+        """Return ``init_empty_weights()``, or let rank 0 alone load weights, to send its parts."""
+        return weights_on_rank_0(self.topology.rank) if pretrained else init_empty_weights()
 
-    def pretrained_context(self) -> AbstractContextManager[None]:
-        """Return a context in which rank 0 alone loads weights, to send them when cutting."""
-        return weights_on_rank_0(self.topology.rank)
-
-    def place(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the model unchanged: no device holds all of it."""
-        return model
+    def place(self, model: torch.nn.Module, *, trained: bool = True) -> torch.nn.Module:
+        """Return a model that is trained unchanged: no device holds all of it."""
+        return model if trained else super().place(model, trained=trained)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Cut the layers of the model."""
         if model in self._plain:
             return model
-        mesh = self.device_mesh["tp"]
+        mesh = self.data.mesh["tp"]
         self._plain[model] = is_plain(model)
         if is_cut(model):
             model.to(self.topology.device)
@@ -115,10 +123,6 @@ class TensorParallel(Sharding):
         await_collectives(model)
         self._watch_inputs(model)
         return model
-
-    def loss_parallel(self) -> AbstractContextManager[None]:
-        """Return torch's ``loss_parallel()``."""
-        return loss_parallel()
 
 
 def required_plan(
@@ -187,13 +191,6 @@ def _keeps_sequence(plan: Any, model: torch.nn.Module) -> bool:
 def is_cut(model: torch.nn.Module) -> bool:
     """Return whether a model has DTensors, as one of transformers with a ``tp_plan``."""
     return any(map(collectives.is_sharded, model.parameters()))
-
-
-def loss_parallel() -> AbstractContextManager[None]:
-    """Return a context in which ``cross_entropy`` takes logits whose vocabulary is cut."""
-    from torch.distributed.tensor.parallel import loss_parallel as context
-
-    return context()
 
 
 def packed_dim(parameter: torch.Tensor) -> int | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -15,14 +15,16 @@ import torch
 from accel_callbacks.collectives.nested import map_tensors
 from accel_callbacks.data.device import Feed, Pairs, send_to_device
 from accel_callbacks.distributed.topology import Topology
-from accel_callbacks.engines.base import SetUp, Strategy
+from accel_callbacks.engines.base import EngineRequest, SetUp, Strategy
 from accel_callbacks.engines.checks import refuse_distributed, refuse_spread
-from accel_callbacks.engines.optimizer_state import named_optimizer_state
 from accel_callbacks.logging import notice
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.warning import warn
+
+if TYPE_CHECKING:
+    from accel_callbacks.engines.xla.states import XLAStates
 
 __all__ = ["XLA"]
 
@@ -78,7 +80,7 @@ class XLA(Strategy):
                     "only: use dp_replicate_size and dp_shard_size."
                 )
         super().__init__(topology, handlers)
-        self._fsdp = fsdp
+        self.engine_plugins = () if fsdp is None else (fsdp,)
         self._shards = arranged.sizes[_SHARD]
         self._refuse_options(fsdp)
         self._spmd: Any = None
@@ -94,6 +96,11 @@ class XLA(Strategy):
         self._stepping: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._warned_shapes = False
 
+    @classmethod
+    def for_run(cls, run: EngineRequest) -> XLA:
+        """Return the strategy of a run; the axes arrange devices, not ranks."""
+        return cls(run.topology, run.handlers, run.parallelism, run.fsdp)
+
     def _refuse_options(self, fsdp: FullyShardedDataParallelPlugin | None) -> None:
         for field in fields(fsdp) if fsdp is not None else ():
             value = getattr(fsdp, field.name)
@@ -103,10 +110,12 @@ class XLA(Strategy):
                     "the compiler places parameters: leave it out."
                 )
 
-    @property
-    def engine_plugins(self) -> tuple[Any, ...]:
-        """The options by which parameters are cut; none if they are whole."""
-        return () if self._fsdp is None else (self._fsdp,)
+    @cached_property
+    def states(self) -> XLAStates:
+        """The states, copied to the host."""
+        from accel_callbacks.engines.xla.states import XLAStates
+
+        return XLAStates(self.unwrap, self._xla.sync, self._annotate)
 
     def casts_to(self, precision: str) -> bool:
         """Return False, as autocast does it.
@@ -123,9 +132,9 @@ class XLA(Strategy):
             _autocast_attention()
         return super().casts_to(precision)
 
-    def check(self, model: torch.nn.Module) -> None:
+    def check(self, model: torch.nn.Module, num_steps: int = 1) -> None:
         """Refuse models that are already distributed over devices or processes."""
-        super().check(model)
+        super().check(model, num_steps)
         refuse_spread(model)
         refuse_distributed(model)
         for module in model.modules():
@@ -136,7 +145,7 @@ class XLA(Strategy):
                     "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()) cut them."
                 )
 
-    def move(self, model: torch.nn.Module) -> torch.nn.Module:
+    def place(self, model: torch.nn.Module, *, trained: bool = True) -> torch.nn.Module:
         """Move parameters and buffers, which stay the objects that they are.
 
         ``model.to`` would make new ones, of which optimizers know nothing, and untie weights.
@@ -214,58 +223,6 @@ class XLA(Strategy):
         spec = [_SHARD if i == place else None for i in range(len(shape))]
         self._spmd.clear_sharding(tensor)
         self._spmd.mark_sharding(tensor, self._mesh, tuple(spec))
-
-    def local_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Return the state of a model, copied to the host."""
-        return self._on_host(self.unwrap(model).state_dict(keep_vars=True))
-
-    def loads_in_place(self, model: torch.nn.Module) -> bool:
-        """Return False: a state is a copy."""
-        return False
-
-    def load_model_state_dict(self, model: torch.nn.Module, state: dict[str, Any]) -> None:
-        """Load a state from the host, and cut the parameters as they were."""
-        super().load_model_state_dict(model, state)
-        for parameter in self.unwrap(model).parameters():
-            self._annotate(parameter)
-        self._xla.sync()
-
-    def open_gradients(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return the gradients of an open window, copied to the host."""
-        return self._on_host(super().open_gradients(model))
-
-    def optimizer_state_dict(
-        self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
-    ) -> dict[str, Any]:
-        """Return the state of an optimizer by parameter name, copied to the host."""
-        return self._on_host(named_optimizer_state(optimizer, names))
-
-    def load_optimizer_state_dict(
-        self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
-    ) -> None:
-        """Load a state, and cut what belongs to a parameter as that is cut."""
-        super().load_optimizer_state_dict(optimizer, state)
-        for parameter, entry in optimizer.state.items():
-            for value in entry.values() if isinstance(entry, Mapping) else ():
-                if isinstance(value, torch.Tensor):
-                    self._annotate(value, parameter)
-        self._xla.sync()
-
-    def _on_host(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """Return a tree with copies of its tensors on the host; tied ones stay tied."""
-        # A sync draws the next seed of the generator: a run that saves would draw other numbers.
-        seed = torch.xla.get_rng_state()  # type: ignore[attr-defined]
-        self._xla.sync()
-        torch.xla.set_rng_state(seed)  # type: ignore[attr-defined]
-        copies: dict[int, torch.Tensor] = {}
-
-        def copied(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) not in copies:
-                copies[id(tensor)] = tensor.detach().cpu()
-            return copies[id(tensor)]
-
-        moved: dict[str, Any] = map_tensors(tree, copied)
-        return moved
 
 
 def _replace(tensor: torch.Tensor, device: torch.device) -> None:

@@ -309,13 +309,13 @@ def test_a_load_takes_no_second_copy_of_the_state(tmp_path):
 def test_a_load_without_hooks_fits_each_state_once(tmp_path, monkeypatch):
     accel, *_ = prepared()
     path = accel.save_state(tmp_path / "c")
-    fit, calls = accel.strategy.fit_optimizer_state, []
+    fit, calls = accel.strategy.states.fit_optimizer_state, []
 
     def counted(*arguments):
         calls.append(arguments)
         return fit(*arguments)
 
-    monkeypatch.setattr(accel.strategy, "fit_optimizer_state", counted)
+    monkeypatch.setattr(accel.strategy.states, "fit_optimizer_state", counted)
     accel.load_state(path)
     assert len(calls) == 1
 
@@ -691,8 +691,8 @@ def test_only_a_model_with_a_load_of_its_own_needs_a_second_copy():
             super()._load_from_state_dict(*args)
 
     strategy = Accelerator(cpu=True).strategy
-    assert strategy.loads_in_place(stack()) is True
-    assert strategy.loads_in_place(torch.nn.Sequential(Own(2, 2))) is False
+    assert strategy.states.loads_in_place(stack()) is True
+    assert strategy.states.loads_in_place(torch.nn.Sequential(Own(2, 2))) is False
 
 
 def test_a_file_and_a_checkpoint_of_something_else_are_told_apart(tmp_path):

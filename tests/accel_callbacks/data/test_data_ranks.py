@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_callbacks import Accelerator
-from accel_callbacks.engines import DDP
+from accel_callbacks.engines import DDP, DataRanks
 from tests.support.bound import BOUND
 from tests.support.strategies import strategy
 
@@ -19,7 +19,10 @@ SHORT = BOUND
 class Paired(DDP):
     """Two ranks of one model, as in tensor parallelism: both read the same samples."""
 
-    copies = property(lambda self: 2)
+    def __init__(self, topology, handlers=None, parallelism=None):
+        super().__init__(topology, handlers, parallelism)
+        world = topology.world_size // 2
+        self.data = DataRanks(topology.rank // 2, world, topology.device, 2, world, world)
 
 
 def counted():
@@ -51,7 +54,7 @@ def trained(kind):
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(model.weight, 2.0)
     model, optimizer = accel.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    rank = accel.strategy.data_rank
+    rank = accel.strategy.data.rank
     for tokens in (torch.ones(3, 1), torch.full((1, 1), 5.0 + rank)):
         with accel.accumulate(model):
             accel.backward(model(tokens).sum(), normalizer=len(tokens))

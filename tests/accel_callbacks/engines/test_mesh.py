@@ -249,8 +249,8 @@ def measured(copies: int) -> list[Any]:
                 for key, value in accel.gather_for_metrics(data).items()
             }
         )
-    rows = accel.gather_for_metrics(torch.full((2 + accel.strategy.data_rank,), 1.0))
-    one = accel.gather_for_metrics({"rank": accel.strategy.data_rank}, use_gather_object=True)
+    rows = accel.gather_for_metrics(torch.full((2 + accel.strategy.data.rank,), 1.0))
+    one = accel.gather_for_metrics({"rank": accel.strategy.data.rank}, use_gather_object=True)
     return [*found, rows.tolist(), one]
 
 
@@ -350,7 +350,7 @@ def joined(copies: int) -> tuple[int, list[float]]:
     torch.manual_seed(0)
     model = torch.nn.Linear(1, 1)
     model, optimizer = accel.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    batches = [torch.full((2, 1), 1.0 + number) for number in range(3 - accel.strategy.data_rank)]
+    batches = [torch.full((2, 1), 1.0 + number) for number in range(3 - accel.strategy.data.rank)]
     steps = 0
     with accel.join_uneven_inputs([model]):
         for batch in batches:

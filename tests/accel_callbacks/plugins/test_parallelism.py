@@ -224,15 +224,15 @@ def test_data_ranks_are_those_of_the_mesh(copies):
     for rank in range(8):
         topology = Topology(torch.device("cpu"), rank=rank, world_size=8)
         strategy = create_strategy(topology, parallelism=config)
-        assert strategy.copies == copies
-        assert (strategy.data_rank, strategy.data_world) == (rank // copies, 8 // copies)
-        assert strategy.averaged_over == 8 // copies
-        assert list(strategy.data_ranks) == list(range(0, 8, copies))
+        assert strategy.data.copies == copies
+        assert (strategy.data.rank, strategy.data.world) == (rank // copies, 8 // copies)
+        assert strategy.data.averaged_over == 8 // copies
+        assert list(strategy.data.first_of_each) == list(range(0, 8, copies))
 
 
 def test_what_does_not_synchronize_gradients_averages_over_no_ranks():
     alone = SingleDevice(Topology(torch.device("cpu"), rank=1, world_size=2))
-    assert (alone.loss_world, alone.averaged_over) == (2, 1)
+    assert (alone.data.losses, alone.data.averaged_over) == (2, 1)
 
 
 def test_losses_of_ranks_that_share_a_sequence_are_of_different_tokens():
@@ -240,7 +240,7 @@ def test_losses_of_ranks_that_share_a_sequence_are_of_different_tokens():
         config = ParallelismConfig(dp_shard_size=2, **{f"{axis}_size": 4})
         topology = Topology(torch.device("cpu"), rank=5, world_size=8)
         strategy = create_strategy(topology, parallelism=config)
-        assert (strategy.data_rank, strategy.data_world, strategy.averaged_over) == (1, 2, 8)
+        assert (strategy.data.rank, strategy.data.world, strategy.data.averaged_over) == (1, 2, 8)
         assert config.fsdp_dim_names == [f"dp_shard_{axis}"]
 
 
@@ -259,8 +259,8 @@ def test_losses_are_averaged_over_the_ranks_of_a_sequence_too(sizes, sharded, na
     plugin = FullyShardedDataParallelPlugin() if sharded else None
     strategy = create_strategy(topology, None, ParallelismConfig(**sizes), plugin)
     assert strategy.name == name
-    assert strategy.data_world == 8 // sizes["cp_size"] // sizes.get("tp_size", 1)
-    assert strategy.averaged_over == strategy.loss_world == 8 // sizes.get("tp_size", 1)
+    assert strategy.data.world == 8 // sizes["cp_size"] // sizes.get("tp_size", 1)
+    assert strategy.data.averaged_over == strategy.data.losses == 8 // sizes.get("tp_size", 1)
 
 
 # --- the Accelerator --------------------------------------------------------------------------

@@ -253,7 +253,7 @@ def reduced_in_between(plugin: Any, layout: str, interrupt: bool) -> tuple[int, 
             accel.backward(torch.nn.functional.mse_loss(model(inputs), targets))
             optimizer.step()
             if number == 1 and interrupt:
-                accel.strategy.reduce_gradients()
+                accel.strategy.states.reduce_gradients()
                 shared, _ = accel.training_state.capture()
                 there = len(shared["window"]["gradients"])
             optimizer.zero_grad()

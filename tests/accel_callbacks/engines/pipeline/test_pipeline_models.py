@@ -103,7 +103,7 @@ def trains(
     rows = 8 // (accel.data_world if stages > 1 else 1)
     losses, norms = [], []
     for batch in batches(kind):
-        part = slice(rows * accel.strategy.data_rank, rows * (accel.strategy.data_rank + 1))
+        part = slice(rows * accel.strategy.data.rank, rows * (accel.strategy.data.rank + 1))
         with accel.accumulate(model):
             outputs = model(**{name: tensor[part] for name, tensor in batch.items()})
             accel.backward(outputs.loss)

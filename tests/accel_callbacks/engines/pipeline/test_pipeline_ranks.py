@@ -80,7 +80,7 @@ def train(
         model = accel.prepare_pipeline(
             model, ["choice"], loss_of, schedule=schedule, microbatches=4
         )
-    rank = accel.process_index % 2 if schedule is None else accel.strategy.data_rank
+    rank = accel.process_index % 2 if schedule is None else accel.strategy.data.rank
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.5)
     if schedule is None:
         model = accel.prepare(model)

@@ -141,7 +141,7 @@ def steps(accel: Accelerator, model: Any, optimizer: Any, batches: range) -> lis
     for seed in batches:
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.randint(1, WORDS, (4, 6), generator=generator)
-        part = tokens.chunk(accel.data_world)[accel.strategy.data_rank]
+        part = tokens.chunk(accel.data_world)[accel.strategy.data.rank]
         with accel.accumulate(model):
             loss = model(input_ids=part, labels=part).loss
             accel.backward(loss)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from accel_callbacks.distributed.xla import has_xla, xla_device
+from accel_callbacks.engines.xla.device import has_xla, xla_device
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from accel_callbacks.distributed.rng import device_seeds
+
 __all__ = ["has_xla", "xla_device"]
 
 
@@ -61,8 +63,14 @@ def xla_device(env: Mapping[str, str]) -> torch.device:
     if devices > 1 and not runtime.is_spmd():
         runtime.use_spmd()
     _register_module(torch_xla)
+    if _seed not in device_seeds:
+        device_seeds.append(_seed)
     device: torch.device = torch_xla.device()
     return device
+
+
+def _seed(seed: int) -> None:
+    torch.xla.manual_seed(seed)  # type: ignore[attr-defined]
 
 
 def _register_module(torch_xla: Any) -> None:
