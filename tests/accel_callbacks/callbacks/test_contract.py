@@ -18,24 +18,30 @@ from accel_callbacks.testing import Check, callback_checks
 from tests.accel_callbacks.callbacks.factories import CASES, MEMORY
 from tests.support import energy
 
+# Of another callback that fails beside it.
+BESIDE = ("error_before", "error_after")
+
 
 def checks() -> Iterator[Any]:
-    """All checks of all cases, those of slow cases marked so.
+    """Yield all checks of all cases, but for those of the slow tests below.
 
     What is about the library alone is checked with a callback that does nothing.
     """
     for name, case in CASES.items():
         for check in callback_checks(case.make, allow_sync=case.allow_sync):
-            late = case.slow or check.name in ("error_before", "error_after")
-            late = late or (check.name == "on_error") != (name == "Callback")
-            marks = [pytest.mark.slow] if late else []
-            yield pytest.param(check, id=f"{name}-{check}", marks=marks)
+            late = case.slow or check.name in BESIDE
+            if not late and (check.name == "on_error") == (name == "Callback"):
+                yield pytest.param(check, id=f"{name}-{check}")
 
 
 @pytest.fixture(autouse=True)
 def empty_memory() -> Iterator[None]:
     """What a Checkpoint has written does not stay."""
     yield
+    clear_memory()
+
+
+def clear_memory() -> None:
     store = fsspec.filesystem("memory")
     if store.exists(MEMORY):
         store.rm(MEMORY, recursive=True)
@@ -51,6 +57,28 @@ def sensors(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("check", list(checks()))
 def test_contract(check: Check) -> None:
     check()
+
+
+def failures(beside: bool) -> dict[str, str]:
+    """Return the errors of slow cases, or of the others beside a callback that fails."""
+    found = {}
+    for name, case in CASES.items():
+        for check in callback_checks(case.make, allow_sync=case.allow_sync):
+            if case.slow == beside or (check.name in BESIDE) != beside:
+                continue
+            clear_memory()
+            try:
+                check()
+            except Exception as error:
+                found[f"{name}-{check}"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="a test below is for a GPU")
+@pytest.mark.parametrize("beside", [False, True], ids=["other settings", "another that fails"])
+def test_contract_of_more(beside: bool) -> None:
+    assert failures(beside) == {}
 
 
 def test_no_callback_is_forgotten() -> None:

@@ -90,11 +90,10 @@ OPTIONS = {
 @pytest.mark.parametrize(
     ("kind", "options", "skip"),
     [
-        # Each pair of the three; the rest is slow.
-        pytest.param(kind, options, skip, marks=[pytest.mark.slow] if (i + j + skip) % 2 else [])
+        # Each pair of the three.
+        (kind, options, (i + j) % 2)
         for i, kind in enumerate(LOADERS)
         for j, options in enumerate(OPTIONS)
-        for skip in (0, 1)
     ],
 )
 def test_every_sample_is_gathered_exactly_once(pool, kind, options, skip):

@@ -138,18 +138,12 @@ def test_a_state_of_any_batch_leads_to_the_rest_and_then_to_the_next_epochs(make
         assert passes(second, 2) == [whole[epoch][taken:], whole[epoch + 1]]
 
 
-# What workers are asked for differs between these; with the other orders they are slow.
+# What workers are asked for differs between these.
 ASKED = ("shuffled", "batch sampler", "no batching", "stream")
 
 
 @no_skip_warning
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(make, id=name, marks=[] if name in ASKED else [pytest.mark.slow])
-        for name, make in KINDS.items()
-    ],
-)
+@pytest.mark.parametrize("make", [pytest.param(KINDS[name], id=name) for name in ASKED])
 def test_loader_workers_change_neither_the_order_nor_the_resume(make):
     whole = passes(prepare(make(2)), 2)
     if not isinstance(make(0).dataset, IterableDataset):

@@ -189,39 +189,33 @@ SOME = ("shuffle", "batches", "python, one by one", "own replacement")
 
 
 # Each sampler once, with or without a generator and with one of the optimizers; some both with
-# and without; the rest is slow.
+# and without.
 @pytest.mark.parametrize(
     ("sampler", "optimizer", "own_generator"),
     [
-        pytest.param(sampler, optimizer, own, marks=[pytest.mark.slow] if late else [])
+        (sampler, ("AdamW", "SGD")[(number + own) % 2], own)
         for number, sampler in enumerate(SAMPLERS)
-        for optimizer in ("SGD", "AdamW")
         for own in (False, True)
-        for late in [
-            (number + own + (optimizer == "SGD")) % 2
-            or (sampler not in SOME and number // 2 % 2 == own)
-        ]
+        if sampler in SOME or number // 2 % 2 != own
     ],
 )
 def test_a_prepared_loop_is_bitwise_the_plain_one(sampler, optimizer, own_generator):
     check_same(Case(sampler, optimizer=optimizer, own_generator=own_generator))
 
 
-WORKERS = {"2 workers": two_workers, "persistent": persistent}
-
-
-# Both kinds of workers take turns, with and without a generator, and the rest is slow.
-@pytest.mark.parametrize(
+# Both kinds of workers take turns, with and without a generator.
+with_workers = pytest.mark.parametrize(
     ("sampler", "workers", "own_generator"),
     [
-        pytest.param(sampler, workers, own, id=f"{sampler}, {name}, {own}", marks=marks)
-        for sampler in SAMPLERS
-        for number, (name, workers) in enumerate(WORKERS.items())
-        for own in (False, True)
-        for turn in [(n % 2, n in (0, 3)) for n, one in enumerate(SOME) if one == sampler] or [None]
-        for marks in [[] if turn == (number, own) else [pytest.mark.slow]]
+        pytest.param("shuffle", two_workers, True, id="shuffle, 2 workers, own generator"),
+        pytest.param("batches", persistent, False, id="batches, persistent"),
+        pytest.param("python, one by one", two_workers, False, id="one by one, 2 workers"),
+        pytest.param("own replacement", persistent, True, id="own replacement, persistent"),
     ],
 )
+
+
+@with_workers
 def test_a_prepared_loop_with_workers_is_bitwise_the_plain_one(sampler, workers, own_generator):
     optimizer = "AdamW" if own_generator else "SGD"
     check_same(Case(sampler, workers, own_generator=own_generator, optimizer=optimizer))
@@ -326,8 +320,7 @@ def per_epoch(case: Case) -> int:
     return whole if case.stop_after is None else min(case.stop_after, whole)
 
 
-# Some at each place, with or without a generator; the others at every third place in turn. All of
-# them are in the slow test below, as every other setting.
+# Some at each place, with or without a generator; the others at every third place in turn.
 @pytest.mark.parametrize(
     ("sampler", "own_generator", "turn"),
     [
@@ -349,12 +342,11 @@ def test_a_resume_at_each_place_of_an_epoch_is_bitwise_the_unbroken_run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
-@pytest.mark.parametrize("workers", [None, two_workers, persistent], ids=["0", "2", "persistent"])
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_a_resume_is_bitwise_the_unbroken_run_in_every_setting(sampler, workers, optimizer):
-    for own_generator in (False, True):
-        check_resumes(Case(sampler, workers, own_generator, optimizer))
+@with_workers
+def test_a_resume_with_workers_is_bitwise_the_unbroken_run_at_each_place(
+    sampler, workers, own_generator
+):
+    check_resumes(Case(sampler, workers, own_generator, "AdamW"))
 
 
 @pytest.mark.parametrize(

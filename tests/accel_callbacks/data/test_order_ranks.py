@@ -17,13 +17,12 @@ pytestmark = pytest.mark.distributed
 
 # Where two processes take a batch each, one with twice the batch size reads as much.
 BY_SAMPLE = [name for name in SAMPLERS if "batch" not in name and name != "lists of indices"]
-# With and without a generator take turns, and the rest is slow.
+# With and without a generator take turns.
 by_turns = pytest.mark.parametrize(
     ("sampler", "own_generator"),
     [
-        pytest.param(sampler, own, marks=[pytest.mark.slow] if (number + own) % 2 else [])
+        pytest.param(sampler, bool(number % 2), id=sampler)
         for number, sampler in enumerate(BY_SAMPLE)
-        for own in (False, True)
     ],
 )
 

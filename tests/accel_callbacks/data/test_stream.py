@@ -310,12 +310,9 @@ def test_reading_up_to_the_place_is_said_once(kind):
 @pytest.mark.parametrize(
     ("saved", "here", "kind", "workers"),
     [
-        # With workers, one kind of stream on more processes, the other on fewer; the rest is slow.
-        pytest.param(saved, here, kind, workers, marks=[] if quick else [pytest.mark.slow])
-        for saved, here in [(1, 2), (2, 1), (2, 2)]
-        for kind in (Stream, Placed)
-        for workers in (0, 2)
-        for quick in [not workers or (saved, here, kind) in [(1, 2, Placed), (2, 1, Stream)]]
+        *((*worlds, kind, 0) for worlds in [(1, 2), (2, 1), (2, 2)] for kind in (Stream, Placed)),
+        (1, 2, Placed, 2),
+        (2, 1, Stream, 2),
     ],
 )
 def test_a_stream_goes_on_at_the_sample_on_another_number_of_processes(kind, saved, here, workers):
@@ -373,10 +370,9 @@ def test_a_state_that_the_dataset_does_not_take_is_told_and_reads_up_to_the_plac
 
 
 @quiet
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_skipping_batches_of_a_stream_begins_at_that_batch(workers):
+def test_skipping_batches_of_a_stream_begins_at_that_batch():
     def make():
-        return prepare(DataLoader(Placed(7), 2, num_workers=workers))
+        return prepare(DataLoader(Placed(7), 2))
 
     first, second = (lambda loader: (values(loader), values(loader)))(make())
     accel = Accelerator(cpu=True)
@@ -444,10 +440,7 @@ def train(accel, loader, model, optimizer, stop):
         yield "after", seen
 
 
-@pytest.mark.parametrize(
-    ("place", "workers"),
-    [("before", 0), ("after", 0), pytest.param("before", 2, marks=pytest.mark.slow), ("after", 2)],
-)
+@pytest.mark.parametrize(("place", "workers"), [("before", 0), ("after", 0), ("after", 2)])
 def test_a_checkpoint_carries_the_place_in_a_stream(tmp_path, workers, place):
     def make():
         accel = Accelerator(cpu=True)
@@ -642,10 +635,9 @@ def hub_stream(count=10, shards=3):
 
 
 @pytest.mark.usefixtures("hub_threads")
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_stream_of_the_hub_goes_on_where_it_was(workers):
+def test_a_stream_of_the_hub_goes_on_where_it_was():
     def make():
-        return prepare(DataLoader(hub_stream().shuffle(seed=3), 2, num_workers=workers))
+        return prepare(DataLoader(hub_stream().shuffle(seed=3), 2))
 
     def read(loader):
         return [batch["x"].tolist() for batch in loader]
