@@ -242,7 +242,7 @@ class Accelerator(ProcessControl, MediaLogging):
         dispatch = Dispatcher(_several(callbacks), adapters=(adapt,))
         options = resolve_engine(
             config,
-            handlers=sort_handlers(kwargs_handlers),
+            sort_handlers(kwargs_handlers),
             parallelism_config=parallelism_config,
             fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin,

@@ -9,9 +9,7 @@ from typing import Any, Literal, get_args
 
 from accel_callbacks import plugins
 from accel_callbacks.errors import foreign_names, nearest
-from accel_callbacks.plugins.compile import TorchDynamoPlugin
 from accel_callbacks.plugins.option import Option, option, options_of
-from accel_callbacks.plugins.precision import AORecipeKwargs
 from accel_callbacks.terminal_text import listed
 
 __all__ = ["AcceleratorConfig", "launched_options", "resolve_config", "unread_variables"]
@@ -36,20 +34,10 @@ class AcceleratorConfig:
         on_conflict: what to do if another run that lives has a folder of the project: ``"refuse"``
             to start, ``"wait"`` for its end, or ``"take_over"``.
         journal: note each optimizer step of ``Accelerator.run`` in the project's folder.
-        dynamo_backend: backend of torch.compile, set by the launcher as are the following.
-        dynamo_mode: mode of torch.compile.
-        dynamo_use_fullgraph: raise for a model that is not one graph.
-        dynamo_use_dynamic: compile for all shapes.
-        dynamo_use_regional_compilation: compile the repeated blocks of a model.
-        fp8_pad_inner_dim: pad inputs of fp8 layers.
-        fp8_enable_fsdp_float8_all_gather: gather the sharded weights of fp8 layers in fp8.
         distributed_type: ``"FSDP"`` shards models, ``"DEEPSPEED"`` trains with DeepSpeed,
-            ``"MEGATRON_LM"`` reads ``megatron``; others follow from the processes.
-        deepspeed: keywords of :class:`accel_callbacks.DeepSpeedPlugin`.
-        fsdp: keywords of :class:`accel_callbacks.FullyShardedDataParallelPlugin`.
-        parallelism: sizes of the axes of a :class:`accel_callbacks.ParallelismConfig`, and how
-            context travels.
-        megatron: keywords of :class:`accel_callbacks.MegatronLMPlugin`.
+            ``"MEGATRON_LM"`` reads options of Megatron-LM; others follow from the processes.
+        launched: options of plugins that the launcher has set, by group and name, such as
+            ``{"fsdp": {"cpu_offload": True}}``.
         origins: the origin of each value, by option, such as ``"fsdp.cpu_offload"``.
 
     Example:
@@ -102,13 +90,6 @@ class AcceleratorConfig:
         "note each optimizer step of a run in the project's folder",
         variable="ACCEL_JOURNAL",
     )
-    dynamo_backend: str | None = None
-    dynamo_mode: str | None = None
-    dynamo_use_fullgraph: bool | None = None
-    dynamo_use_dynamic: bool | None = None
-    dynamo_use_regional_compilation: bool | None = None
-    fp8_pad_inner_dim: bool | None = None
-    fp8_enable_fsdp_float8_all_gather: bool | None = None
     distributed_type: str | None = option(
         None,
         "kind of run; follows from the rest where it is not given",
@@ -123,10 +104,7 @@ class AcceleratorConfig:
         },
         variable="ACCEL_DISTRIBUTED_TYPE",
     )
-    deepspeed: Mapping[str, Any] = field(default_factory=dict)
-    fsdp: Mapping[str, Any] = field(default_factory=dict)
-    parallelism: Mapping[str, Any] = field(default_factory=dict)
-    megatron: Mapping[str, Any] = field(default_factory=dict)
+    launched: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def describe(self) -> str:
@@ -138,17 +116,7 @@ class AcceleratorConfig:
 
     def _value(self, option: str) -> Any:
         group, _, name = option.rpartition(".")
-        return getattr(self, group)[name] if group else getattr(self, option)
-
-
-# The plugins whose options are a group of AcceleratorConfig. Their modules are imported for the
-# engine of a launch only.
-_GROUPS: Mapping[str, tuple[str, ...]] = {
-    "deepspeed": ("DeepSpeedPlugin",),
-    "fsdp": ("FullyShardedDataParallelPlugin",),
-    "parallelism": ("ParallelismConfig", "TorchContextParallelConfig"),
-    "megatron": ("MegatronLMPlugin",),
-}
+        return self.launched[group][name] if group else getattr(self, option)
 
 
 def launched_options(environment: Mapping[str, str] | None = None) -> Mapping[str, Option]:
@@ -158,8 +126,8 @@ def launched_options(environment: Mapping[str, str] | None = None) -> Mapping[st
         environment: leaves out groups of which it has no variable, ours or Accelerate's.
     """
     options = dict(_launched_in(""))
-    for group in _GROUPS:
-        starts = (f"ACCEL_{group.upper()}_", f"{group.upper()}_")
+    for group in plugins.LAUNCHED:
+        starts = tuple(f"{prefix}{group.upper()}_" for prefix in ("ACCEL_", "", "ACCELERATE_"))
         if environment is None or any(name.startswith(starts) for name in environment):
             options |= _launched_in(group)
     return options
@@ -171,13 +139,11 @@ def _launched_in(group: str) -> Mapping[str, Option]:
     if group:
         options = {
             f"{group}.{option.attribute}": option
-            for plugin in _GROUPS[group]
-            for option in options_of(getattr(plugins, plugin))
+            for owner in plugins.LAUNCHED[group].owners
+            for option in options_of(getattr(plugins, owner))
         }
     else:
         options = {option.name: option for option in options_of(AcceleratorConfig)}
-        for plugin in (TorchDynamoPlugin, AORecipeKwargs):
-            options |= {option.dest: option for option in options_of(plugin)}
     return {name: option for name, option in options.items() if option.variable}
 
 
@@ -210,12 +176,6 @@ def resolve_config(
     return config
 
 
-# Variables of Accelerate that ask for an engine.
-_ENGINES = {
-    "ACCELERATE_USE_FSDP": "fsdp",
-    "ACCELERATE_USE_DEEPSPEED": "deepspeed",
-    "ACCELERATE_USE_MEGATRON_LM": "megatron_lm",
-}
 _IDLE = ("", "no", "none", "false", "0", "no_wrap")  # values that ask for nothing
 _SHOWN = 4
 
@@ -228,18 +188,19 @@ def unread_variables(
     Args:
         config: the options of the run.
         environment: usually ``os.environ``.
-        set_by_script: options that the script sets beside those of the config; ``"fsdp"`` if
-            models are sharded.
+        set_by_script: options that the script sets beside those of the config, and groups of
+            plugins that the run has.
 
     Returns:
         An empty string if there are none.
     """
     # They are not read: a shell that was set up for another tool must not change a run.
     options = launched_options(environment)
-    names = {option.foreign: name for name, option in options.items() if option.foreign}
+    names = {f"ACCELERATE_USE_{group.upper()}": group for group in plugins.LAUNCHED}
+    names |= {option.foreign: name for name, option in options.items() if option.foreign}
     unread = [
         variable
-        for variable, name in {**_ENGINES, **names}.items()
+        for variable, name in names.items()
         if _asks(environment.get(variable, ""), options.get(name))
         and name not in config.origins
         and name not in set_by_script
@@ -262,12 +223,14 @@ def _asks(text: str, option: Option | None) -> bool:
 
 
 def _grouped(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nest ``"fsdp.cpu_offload"`` in ``"fsdp"``."""
+    """Nest ``"fsdp.cpu_offload"`` in ``launched["fsdp"]``."""
     options = {name: value for name, value in values.items() if "." not in name}
-    for group in _GROUPS:
-        start = f"{group}."
-        options[group] = {n[len(start) :]: v for n, v in values.items() if n.startswith(start)}
-    return options
+    launched: dict[str, dict[str, Any]] = {}
+    for path, value in values.items():
+        group, _, name = path.rpartition(".")
+        if group:
+            launched.setdefault(group, {})[name] = value
+    return {**options, "launched": launched}
 
 
 def _check(config: AcceleratorConfig) -> None:

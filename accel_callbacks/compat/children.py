@@ -80,7 +80,7 @@ def own_variables(environment: Mapping[str, str], *groups: str) -> dict[str, str
     for name, option in launched_options(environment).items():
         group, _, _ = name.rpartition(".")
         foreign = option.foreign or _translated(option.variable) or ""
-        is_asked = not group or group in groups
+        is_asked = group in ("", "dynamo", *groups)
         if is_asked and environment.get(foreign) and option.variable not in environment:
             own[option.variable] = environment[foreign]
     return own

@@ -11,6 +11,7 @@ from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.option import Block, launched, scripted
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.parallelism_handlers import TorchTensorParallelConfig
+from accel_callbacks.warning import warn
 
 __all__ = ["MEGATRON", "MegatronArrangement", "MegatronLMPlugin", "MegatronRule"]
 
@@ -59,6 +60,15 @@ _FLAGS = (
 )
 _GRANULARITIES = ("full", "selective")
 _METHODS = ("uniform", "block")
+
+
+# Plugins that arrange the ranks too: their arguments, and what says the same here.
+_SHARDS = "use_distributed_optimizer or use_custom_fsdp"
+_RIVALS = {
+    "parallelism": ("parallelism_config", "tp_degree and context_parallel_size"),
+    "fsdp": ("fsdp_plugin", _SHARDS),
+    "deepspeed": ("deepspeed_plugin", _SHARDS),
+}
 
 
 class MegatronArrangement(NamedTuple):
@@ -159,7 +169,11 @@ class MegatronLMPlugin(KwargsHandler):
     """
 
     block: ClassVar = Block(
-        "megatron_lm_config", prefix="megatron_lm_", variables="ACCEL_MEGATRON_LM_", valued=True
+        "megatron_lm_config",
+        "Megatron-LM",
+        prefix="megatron_lm_",
+        variables="ACCEL_MEGATRON_LM_",
+        valued=True,
     )
 
     tp_degree: int | None = launched(
@@ -451,6 +465,44 @@ class MegatronLMPlugin(KwargsHandler):
             return True
         selective = self.recompute_granularity == "selective" or self.recompute_activations
         return "selective" if selective else False
+
+    def configure(self, config: Any, beside: Mapping[str, Any]) -> Any:
+        """Return the options of the run, with ``num_micro_batches`` batches for a step.
+
+        Raises:
+            ValueError: other plugins arrange the ranks too, or ``gradient_accumulation_steps`` is
+                another number above 1.
+        """
+        for group, (name, instead) in _RIVALS.items():
+            if group in beside:
+                raise ValueError(
+                    f"{name} (an argument, or from the launch) and the options of Megatron-LM both "
+                    f"arrange the ranks: leave it out, and give {instead}; or leave those of "
+                    "Megatron-LM out."
+                )
+        steps, chosen = self.num_micro_batches, config.gradient_accumulation_steps
+        if steps is None or steps in (1, chosen):
+            return config
+        name = "gradient_accumulation_steps"
+        if chosen > 1:
+            raise ValueError(
+                f"{name}={chosen} ({config.origins.get(name, 'default')}) and num_micro_batches="
+                f"{steps} of Megatron-LM both say how many batches make one optimizer step: give "
+                "one of them."
+            )
+        origins = {**config.origins, name: "num_micro_batches of Megatron-LM"}
+        return replace(config, gradient_accumulation_steps=steps, origins=origins)
+
+    def arrange(self, world_size: int) -> Mapping[str, Any]:
+        """Return the plugins of the engines that the options choose; warn of those without effect.
+
+        Raises:
+            ValueError: the degrees do not divide the number of ranks.
+        """
+        parallelism, fsdp = self.arranged(world_size)
+        if notes := self.notes():
+            warn(notes)
+        return {"parallelism": parallelism, **({} if fsdp is None else {"fsdp": fsdp})}
 
     def arranged(self, world_size: int) -> MegatronArrangement:
         """Return the arrangement of this many ranks.

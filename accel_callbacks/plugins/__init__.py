@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from accel_callbacks._lazy import lazy_names
 
@@ -32,6 +32,35 @@ _HOME = {
     "TorchTensorParallelPlugin": "parallelism_handlers",
     "sort_handlers": "base",
 }
+
+
+class Launched(NamedTuple):
+    """Plugins whose options a launch may give.
+
+    Args:
+        arguments: of an Accelerator, for the first of the classes.
+        owners: names of the classes that declare the options.
+        beside: another group whose options may ask for the first of the classes.
+    """
+
+    arguments: tuple[str, ...]
+    owners: tuple[str, ...]
+    beside: str = ""
+
+
+#: By group. Their modules are imported for what a script or its launch asks for only.
+LAUNCHED = {
+    "parallelism": Launched(
+        ("parallelism_config", "torch_tp_plugin"),
+        ("ParallelismConfig", "TorchContextParallelConfig"),
+    ),
+    "fsdp": Launched(("fsdp_plugin",), ("FullyShardedDataParallelPlugin",), beside="parallelism"),
+    "megatron_lm": Launched(("megatron_lm_plugin",), ("MegatronLMPlugin",)),
+    "deepspeed": Launched(("deepspeed_plugin", "deepspeed_plugins"), ("DeepSpeedPlugin",)),
+    "dynamo": Launched(("dynamo_plugin", "dynamo_backend"), ("TorchDynamoPlugin",)),
+    "fp8": Launched((), ("AORecipeKwargs",)),
+}
+
 # Type checkers see what the modules of the table have, so that no name is listed twice.
 if TYPE_CHECKING:
     from accel_callbacks.compat.megatron import *

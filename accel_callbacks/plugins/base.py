@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
-from typing import Any, ClassVar, TypeVar, overload
+from typing import Any, ClassVar, Protocol, TypeVar, overload
 
 from accel_callbacks.errors import nearest
+from accel_callbacks.plugins.option import Block
 
-__all__ = ["Handlers", "KwargsHandler", "OptionEnum", "sort_handlers"]
+__all__ = ["EnginePlugin", "Handlers", "KwargsHandler", "Launch", "OptionEnum", "sort_handlers"]
 
 _ACCEPTED = (
     "AORecipeKwargs",
@@ -24,8 +25,52 @@ _ACCEPTED = (
 _Handler = TypeVar("_Handler", bound="KwargsHandler")
 
 
+class Launch(Protocol):
+    """What a launch asks for, as the options of an Accelerator hold it."""
+
+    @property
+    def distributed_type(self) -> str | None:
+        """The kind of run."""
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision."""
+
+    @property
+    def launched(self) -> Mapping[str, Mapping[str, Any]]:
+        """Options of plugins, by their group."""
+
+    @property
+    def origins(self) -> Mapping[str, str]:
+        """The origin of each option, by group and name."""
+
+
+class EnginePlugin:
+    """What the options of an engine do to those of the run, and to each other."""
+
+    def configure(self, config: Any, beside: Mapping[str, Any]) -> Any:
+        """Return the options of the run with those that this plugin sets.
+
+        Args:
+            config: the options of the run.
+            beside: the plugins of the run by group, this one included.
+
+        Raises:
+            ValueError: they contradict each other.
+        """
+        return config
+
+    def arrange(self, world_size: int) -> Mapping[str, Any]:
+        """Return the plugins that this one stands for, by group; none for those of an engine.
+
+        Args:
+            world_size: number of ranks.
+        """
+        return {}
+
+
 @dataclass(frozen=True)
-class KwargsHandler:
+class KwargsHandler(EnginePlugin):
     """Options of one part of the Accelerator, as a frozen dataclass.
 
     ``Accelerator(kwargs_handlers=[...])`` accepts subclasses that set ``role`` to the part that
@@ -39,6 +84,8 @@ class KwargsHandler:
 
     #: The part that the options are for; empty for plugins that have an argument of their own.
     role: ClassVar[str] = ""
+    #: The block of a config file, and the variables of a launch, that have the options.
+    block: ClassVar[Block] = Block("")
 
     def __new__(cls: type[_Handler], *args: Any, **options: Any) -> _Handler:
         """Raise for an unknown option, with a suggestion that ``__init__`` would not make."""
@@ -47,6 +94,49 @@ class KwargsHandler:
             if name not in known:
                 raise TypeError(f"{cls.__name__}() has no option {name!r}.{nearest(name, known)}")
         return object.__new__(cls)
+
+    @classmethod
+    def from_arguments(cls, **given: Any) -> Any:
+        """Return the plugin that arguments of an Accelerator ask for, None without one.
+
+        Raises:
+            TypeError: it is of another class.
+        """
+        for name, value in given.items():
+            if value is not None:
+                _check_class(name, value, cls)
+        return next(iter(given.values()))
+
+    @classmethod
+    def from_launch(cls, given: Any, launch: Launch) -> Any:
+        """Return the script's plugin with what the launch adds; None if neither asks for one.
+
+        Args:
+            given: the script's; None without one.
+            launch: what the launch asks for.
+
+        Raises:
+            ValueError: an option of the launch is invalid.
+        """
+        if not cls.is_asked_by(launch):
+            return given
+        options = launch.launched.get(cls.block.group, {})
+        try:
+            return cls(**options) if given is None else given.with_launch(options)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{cls.block.title} as the launch asks for it ({cls.block.variables}*): {error}"
+            ) from None
+
+    @classmethod
+    def is_asked_by(cls, launch: Launch) -> bool:
+        """Return whether a launch asks for these options, as its kind of run."""
+        return launch.distributed_type == cls.block.group.upper()
+
+    def with_launch(self: _Handler, options: Mapping[str, Any]) -> _Handler:
+        """Return the plugin with options of the launch where the script left None."""
+        left = {name: value for name, value in options.items() if getattr(self, name) is None}
+        return replace(self, **left) if left else self
 
     @property
     def activation_checkpointing(self) -> Any:
@@ -64,6 +154,20 @@ class KwargsHandler:
             for option in fields(self)
             if option.init and not _is_default(option, getattr(self, option.name))
         }
+
+
+def _check_class(name: str, value: Any, kind: type[KwargsHandler]) -> None:
+    """Raise TypeError for an argument of another class."""
+    if isinstance(value, kind):
+        return
+    origin = ""
+    if type(value).__name__ == kind.__name__:  # imported from another library by the same name
+        origin = f" of {type(value).__module__}, another library"
+        value = kind.__name__
+    raise TypeError(
+        f"{name}={value}{origin} must be a {kind.__name__}: "
+        f"`from accel_callbacks import {kind.__name__}`."
+    )
 
 
 def _is_default(option: Any, value: Any) -> bool:
@@ -101,6 +205,10 @@ class Handlers:
             if isinstance(handler, kind):
                 return handler
         return default
+
+    def including(self, handler: KwargsHandler) -> Handlers:
+        """Return the handlers with this one, in place of that of its class."""
+        return Handlers({**self.by_class, type(handler): handler})
 
 
 def sort_handlers(kwargs_handlers: Iterable[Any] | None) -> Handlers:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from accel_callbacks.errors import nearest
-from accel_callbacks.plugins.base import KwargsHandler, OptionEnum
+from accel_callbacks.plugins.base import KwargsHandler, Launch, OptionEnum
 from accel_callbacks.plugins.option import Block, option
 
-__all__ = ["DynamoBackend", "TorchDynamoPlugin", "choose_plugin"]
+__all__ = ["DynamoBackend", "TorchDynamoPlugin"]
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _OWN = ("backend", "mode", "disable", "use_regional_compilation")
@@ -66,7 +66,9 @@ class TorchDynamoPlugin(KwargsHandler):
         ['bias', 'weight']
     """
 
-    block: ClassVar = Block("dynamo_config", prefix="dynamo_", variables="ACCEL_DYNAMO_")
+    block: ClassVar = Block(
+        "dynamo_config", "torch.compile", prefix="dynamo_", variables="ACCEL_DYNAMO_"
+    )
 
     backend: DynamoBackend | str | Callable[..., Any] | None = option(
         DynamoBackend.NO,
@@ -87,6 +89,44 @@ class TorchDynamoPlugin(KwargsHandler):
     use_regional_compilation: bool = option(
         False, "compile the repeated blocks of a model separately", passed=True
     )
+
+    @classmethod
+    def from_arguments(cls, **given: Any) -> Any:
+        """Return the plugin of an Accelerator, from either of its two arguments.
+
+        Raises:
+            ValueError: both are given, or the backend does not exist.
+            TypeError: ``dynamo_plugin`` is no :class:`TorchDynamoPlugin`.
+        """
+        backend, plugin = given["dynamo_backend"], given["dynamo_plugin"]
+        if plugin is None:
+            return None if backend is None else cls(backend=backend)
+        if backend is not None:
+            raise ValueError("give dynamo_backend= or dynamo_plugin=, not both.")
+        if not isinstance(plugin, TorchDynamoPlugin):
+            raise TypeError(
+                f"dynamo_plugin={plugin!r} must be a TorchDynamoPlugin; a backend alone is "
+                "dynamo_backend=."
+            )
+        return plugin
+
+    @classmethod
+    def from_launch(cls, given: Any, launch: Launch) -> Any:
+        """Return the script's plugin, or else the launcher's.
+
+        Raises:
+            ValueError: the backend or the mode does not exist; the message has its origin.
+        """
+        options = launch.launched.get(cls.block.group, {})
+        if given is not None or options.get("backend", "no").lower() == "no":
+            return given
+        try:
+            return cls(**options)
+        except ValueError as error:
+            origin = launch.origins.get("dynamo.backend", "config")
+            raise ValueError(
+                f"torch.compile as the launch asks for it ({origin}): {error}"
+            ) from None
 
     def __post_init__(self) -> None:
         for field in fields(self):  # None is not given: scripts pass on what may not be set
@@ -139,22 +179,3 @@ def _read_backend(backend: Any) -> DynamoBackend | str:
         )
     members = [member.value for member in DynamoBackend]
     return DynamoBackend(name.upper()) if name.upper() in members else name
-
-
-def choose_plugin(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
-    """Return the plugin of an Accelerator, from either of its two arguments.
-
-    Raises:
-        ValueError: both are given, or the backend does not exist.
-        TypeError: ``plugin`` is no :class:`TorchDynamoPlugin`.
-    """
-    if plugin is None:
-        return TorchDynamoPlugin() if backend is None else TorchDynamoPlugin(backend=backend)
-    if backend is not None:
-        raise ValueError("give dynamo_backend= or dynamo_plugin=, not both.")
-    if not isinstance(plugin, TorchDynamoPlugin):
-        raise TypeError(
-            f"dynamo_plugin={plugin!r} must be a TorchDynamoPlugin; a backend alone is "
-            "dynamo_backend=."
-        )
-    return plugin

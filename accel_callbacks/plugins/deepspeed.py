@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from accel_callbacks.errors import nearest
-from accel_callbacks.plugins.base import KwargsHandler
+from accel_callbacks.plugins.base import EnginePlugin, KwargsHandler, Launch
 from accel_callbacks.plugins.deepspeed_config import (
     AUTO,
     FilledConfig,
@@ -93,7 +93,9 @@ class DeepSpeedPlugin(KwargsHandler):
         ValueError: zero_stage=3 of the DeepSpeedPlugin contradicts zero_optimization.stage=2 of ...
     """
 
-    block: ClassVar = Block("deepspeed_config", variables="ACCEL_DEEPSPEED_", valued=True)
+    block: ClassVar = Block(
+        "deepspeed_config", "DeepSpeed", variables="ACCEL_DEEPSPEED_", valued=True
+    )
 
     hf_ds_config: Any = launched(
         None,
@@ -254,20 +256,72 @@ class DeepSpeedPlugin(KwargsHandler):
         config: dict[str, Any] = self.hf_ds_config.config
         return config
 
-    def take_launched(self, options: Mapping[str, Any]) -> None:
-        """Set options of the launcher where the script gave none.
+    @classmethod
+    def from_arguments(cls, **given: Any) -> Any:
+        """Return the plugin or the plugins that arguments of an Accelerator ask for.
+
+        Raises:
+            TypeError: one is of another class.
+            ValueError: both arguments are given.
+        """
+        asked = [value for value in given.values() if value is not None]
+        if len(asked) > 1:
+            raise ValueError("give deepspeed_plugin or deepspeed_plugins, not both.")
+        for value in asked:
+            for plugin in value.values() if isinstance(value, Mapping) else [value]:
+                super().from_arguments(deepspeed_plugin=plugin)
+        return asked[0] if asked else None
+
+    @classmethod
+    def from_launch(cls, given: Any, launch: Launch) -> Any:
+        """Return the :class:`DeepSpeedPlugins` of a run; None if nothing asks for DeepSpeed.
+
+        Raises:
+            ValueError: an option of the launcher is invalid, or contradicts the script's
+                configuration.
+        """
+        if isinstance(given, Mapping):  # of several models, each of which says all
+            return DeepSpeedPlugins(given)
+        if given is not None and cls.is_asked_by(launch):
+            return DeepSpeedPlugins(given.with_launch(launch.launched.get(cls.block.group, {})))
+        plugin = super().from_launch(given, launch)
+        return None if plugin is None else DeepSpeedPlugins(plugin)
+
+    def with_launch(self, options: Mapping[str, Any]) -> DeepSpeedPlugin:
+        """Return this plugin, with options of the launch set where the script gave none.
+
+        In place: the script may keep and ask the plugin that it gave.
 
         Raises:
             ValueError: an option contradicts the configuration.
-
-        Example:
-            >>> from accel_callbacks import DeepSpeedPlugin
-            >>> plugin = DeepSpeedPlugin(gradient_clipping=1.0)
-            >>> plugin.take_launched({"zero_stage": 1})
-            >>> plugin.zero_stage, plugin.gradient_clipping
-            (1, 1.0)
         """
-        self._set(**vars(DeepSpeedPlugin(**{**options, **self.given})))
+        if options:
+            self._set(**vars(DeepSpeedPlugin(**{**options, **self.given})))
+        return self
+
+    def configure(self, config: Any, beside: Mapping[str, Any]) -> Any:
+        """Return the options of the run with those that only DeepSpeed's configuration says.
+
+        Raises:
+            ValueError: an option contradicts the configuration.
+        """
+        configured: dict[str, Any] = {}
+        steps = self.get_value("gradient_accumulation_steps")
+        if isinstance(steps, int):
+            configured["gradient_accumulation_steps"] = steps
+        for name in ("bf16", "fp16"):
+            if self.get_value(f"{name}.enabled") is True:
+                configured["mixed_precision"] = name
+        for option, value in configured.items():
+            mine, origin = getattr(config, option), config.origins.get(option)
+            if origin is not None and mine != value:
+                key = option if option != "mixed_precision" else f"{value}.enabled"
+                raise ValueError(
+                    f"{option}={mine!r} ({origin}) contradicts {key}={self.get_value(key)} of "
+                    "DeepSpeed's configuration: leave one of them out, or make it 'auto' there."
+                )
+        origins = {**config.origins, **dict.fromkeys(configured, "DeepSpeed's configuration")}
+        return replace(config, **configured, origins=origins) if configured else config
 
     def filled(self, known: Mapping[str, Known], unread: Collection[str] = ()) -> FilledConfig:
         """Return the configuration with known values in place of ``"auto"``.
@@ -317,7 +371,7 @@ class DeepSpeedPlugin(KwargsHandler):
             self._set(zero3_init_flag=before)
 
 
-class DeepSpeedPlugins:
+class DeepSpeedPlugins(EnginePlugin):
     """The plugins of one Accelerator by name; one of them is selected.
 
     Args:
@@ -336,6 +390,10 @@ class DeepSpeedPlugins:
             raise ValueError("deepspeed_plugins is empty: give at least one DeepSpeedPlugin.")
         self.filled: WeakKeyDictionary[Any, FilledConfig] = WeakKeyDictionary()
         self.select(next(iter(self.by_name)))
+
+    def configure(self, config: Any, beside: Mapping[str, Any]) -> Any:
+        """Return the options of the run with those that the selected plugin sets."""
+        return self.active.configure(config, beside)
 
     def get(self, name: str) -> DeepSpeedPlugin:
         """Return a plugin by its name.

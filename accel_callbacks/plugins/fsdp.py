@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from accel_callbacks.errors import nearest
-from accel_callbacks.plugins.base import KwargsHandler
+from accel_callbacks.plugins.base import KwargsHandler, Launch
 from accel_callbacks.plugins.option import Block, launched, scripted, switch_or_count
 
 __all__ = ["FullyShardedDataParallelPlugin"]
@@ -32,6 +32,8 @@ _FLAGS = (
     "activation_checkpointing_offload",
     "no_sync",
 )
+# Of these a script that gives one has said what the other one would.
+_SAME = ("sharding_strategy", "reshard_after_forward")
 _WORDS = {"true": True, "false": False}
 _COPIED = "checkpoints are copied to host memory as they need it"
 
@@ -91,7 +93,9 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         False
     """
 
-    block: ClassVar = Block("fsdp_config", prefix="fsdp_", variables="ACCEL_FSDP_", valued=True)
+    block: ClassVar = Block(
+        "fsdp_config", "FSDP", prefix="fsdp_", variables="ACCEL_FSDP_", valued=True
+    )
 
     fsdp_version: int | str | None = launched(
         2,
@@ -244,6 +248,18 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
                 "sharding_strategy='NO_SHARD' keeps a whole replica on each rank, which is "
                 "DistributedDataParallel: leave the fsdp_plugin (--use_fsdp) out."
             )
+
+    @classmethod
+    def is_asked_by(cls, launch: Launch) -> bool:
+        """Return whether a launch shards models, by its kind of run or by a size of the mesh."""
+        mesh = launch.launched.get("parallelism", {})
+        return super().is_asked_by(launch) or mesh.get("dp_shard_size", 1) > 1
+
+    def with_launch(self, options: Mapping[str, Any]) -> FullyShardedDataParallelPlugin:
+        """Return the plugin with options of the launch where the script says nothing."""
+        if any(getattr(self, name) is not None for name in _SAME):
+            options = {name: value for name, value in options.items() if name not in _SAME}
+        return super().with_launch(options)
 
     def _read_reshard(self, text: str) -> None:
         """Read ``reshard_after_forward`` from a file or a variable, where it may be FSDP1's."""

@@ -52,6 +52,7 @@ class Block:
 
     Args:
         name: key of the block.
+        title: what the options are for, in messages.
         prefix: what its keys have in front of the names of the fields.
         flags: what flags have in front of the keys.
         variables: what variables have in front of the names of the fields.
@@ -59,10 +60,16 @@ class Block:
     """
 
     name: str
+    title: str = ""
     prefix: str = ""
     flags: str = ""
     variables: str = ""
     valued: bool = False
+
+    @property
+    def group(self) -> str:
+        """Name of the options in an Accelerator, such as ``"fsdp"`` of ``ACCEL_FSDP_``."""
+        return self.variables.removeprefix("ACCEL_").removesuffix("_").lower()
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,14 @@ from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 from weakref import ReferenceType, ref
 
-from accel_callbacks.plugins.base import KwargsHandler
+from accel_callbacks.plugins.base import KwargsHandler, Launch
 from accel_callbacks.plugins.option import launched
 from accel_callbacks.plugins.parallelism_handlers import (
     MESH_BLOCK,
     DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
+    TorchTensorParallelPlugin,
 )
 from accel_callbacks.warning import warn
 
@@ -145,6 +146,44 @@ class ParallelismConfig(KwargsHandler):
         least=1,
         foreign="PARALLELISM_CONFIG_PP_SIZE",
     )
+
+    @classmethod
+    def from_arguments(cls, **given: Any) -> Any:
+        """Return the arrangement that arguments of an Accelerator ask for, None without one.
+
+        Raises:
+            TypeError: it is of another class.
+            ValueError: both arguments are given.
+        """
+        plugin = TorchTensorParallelPlugin.from_arguments(
+            torch_tp_plugin=given.pop("torch_tp_plugin", None)
+        )
+        config = super().from_arguments(**given)
+        if plugin is None:
+            return config
+        if config is not None:
+            raise ValueError(
+                f"torch_tp_plugin is a parallelism_config with tp_size={plugin.tp_size}, and both "
+                "were given: leave torch_tp_plugin out, and give tp_size to the parallelism_config."
+            )
+        return cls(tp_size=plugin.tp_size)
+
+    @classmethod
+    def from_launch(cls, given: Any, launch: Launch) -> Any:
+        """Return the script's arrangement of ranks, or else the launcher's; None without one.
+
+        Raises:
+            ValueError: a size of the launcher is not positive, or axes do not go together.
+        """
+        options = launch.launched.get(cls.block.group, {})
+        # The sizes that the launch leaves out are 1.
+        sizes: dict[str, Any] = {f"{axis}_size": options.get(f"{axis}_size", 1) for axis in AXES}
+        if given is not None or all(size == 1 for size in sizes.values()):
+            return given
+        travels = options.get("cp_comm_strategy")
+        if travels is not None and sizes["cp_size"] > 1:
+            sizes["cp_handler"] = TorchContextParallelConfig(travels)
+        return cls(**sizes)
 
     def __post_init__(self) -> None:
         launched = {axis for axis in AXES if getattr(self, f"{axis}_size") is None}

@@ -20,6 +20,7 @@ __all__ = [
 #: The block of the sizes of a mesh, and of the options of its axes.
 MESH_BLOCK = Block(
     "parallelism_config",
+    "sizes of the axes of parallelism",
     prefix="parallelism_config_",
     variables="ACCEL_PARALLELISM_",
     valued=True,

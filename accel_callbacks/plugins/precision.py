@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from accel_callbacks.plugins.base import KwargsHandler
+from accel_callbacks.plugins.base import KwargsHandler, Launch
 from accel_callbacks.plugins.option import Block, launched
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class AORecipeKwargs(KwargsHandler):
     """
 
     role: ClassVar[str] = "fp8 training"
-    block: ClassVar = Block("fp8_config", flags="fp8_", variables="ACCEL_FP8_")
+    block: ClassVar = Block("fp8_config", "fp8 training", flags="fp8_", variables="ACCEL_FP8_")
 
     config: Any = None
     module_filter_func: Callable[[torch.nn.Module, str], bool] | None = None
@@ -78,6 +78,15 @@ class AORecipeKwargs(KwargsHandler):
     enable_fsdp_float8_all_gather: bool | None = launched(
         None, "gather weights in fp8 (AO, FSDP)", valued=True
     )
+
+    @classmethod
+    def from_launch(cls, given: Any, launch: Launch) -> Any:
+        """Return the script's recipe with what the launch adds; one with a ``config`` is whole."""
+        options = launch.launched.get(cls.block.group)
+        if not options or launch.mixed_precision != "fp8":
+            return given
+        recipe = given or cls()
+        return recipe if recipe.config is not None else recipe.with_launch(options)
 
     def __post_init__(self) -> None:
         if self.module_filter_func is not None and not callable(self.module_filter_func):

@@ -19,10 +19,10 @@ import yaml
 from accel_callbacks.cli import config
 from accel_callbacks.cli.main import main
 from accel_callbacks.config import resolve_config
-from accel_callbacks.engine_options import launched_deepspeed
 from accel_callbacks.launch.config_file import read_config, values_of
 from accel_callbacks.launch.machine import Machine, detect_machine
 from accel_callbacks.launch.settings import all_options
+from accel_callbacks.plugins import DeepSpeedPlugin
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 COMMAND = [sys.executable, "-m", "accel_callbacks.cli", "config"]
@@ -363,7 +363,7 @@ def test_deepspeed_is_asked_of_where_it_is_installed(
     assert main(["launch", "--dry_run", "--config_file", "asked.yaml", "-m", "timeit"]) == 0
     words = capsys.readouterr().out.split()
     variables = dict(word.split("=", 1) for word in words if word.startswith("ACCEL_"))
-    plugins = launched_deepspeed(None, resolve_config({}, variables))
+    plugins = DeepSpeedPlugin.from_launch(None, resolve_config({}, variables))
     assert plugins is not None
     plugin = plugins.active
     assert plugin.zero_stage == block.get("zero_stage", 2)

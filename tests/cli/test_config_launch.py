@@ -97,7 +97,7 @@ def test_models_are_compiled_as_the_launch_asks(monkeypatch: pytest.MonkeyPatch)
     model = accel.prepare(torch.nn.Sequential(torch.nn.Linear(2, 1)))
     assert accel.dynamo_plugin.fullgraph
     assert model._compiled_call_impl is not None
-    assert "dynamo_backend=EAGER (environment variable ACCEL_DYNAMO_BACKEND)" in (
+    assert "dynamo.backend=EAGER (environment variable ACCEL_DYNAMO_BACKEND)" in (
         accel.config.describe()
     )
 

@@ -10,7 +10,7 @@ import yaml
 
 from accel_callbacks.cli.main import main
 from accel_callbacks.config import resolve_config
-from accel_callbacks.engine_options import launched_deepspeed
+from accel_callbacks.plugins import DeepSpeedPlugin
 
 # As `accelerate config` writes it, but for use_cpu.
 FILE: dict[str, Any] = {
@@ -48,7 +48,7 @@ def test_the_plugin_has_what_the_file_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = resolve_config({}, variables(tmp_path, capsys, FILE["deepspeed_config"]))
-    plugins = launched_deepspeed(None, config)
+    plugins = DeepSpeedPlugin.from_launch(None, config)
     assert plugins is not None
     plugin = plugins.active
     assert plugin.zero_stage == 3

@@ -12,7 +12,6 @@ from accel_callbacks import FullyShardedDataParallelPlugin, ParallelismConfig
 from accel_callbacks.cli.main import main
 from accel_callbacks.compat.foreign_settings import OF_FSDP1, fsdp1_notes, to_fsdp2
 from accel_callbacks.config import resolve_config
-from accel_callbacks.engine_options import launched_fsdp, launched_parallelism
 from accel_callbacks.launch.config_file import read_config, values_of
 from accel_callbacks.launch.resolve import Resolved, refuse_unbuilt, resolve_settings
 from accel_callbacks.plugins.option import SettingsError, options_of
@@ -328,7 +327,7 @@ def test_every_option_reaches_its_keyword() -> None:
         FORWARD_PREFETCH="1",
         NO_SYNC="1",
     )
-    plugin = launched_fsdp(None, config)
+    plugin = FullyShardedDataParallelPlugin.from_launch(None, config)
     assert plugin == FullyShardedDataParallelPlugin(
         reshard_after_forward=False,
         cpu_offload=True,
@@ -362,7 +361,7 @@ def test_every_option_reaches_its_keyword() -> None:
     ids=str,
 )
 def test_strategies_of_fsdp1(variables: dict[str, str], frees: int, hybrid: bool) -> None:
-    plugin = launched_fsdp(None, launched(**variables))
+    plugin = FullyShardedDataParallelPlugin.from_launch(None, launched(**variables))
     assert plugin is not None
     assert (plugin.reshard, plugin.is_hybrid) == (frees, hybrid)
 
@@ -370,42 +369,49 @@ def test_strategies_of_fsdp1(variables: dict[str, str], frees: int, hybrid: bool
 def test_the_script_wins_field_by_field() -> None:
     own = FullyShardedDataParallelPlugin(cpu_offload=False, min_num_params=3)
     config = launched(OFFLOAD_PARAMS="1", MIN_NUM_PARAMS=7, ACTIVATION_CHECKPOINTING="1")
-    plugin = launched_fsdp(own, config)
+    plugin = FullyShardedDataParallelPlugin.from_launch(own, config)
     assert plugin == FullyShardedDataParallelPlugin(
         cpu_offload=False, min_num_params=3, activation_checkpointing=True
     )
-    assert launched_fsdp(own, resolve_config({}, {"ACCEL_FSDP_MIN_NUM_PARAMS": "7"})) is own
+    assert (
+        FullyShardedDataParallelPlugin.from_launch(
+            own, resolve_config({}, {"ACCEL_FSDP_MIN_NUM_PARAMS": "7"})
+        )
+        is own
+    )
 
 
 def test_two_words_for_one_thing_are_one_field() -> None:
     own = FullyShardedDataParallelPlugin(sharding_strategy="SHARD_GRAD_OP")
-    plugin = launched_fsdp(own, launched(RESHARD_AFTER_FORWARD="true"))
+    plugin = FullyShardedDataParallelPlugin.from_launch(own, launched(RESHARD_AFTER_FORWARD="true"))
     assert plugin is not None
     assert plugin.reshard is False
 
 
 def test_without_a_launch_there_is_no_fsdp() -> None:
     config = resolve_config({}, {"ACCEL_DISTRIBUTED_TYPE": "MULTI_CPU"})
-    assert launched_fsdp(None, config) is None
-    assert launched_parallelism(None, config) is None
+    assert FullyShardedDataParallelPlugin.from_launch(None, config) is None
+    assert ParallelismConfig.from_launch(None, config) is None
 
 
 def test_the_mesh_of_a_launch() -> None:
     sizes = {"ACCEL_PARALLELISM_DP_SHARD_SIZE": "4", "ACCEL_PARALLELISM_DP_REPLICATE_SIZE": "2"}
     config = resolve_config({}, sizes)
-    mesh = launched_parallelism(None, config)
+    mesh = ParallelismConfig.from_launch(None, config)
     assert mesh is not None
     assert mesh.get_mesh() == (("dp_replicate", "dp_shard"), (2, 4))
-    assert launched_fsdp(None, config) == FullyShardedDataParallelPlugin()
+    assert (
+        FullyShardedDataParallelPlugin.from_launch(None, config) == FullyShardedDataParallelPlugin()
+    )
     own = ParallelismConfig(dp_replicate_size=8, dp_shard_size=1)
-    assert launched_parallelism(own, config) is own
+    assert ParallelismConfig.from_launch(own, config) is own
     ones = resolve_config({}, {"ACCEL_PARALLELISM_DP_SHARD_SIZE": "1"})
-    assert launched_parallelism(None, ones) is None
+    assert ParallelismConfig.from_launch(None, ones) is None
 
 
 def test_a_wrong_option_of_the_launch_is_said_to_be_one() -> None:
     with pytest.raises(ValueError, match=r"as the launch asks for it .*NO_SHARD"):
-        launched_fsdp(None, launched(SHARDING_STRATEGY="NO_SHARD"))
+        FullyShardedDataParallelPlugin.from_launch(None, launched(SHARDING_STRATEGY="NO_SHARD"))
 
 
 def test_a_wrong_variable_is_named() -> None:

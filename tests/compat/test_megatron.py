@@ -20,7 +20,6 @@ from accel_callbacks import (
 )
 from accel_callbacks.compat.megatron import MEGATRON
 from accel_callbacks.config import resolve_config
-from accel_callbacks.engine_options import launched_megatron
 from accel_callbacks.plugins.option import options_of
 
 # The fields of MegatronLMPlugin in Accelerate 1.15, and the flags `--megatron_lm_*` of its launch.
@@ -301,12 +300,14 @@ LAUNCHED = {
 
 
 def test_the_launch_fills_what_the_script_leaves_out() -> None:
-    found = launched_megatron(MegatronLMPlugin(tp_degree=1), resolve_config({}, LAUNCHED))
+    found = MegatronLMPlugin.from_launch(
+        MegatronLMPlugin(tp_degree=1), resolve_config({}, LAUNCHED)
+    )
     assert found is not None
     assert (found.tp_degree, found.num_micro_batches, found.gradient_clipping) == (1, 4, 0.5)
     assert found.activation_checkpointing == "selective"
     other = {**LAUNCHED, "ACCEL_DISTRIBUTED_TYPE": "MULTI_CPU"}
-    assert launched_megatron(None, resolve_config({}, other)) is None
+    assert MegatronLMPlugin.from_launch(None, resolve_config({}, other)) is None
 
 
 def test_a_wrong_variable_is_named() -> None:
@@ -315,7 +316,7 @@ def test_a_wrong_variable_is_named() -> None:
         resolve_config({}, wrong)
     wrong = {**LAUNCHED, "ACCEL_MEGATRON_LM_TP_DEGREE": "0"}
     with pytest.raises(ValueError, match=r"\(ACCEL_MEGATRON_LM_\*\): tp_degree=0 must be"):
-        launched_megatron(None, resolve_config({}, wrong))
+        MegatronLMPlugin.from_launch(None, resolve_config({}, wrong))
 
 
 def test_ranks_that_share_a_model_have_one_seed_before_any_accelerator(

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from accel_callbacks import Accelerator, AcceleratorConfig, DeepSpeedPlugin
-from accel_callbacks.engine_options import launched_deepspeed, of_deepspeed
 from accel_callbacks.engines.deepspeed.build import building, stale_locks
 from accel_callbacks.plugins.deepspeed import KEYS
 from accel_callbacks.plugins.deepspeed_config import Known, fill
@@ -126,29 +125,30 @@ def test_auto_is_filled_and_the_unknown_is_named() -> None:
 
 def test_window_and_precision_of_the_configuration_count() -> None:
     plugin = DeepSpeedPlugin({**ZERO, "gradient_accumulation_steps": 4, "bf16": {"enabled": True}})
-    config = of_deepspeed(AcceleratorConfig(), plugin)
+    config = plugin.configure(AcceleratorConfig(), {})
     assert (config.gradient_accumulation_steps, config.mixed_precision) == (4, "bf16")
     assert config.origins["mixed_precision"] == "DeepSpeed's configuration"
     said = AcceleratorConfig(
         gradient_accumulation_steps=2, origins={"gradient_accumulation_steps": "argument"}
     )
     with pytest.raises(ValueError, match=r"=2 \(argument\) contradicts .*=4 of DeepSpeed's"):
-        of_deepspeed(said, plugin)
+        plugin.configure(said, {})
     fp16 = AcceleratorConfig(mixed_precision="fp16", origins={"mixed_precision": "argument"})
     with pytest.raises(ValueError, match=r"'fp16' \(argument\) contradicts bf16.enabled=True"):
-        of_deepspeed(fp16, plugin)
+        plugin.configure(fp16, {})
 
 
 def test_the_launch_fills_what_the_script_leaves_out() -> None:
     config = AcceleratorConfig(
-        distributed_type="DEEPSPEED", deepspeed={"zero_stage": 1, "gradient_clipping": 2.0}
+        distributed_type="DEEPSPEED",
+        launched={"deepspeed": {"zero_stage": 1, "gradient_clipping": 2.0}},
     )
     plugin = DeepSpeedPlugin(zero_stage=3)
-    plugins = launched_deepspeed(plugin, config)
+    plugins = DeepSpeedPlugin.from_launch(plugin, config)
     assert plugins is not None
     assert plugins.active is plugin
     assert (plugin.zero_stage, plugin.gradient_clipping) == (3, 2.0)
-    assert launched_deepspeed(None, AcceleratorConfig()) is None
+    assert DeepSpeedPlugin.from_launch(None, AcceleratorConfig()) is None
 
 
 def test_another_librarys_plugin_is_named() -> None:
