@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from accel_callbacks.compat.megatron import MegatronLMPlugin
+from accel_callbacks.compat.megatron import IDLE
 from accel_callbacks.launch.resolve import Resolved
-from accel_callbacks.launch.settings import find
+from accel_callbacks.launch.settings import all_options
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.option import SettingsError, options_of
 
-__all__ = ["OF_FSDP1", "OF_MEGATRON", "fsdp1_notes", "megatron_note", "to_fsdp2"]
+__all__ = ["OF_FSDP1", "fsdp1_notes", "megatron_note", "to_fsdp2"]
 
 #: Keys of ``fsdp_config`` that have no meaning in FSDP2, and what takes their place.
 OF_FSDP1: Mapping[str, str] = {
@@ -19,13 +19,8 @@ OF_FSDP1: Mapping[str, str] = {
     for option in options_of(FullyShardedDataParallelPlugin)
     if option.attribute in ("backward_prefetch", "use_orig_params")
 }
-#: Keys of ``megatron_lm_config`` that have no meaning here, and why.
-OF_MEGATRON: Mapping[str, str] = {
-    option.name: option.idle for option in options_of(MegatronLMPlugin) if option.idle
-}
 
 _BLOCK = "fsdp_config."
-_MEGATRON = "megatron_lm_config."
 _STRATEGY = "fsdp_config.fsdp_sharding_strategy"
 _RESHARD = "fsdp_config.fsdp_reshard_after_forward"
 _VERSION = "fsdp_config.fsdp_version"
@@ -135,11 +130,12 @@ def megatron_note(resolved: Resolved) -> str:
     """
     if resolved.value("distributed_type") != "MEGATRON_LM":
         return ""
+    idle = [option for option in all_options() if option.idle == IDLE]
     options = [
-        f"{key} ({resolved.origins[_MEGATRON + key]}): {reason}"
-        for key, reason in OF_MEGATRON.items()
-        if resolved.origins[_MEGATRON + key] not in ("default", "command line")
-        and resolved.value(_MEGATRON + key) != find(_MEGATRON + key).default
+        f"{option.name} ({resolved.origins[option.path]})"
+        for option in idle
+        if resolved.origins[option.path] not in ("default", "command line")
+        and resolved.value(option.path) != option.default
     ]
     start = "Megatron-LM's loop is not run, and these have no effect: "
-    return start + "; ".join(options) if options else ""
+    return f"{start}{', '.join(options)}: {IDLE}" if options else ""

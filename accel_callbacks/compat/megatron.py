@@ -2,66 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar
 
 from accel_callbacks.plugins.base import KwargsHandler
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
-from accel_callbacks.plugins.option import Block, launched, scripted
+from accel_callbacks.plugins.option import Block, SettingsError, launched, options_of
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.parallelism_handlers import TorchTensorParallelConfig
 from accel_callbacks.warning import warn
 
-__all__ = ["MEGATRON", "MegatronArrangement", "MegatronLMPlugin", "MegatronRule"]
+__all__ = ["MegatronLMPlugin"]
 
-
-class MegatronRule(NamedTuple):
-    """The rule of one option.
-
-    Args:
-        kind: ``"mapped"`` to an engine here, ``"passed on"`` to the script, ``"idle"``, or
-            ``"refused"``.
-        text: to what, why, or what to do instead.
-        unasked: values that ask for nothing, besides None and the default.
-    """
-
-    kind: Literal["mapped", "passed on", "idle", "refused"]
-    text: str
-    unasked: tuple[Any, ...] = ()
-
-
-def _mapped(text: str) -> MegatronRule:
-    return MegatronRule("mapped", text)
-
-
-def _refused(text: str, *unasked: Any) -> MegatronRule:
-    return MegatronRule("refused", text, unasked)
-
-
-_MODEL = "the model is the script's, and so is this option of it"
-_SCHEDULE = "the scheduler is the script's, and steps once an optimizer step"
-_GROUPS = "the optimizer is the script's: give it parameter groups"
-_EVALUATION = "the loop is the script's, and evaluates where it does"
-_STAGES = "stages have about as many parameters each, or prepare_pipeline(split_points=)"
+#: Why an option has no effect.
+IDLE = (
+    "the model, the loop and its optimizer are the script's; the docs, 'Move from a Megatron-LM "
+    "config', have what serves instead"
+)
+_NONE = "has no effect"
+_IDLE: dict[str, Any] = {"passed": False, "idle": IDLE}
+_CLIP = (
+    "the loop clips: accel.clip_grad_norm_(model.parameters(), "
+    "accel.state.megatron_lm_plugin.gradient_clipping)"
+)
 _LOOP = (
     "there is no adapter to the training loop of Megatron-LM: write it into the script's own loop, "
     "and leave the option out"
 )
 _EXPERTS = "experts are not shared out: leave it out, and each rank has all experts"
-
-_SIZES = (
-    *("tp_degree", "pp_degree", "context_parallel_size"),
-    *("num_micro_batches", "recompute_num_layers"),
-)
-_FLAGS = (
-    *("sequence_parallelism", "use_distributed_optimizer", "use_custom_fsdp"),
-    *("optimizer_cpu_offload", "recompute_activations"),
-)
-_GRANULARITIES = ("full", "selective")
-_METHODS = ("uniform", "block")
-
-
+_DATASETS = "its data sets come from its own loaders: make a Dataset, and prepare its DataLoader"
 # Plugins that arrange the ranks too: their arguments, and what says the same here.
 _SHARDS = "use_distributed_optimizer or use_custom_fsdp"
 _RIVALS = {
@@ -69,13 +40,16 @@ _RIVALS = {
     "fsdp": ("fsdp_plugin", _SHARDS),
     "deepspeed": ("deepspeed_plugin", _SHARDS),
 }
-
-
-class MegatronArrangement(NamedTuple):
-    """The arrangement of the ranks of a run for a :class:`MegatronLMPlugin`."""
-
-    parallelism: ParallelismConfig
-    fsdp: FullyShardedDataParallelPlugin | None
+#: Why an option is refused that asks for something.
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(("expert_model_parallel_size", "expert_tensor_parallel_size"), _EXPERTS),
+    "megatron_dataset_flag": _DATASETS,
+    **dict.fromkeys(("custom_train_step_class", "custom_train_step_kwargs"), _LOOP),
+    **dict.fromkeys(("custom_model_provider_function", "custom_prepare_model_function"), _LOOP),
+    **dict.fromkeys(("custom_get_batch_function", "custom_loss_function"), _LOOP),
+    "custom_megatron_datasets_provider_function": _LOOP,
+}
+_DEGREES = ("tp_degree", "pp_degree", "context_parallel_size")
 
 
 @dataclass(frozen=True)
@@ -83,9 +57,9 @@ class MegatronLMPlugin(KwargsHandler):
     """Options of Megatron-LM, with the names that Accelerate has for them.
 
     ``Accelerator(megatron_lm_plugin=...)``. Nothing of Megatron-LM is imported: the options choose
-    engines of this library, for the loop and the model of the script. What each does is in
-    :data:`MEGATRON` and in the docs, "Move from a Megatron-LM config". An option that is None comes
-    from ``accel launch``, else it has its default.
+    engines of this library, for the loop and the model of the script. What each does, and what
+    serves in place of those without effect, is in the docs, "Move from a Megatron-LM config". An
+    option that is None comes from ``accel launch``, else it has its default.
 
     Args:
         tp_degree: ranks that share each layer, 1 by default.
@@ -164,7 +138,7 @@ class MegatronLMPlugin(KwargsHandler):
     Example:
         >>> from accel_callbacks import MegatronLMPlugin
         >>> plugin = MegatronLMPlugin(tp_degree=2, use_distributed_optimizer=True)
-        >>> plugin.arranged(8).parallelism.get_mesh()
+        >>> plugin.arrange(8)["parallelism"].get_mesh()
         (('dp_shard', 'tp'), (4, 2))
     """
 
@@ -177,282 +151,156 @@ class MegatronLMPlugin(KwargsHandler):
     )
 
     tp_degree: int | None = launched(
-        1,
-        "processes of tensor parallelism",
-        least=1,
-        foreign="MEGATRON_LM_TP_DEGREE",
-        question="How many processes share each layer?",
-        rule=_mapped("ParallelismConfig(tp_size=), by the plan of the model or a proposed one"),
+        1, "processes of tensor parallelism", least=1, foreign="MEGATRON_LM_TP_DEGREE"
     )
     pp_degree: int | None = launched(
-        1,
-        "processes of a pipeline",
-        least=1,
-        foreign="MEGATRON_LM_PP_DEGREE",
-        rule=_mapped(
-            "ParallelismConfig(pp_size=); prepare() cuts a model at its blocks, and trains it by "
-            "the loss of its outputs"
-        ),
+        1, "processes of a pipeline", least=1, foreign="MEGATRON_LM_PP_DEGREE"
     )
-    use_custom_fsdp: bool | None = launched(
-        False,
-        "shard with Megatron-LM's own FSDP",
-        rule=_mapped("FSDP2 with reshard_after_forward=True, over the same ranks"),
-    )
-    overlap_cpu_optimizer_d2h_h2d: bool | None = launched(
-        False,
-        "overlap the copies of an optimizer on the host",
-        passed=False,
-        idle="FSDP2 copies as it offloads",
-    )
-    no_load_optim: bool | None = launched(
-        False,
-        "load no states of the optimizer",
-        passed=False,
-        idle="accel.load_state(only='models') loads no optimizer",
-    )
-    eod_mask_loss: bool | None = launched(
-        False,
-        "mask the loss at the end of a document",
-        passed=False,
-        idle="the loss is the script's: give such tokens the label -100",
-    )
-    no_save_optim: bool | None = launched(
-        False,
-        "save no states of the optimizer",
-        passed=False,
-        idle="accel.save_model() saves no optimizer, and save_state() does",
-    )
-    optimizer_cpu_offload: bool | None = launched(
-        False,
-        "keep the optimizer's states on the host",
-        rule=_mapped("cpu_offload of FSDP2; without it, no effect"),
-    )
-    use_precision_aware_optimizer: bool | None = launched(
-        False,
-        "choose the types of the optimizer's states",
-        passed=False,
-        idle="the optimizer is the script's, with its types",
-    )
-    decoder_last_pipeline_num_layers: int | None = launched(
-        None, "layers of the last stage of the pipeline", least=1, passed=False, idle=_STAGES
-    )
+    use_custom_fsdp: bool | None = launched(False, "shard with Megatron-LM's own FSDP")
+    overlap_cpu_optimizer_d2h_h2d: bool | None = launched(False, _NONE, **_IDLE)
+    no_load_optim: bool | None = launched(False, _NONE, **_IDLE)
+    eod_mask_loss: bool | None = launched(False, _NONE, **_IDLE)
+    no_save_optim: bool | None = launched(False, _NONE, **_IDLE)
+    optimizer_cpu_offload: bool | None = launched(False, "keep the optimizer's states on the host")
+    use_precision_aware_optimizer: bool | None = launched(False, _NONE, **_IDLE)
+    decoder_last_pipeline_num_layers: int | None = launched(None, _NONE, least=1, **_IDLE)
     recompute_granularity: str | None = launched(
-        None,
-        "what is computed twice",
-        choices=_GRANULARITIES,
-        rule=_mapped('activation checkpointing: of all blocks, or "selective"'),
+        None, "what is computed twice", choices=("full", "selective")
     )
     recompute_method: str | None = launched(
-        None,
-        "which layers are computed twice",
-        choices=_METHODS,
-        rule=_mapped("read with recompute_granularity full, where both are all blocks"),
+        None, "which layers are computed twice", choices=("uniform", "block")
     )
     recompute_num_layers: int | None = launched(
-        None,
-        "layers of a unit that is computed twice",
-        least=1,
-        rule=_mapped(
-            "read with recompute_granularity full, where each block is computed again by itself"
-        ),
+        1, "layers of a unit that is computed twice", least=1
     )
-    attention_backend: Any = launched(
-        None,
-        "backend of attention, such as flash",
-        kind="str",
-        passed=False,
-        idle="choose it where the model is built: attn_implementation",
-    )
+    attention_backend: Any = launched(None, _NONE, kind="str", **_IDLE)
     expert_model_parallel_size: int | None = launched(
-        None, "processes that share the experts", least=1, passed=False, rule=_refused(_EXPERTS, 1)
+        None, "only 1", least=1, passed=False, refused=_EXPERTS
     )
-    context_parallel_size: int | None = launched(
-        None,
-        "processes of context parallelism",
-        least=1,
-        rule=_mapped(
-            "ParallelismConfig(cp_size=); the loop wraps forward and backward in "
-            "accel.maybe_context_parallel()"
-        ),
-    )
-    attention_dropout: float | None = launched(
-        None, "dropout in attention", least=0, most=1, passed=False, idle=_MODEL
-    )
-    hidden_dropout: float | None = launched(
-        None, "dropout in layers", least=0, most=1, passed=False, idle=_MODEL
-    )
-    attention_softmax_in_fp32: bool | None = launched(
-        False, "compute the softmax of attention in fp32", passed=False, idle=_MODEL
-    )
+    context_parallel_size: int | None = launched(1, "processes of context parallelism", least=1)
+    attention_dropout: float | None = launched(None, _NONE, least=0, most=1, **_IDLE)
+    hidden_dropout: float | None = launched(None, _NONE, least=0, most=1, **_IDLE)
+    attention_softmax_in_fp32: bool | None = launched(False, _NONE, **_IDLE)
     expert_tensor_parallel_size: int | None = launched(
-        None, "tensor parallelism in experts", least=1, passed=False, rule=_refused(_EXPERTS, 1)
+        None, "only 1", least=1, passed=False, refused=_EXPERTS
     )
-    calculate_per_token_loss: bool | None = launched(
-        False,
-        "take the mean loss over tokens",
-        passed=False,
-        idle=(
-            "the loss is the script's: accel.backward(loss_sum, normalizer=tokens) averages over "
-            "tokens"
-        ),
-    )
-    use_rotary_position_embeddings: bool | None = launched(
-        False, "use rotary position embeddings", passed=False, idle=_MODEL
-    )
+    calculate_per_token_loss: bool | None = launched(False, _NONE, **_IDLE)
+    use_rotary_position_embeddings: bool | None = launched(False, _NONE, **_IDLE)
     num_micro_batches: int | None = launched(
-        None,
-        "micro-batches of a batch",
-        least=1,
-        foreign="MEGATRON_LM_NUM_MICRO_BATCHES",
-        rule=_mapped(
-            "gradient_accumulation_steps: batches of one optimizer step, in accel.accumulate()"
-        ),
+        1, "micro-batches of a batch", least=1, foreign="MEGATRON_LM_NUM_MICRO_BATCHES"
     )
     gradient_clipping: float | None = launched(
-        1.0,
-        "largest norm of the gradients; 0 for none",
-        least=0,
-        rule=MegatronRule(
-            "passed on",
-            "the loop clips: accel.clip_grad_norm_(model.parameters(), "
-            "accel.state.megatron_lm_plugin.gradient_clipping)",
-            (0,),
-        ),
+        1.0, "largest norm of the gradients; 0 for none", least=0
     )
-    sequence_parallelism: bool | None = launched(
-        False,
-        "shard sequences",
-        question="Share sequences between the blocks too?",
-        rule=_mapped(
-            "the proposed plan cuts sequences between the blocks too; without tp_degree, no effect"
-        ),
-    )
-    recompute_activations: bool | None = launched(
-        False,
-        "compute selected activations twice",
-        question="Compute activations twice, but for products and attention?",
-        rule=_mapped('activation checkpointing, "selective"'),
-    )
+    sequence_parallelism: bool | None = launched(False, "shard sequences")
+    recompute_activations: bool | None = launched(False, "compute selected activations twice")
     use_distributed_optimizer: bool | None = launched(
         False,
         "shard the optimizer's states",
         foreign="MEGATRON_LM_USE_DISTRIBUTED_OPTIMIZER",
-        question="Shard the optimizer's states over the others (FSDP2)?",
-        rule=_mapped("FSDP2 with reshard_after_forward=False, over the ranks with different data"),
     )
-    pipeline_model_parallel_split_rank: int | None = scripted(None, idle=_STAGES)
-    num_layers_per_virtual_pipeline_stage: int | None = scripted(None, idle=_STAGES)
-    is_train_batch_min: bool = scripted(True, idle="each loader has its own batch size")
-    train_iters: int | None = scripted(
-        None, idle="the loop is the script's, and ends where it does"
-    )
-    train_samples: int | None = scripted(
-        None, idle="the loop is the script's, and ends where it does"
-    )
-    weight_decay_incr_style: str = scripted("constant", idle=_GROUPS)
-    start_weight_decay: float | None = scripted(None, idle=_GROUPS)
-    end_weight_decay: float | None = scripted(None, idle=_GROUPS)
-    lr_decay_style: str = scripted("linear", idle=_SCHEDULE)
-    lr_decay_iters: int | None = scripted(None, idle=_SCHEDULE)
-    lr_decay_samples: int | None = scripted(None, idle=_SCHEDULE)
-    lr_warmup_iters: int | None = scripted(None, idle=_SCHEDULE)
-    lr_warmup_samples: int | None = scripted(None, idle=_SCHEDULE)
-    lr_warmup_fraction: float | None = scripted(None, idle=_SCHEDULE)
-    min_lr: float = scripted(0, idle=_SCHEDULE)
-    consumed_samples: Any = scripted(
-        None, idle="loaders go on at the exact sample after accel.load_state()"
-    )
-    no_wd_decay_cond: Callable[..., Any] | None = scripted(None, idle=_GROUPS)
-    scale_lr_cond: Callable[..., Any] | None = scripted(None, idle=_GROUPS)
-    lr_mult: float = scripted(1.0, idle=_GROUPS)
-    megatron_dataset_flag: bool = scripted(
-        False,
-        rule=_refused(
-            "its data sets come from its own loaders: make a Dataset, and prepare its DataLoader",
-            False,
-        ),
-    )
-    seq_length: int | None = scripted(None, idle="sequences are as long as the loader makes them")
-    encoder_seq_length: int | None = scripted(
-        None, idle="sequences are as long as the loader makes them"
-    )
-    decoder_seq_length: int | None = scripted(
-        None, idle="sequences are as long as the loader makes them"
-    )
-    tensorboard_dir: Any = scripted(
-        None, idle='Accelerator(log_with="tensorboard", project_dir=...) logs there'
-    )
-    set_all_logging_options: bool = scripted(False, idle="callbacks log what is measured")
-    eval_iters: int = scripted(100, idle=_EVALUATION)
-    eval_interval: int = scripted(1000, idle=_EVALUATION)
-    return_logits: bool = scripted(False, idle="a model returns what its forward does")
-    custom_train_step_class: Any = scripted(None, rule=_refused(_LOOP))
-    custom_train_step_kwargs: Mapping[str, Any] | None = scripted(None, rule=_refused(_LOOP))
-    custom_model_provider_function: Callable[..., Any] | None = scripted(None, rule=_refused(_LOOP))
-    custom_prepare_model_function: Callable[..., Any] | None = scripted(None, rule=_refused(_LOOP))
-    custom_megatron_datasets_provider_function: Callable[..., Any] | None = scripted(
-        None, rule=_refused(_LOOP)
-    )
-    custom_get_batch_function: Callable[..., Any] | None = scripted(None, rule=_refused(_LOOP))
-    custom_loss_function: Callable[..., Any] | None = scripted(None, rule=_refused(_LOOP))
-    other_megatron_args: Mapping[str, Any] | None = scripted(
-        None, idle="there is no Megatron-LM that would read them"
-    )
+    # Those that no launch gives: without effect, or refused.
+    pipeline_model_parallel_split_rank: int | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    is_train_batch_min: bool = True
+    train_iters: int | None = None
+    train_samples: int | None = None
+    weight_decay_incr_style: str = "constant"
+    start_weight_decay: float | None = None
+    end_weight_decay: float | None = None
+    lr_decay_style: str = "linear"
+    lr_decay_iters: int | None = None
+    lr_decay_samples: int | None = None
+    lr_warmup_iters: int | None = None
+    lr_warmup_samples: int | None = None
+    lr_warmup_fraction: float | None = None
+    min_lr: float = 0
+    consumed_samples: Any = None
+    no_wd_decay_cond: Callable[..., Any] | None = None
+    scale_lr_cond: Callable[..., Any] | None = None
+    lr_mult: float = 1.0
+    megatron_dataset_flag: bool = False
+    seq_length: int | None = None
+    encoder_seq_length: int | None = None
+    decoder_seq_length: int | None = None
+    tensorboard_dir: Any = None
+    set_all_logging_options: bool = False
+    eval_iters: int = 100
+    eval_interval: int = 1000
+    return_logits: bool = False
+    custom_train_step_class: Any = None
+    custom_train_step_kwargs: Mapping[str, Any] | None = None
+    custom_model_provider_function: Callable[..., Any] | None = None
+    custom_prepare_model_function: Callable[..., Any] | None = None
+    custom_megatron_datasets_provider_function: Callable[..., Any] | None = None
+    custom_get_batch_function: Callable[..., Any] | None = None
+    custom_loss_function: Callable[..., Any] | None = None
+    other_megatron_args: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        for name, value in self._asked("refused").items():
-            raise ValueError(f"MegatronLMPlugin({name}={value!r}): {MEGATRON[name].text}.")
-        for name in _SIZES:
-            _check_size(name, getattr(self, name))
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), (bool, type(None))):
-                raise TypeError(f"{name}={getattr(self, name)!r} must be True or False.")
-        for name, known in (
-            ("recompute_granularity", _GRANULARITIES),
-            ("recompute_method", _METHODS),
-        ):
-            if getattr(self, name) not in (None, *known):
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use one of {known}.")
+        for name, reason in REFUSED.items():
+            value = getattr(self, name)
+            if value is True or value not in (None, False, 1):
+                raise ValueError(f"MegatronLMPlugin({name}={value!r}): {reason}.")
+        for option in options_of(type(self)):
+            name, value = option.attribute, getattr(self, option.attribute)
+            if value is None or option.idle:
+                continue
+            if option.kind == "bool" and not isinstance(value, bool):
+                raise TypeError(f"{name}={value!r} must be True or False.")
+            if option.kind == "int" and (isinstance(value, bool) or not isinstance(value, int)):
+                raise TypeError(f"{name}={value!r} must be an integer.")
+            if option.kind == "int" and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1.")
+            if option.choices and value not in option.choices:
+                raise ValueError(f"{name}={value!r} is unknown; use one of {option.choices}.")
 
-    def _asked(self, *kinds: str) -> dict[str, Any]:
-        """Return the options of these kinds that ask for something."""
-        return {
-            option.name: getattr(self, option.name)
-            for option in fields(self)
-            if MEGATRON[option.name].kind in kinds
-            and getattr(self, option.name) is not None
-            and getattr(self, option.name) not in (option.default, *MEGATRON[option.name].unasked)
-        }
+    @classmethod
+    def check_launch(cls, block: Mapping[str, Any], processes: int) -> None:
+        """Raise SettingsError unless the degrees divide the processes of a launch."""
+        degrees = {f"megatron_lm_{name}": block[f"megatron_lm_{name}"] for name in _DEGREES}
+        group = math.prod(degrees.values())
+        if processes % group:
+            shown = ", ".join(f"{name}: {degree}" for name, degree in degrees.items())
+            raise SettingsError(
+                f"megatron_lm_config: {shown} arrange groups of {group} processes, and this launch "
+                f"has {processes}: give degrees whose product divides {processes}, or "
+                f"--num_processes {group}"
+            )
 
     def notes(self) -> str:
-        """Return what is left to the script, one option after the other, for a warning.
-
-        Returns:
-            An empty string if there is nothing.
+        """Return what is left to the script, for a warning; empty if there is nothing.
 
         Example:
             >>> from accel_callbacks import MegatronLMPlugin
             >>> MegatronLMPlugin(tp_degree=2).notes()
             ''
-            >>> MegatronLMPlugin(seq_length=512).notes().partition(": ")[2]
-            'seq_length=512 (sequences are as long as the loader makes them).'
+            >>> MegatronLMPlugin(seq_length=512).notes().partition(":")[0]
+            "Megatron-LM's loop is not run, and these options do nothing by themselves"
         """
-        notes = [f"{n}={v!r} ({MEGATRON[n].text})" for n, v in self._left().items()]
+        notes = [f"{name}={value!r}" for name, value in self._idle_options().items()]
+        if self.gradient_clipping:
+            notes.append(f"gradient_clipping={self.gradient_clipping!r} ({_CLIP})")
         start = "Megatron-LM's loop is not run, and these options do nothing by themselves: "
-        return f"{start}{'; '.join(notes)}." if notes else ""
+        return f"{start}{', '.join(notes)}: {IDLE}." if notes else ""
 
-    def _left(self) -> dict[str, Any]:
-        unused = self._asked("idle", "passed on")
+    def _idle_options(self) -> dict[str, Any]:
+        """Return the options without effect that ask for something."""
+        names = [one.name for one in fields(self) if not one.metadata]
+        names += [option.attribute for option in options_of(type(self)) if option.idle]
         whole_layers = (self.tp_degree or 1) == 1
-        if self.sequence_parallelism and whole_layers:
-            unused["sequence_parallelism"] = True
-        if self.optimizer_cpu_offload and whole_layers and not self._shards:
-            unused["optimizer_cpu_offload"] = True
+        if whole_layers:
+            names.append("sequence_parallelism")
+        if whole_layers and not self._shards:
+            names.append("optimizer_cpu_offload")
         if self.recompute_granularity != "full":
-            names = ("recompute_method", "recompute_num_layers")
-            unused |= {n: getattr(self, n) for n in names if getattr(self, n) is not None}
-        return unused
+            names += ["recompute_method", "recompute_num_layers"]
+        usual = type(self)().filled()
+        return {
+            name: getattr(self, name)
+            for name in names
+            if getattr(self, name) not in (None, getattr(usual, name))
+        }
 
     @property
     def _shards(self) -> bool:
@@ -496,17 +344,6 @@ class MegatronLMPlugin(KwargsHandler):
     def arrange(self, world_size: int) -> Mapping[str, Any]:
         """Return the plugins of the engines that the options choose; warn of those without effect.
 
-        Raises:
-            ValueError: the degrees do not divide the number of ranks.
-        """
-        parallelism, fsdp = self.arranged(world_size)
-        if notes := self.notes():
-            warn(notes)
-        return {"parallelism": parallelism, **({} if fsdp is None else {"fsdp": fsdp})}
-
-    def arranged(self, world_size: int) -> MegatronArrangement:
-        """Return the arrangement of this many ranks.
-
         Layers that are cut have no replicas, so their data axis is sharded in any case.
 
         Args:
@@ -517,10 +354,10 @@ class MegatronLMPlugin(KwargsHandler):
 
         Example:
             >>> from accel_callbacks import MegatronLMPlugin
-            >>> MegatronLMPlugin().arranged(2).parallelism.get_mesh()
+            >>> MegatronLMPlugin().arrange(2)["parallelism"].get_mesh()
             (('dp_replicate',), (2,))
         """
-        tp, cp, pp = self.tp_degree or 1, self.context_parallel_size or 1, self.pp_degree or 1
+        tp, pp, cp = (getattr(self, name) or 1 for name in _DEGREES)
         group = tp * cp * pp
         if world_size % group:
             stages = f"pp_degree={pp}, " if pp > 1 else ""
@@ -529,6 +366,8 @@ class MegatronLMPlugin(KwargsHandler):
                 f"groups of {group} ranks, and this run has {world_size}: give degrees whose "
                 f"product divides {world_size}, or `accel launch --num_processes {group}`."
             )
+        if notes := self.notes():
+            warn(notes)
         data = world_size // group
         shards = data * cp > 1 and (self._shards or tp * pp > 1)
         words = "proposed_sequence" if self.sequence_parallelism else "proposed"
@@ -541,13 +380,13 @@ class MegatronLMPlugin(KwargsHandler):
             sp_size=1,
             tp_handler=TorchTensorParallelConfig(plan=words) if tp > 1 else None,
         )
-        return MegatronArrangement(parallelism, self._sharding() if shards else None)
-
-    def _sharding(self) -> FullyShardedDataParallelPlugin:
-        return FullyShardedDataParallelPlugin(
+        if not shards:
+            return {"parallelism": parallelism}
+        fsdp = FullyShardedDataParallelPlugin(
             reshard_after_forward=bool(self.use_custom_fsdp),
             cpu_offload=bool(self.optimizer_cpu_offload),
         )
+        return {"parallelism": parallelism, "fsdp": fsdp}
 
     def filled(self) -> MegatronLMPlugin:
         """Return the options with their defaults in place of None, for scripts that read them.
@@ -557,26 +396,4 @@ class MegatronLMPlugin(KwargsHandler):
             >>> MegatronLMPlugin().filled().gradient_clipping
             1.0
         """
-        usual: dict[str, Any] = {
-            **dict.fromkeys(_SIZES, 1),
-            **dict.fromkeys(_FLAGS, False),
-            "gradient_clipping": 1.0,
-        }
-        left = {name: value for name, value in usual.items() if getattr(self, name) is None}
-        return replace(self, **left)
-
-
-#: What is done with each option.
-MEGATRON: Mapping[str, MegatronRule] = {
-    option.name: option.metadata.get("rule") or MegatronRule("idle", option.metadata["idle"])
-    for option in fields(MegatronLMPlugin)
-}
-
-
-def _check_size(name: str, value: Any) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r} must be an integer.")
-    if value < 1:
-        raise ValueError(f"{name}={value} must be at least 1.")
+        return self.with_launch({one.attribute: one.default for one in options_of(type(self))})

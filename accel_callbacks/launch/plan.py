@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +28,8 @@ from accel_callbacks.launch.rendezvous import (
 from accel_callbacks.launch.resolve import Resolved
 from accel_callbacks.launch.settings import LaunchSettings, all_options
 from accel_callbacks.launch.slurm import SlurmPlace, slurm_place
+from accel_callbacks.launch.unsupported import IDLE
+from accel_callbacks.plugins.base import EnginePlugin
 from accel_callbacks.plugins.option import SettingsError
 from accel_callbacks.terminal_text import printable
 
@@ -166,7 +167,7 @@ def build_plan(
     knows_rank = resolved.given("machine_rank") or settings != resolved.settings
     rendezvous = plan_rendezvous(settings, extras, host, knows_rank)
     if rendezvous.least == rendezvous.most:
-        _check_mesh(settings, rendezvous.most * rendezvous.local)
+        _check_blocks(settings, rendezvous.most * rendezvous.local)
     env = child_environment(resolved, host, host.cores // rendezvous.local)
     alone = rendezvous.most * rendezvous.local == 1 and rendezvous.first_rank is not None
     if alone and not _needs_agent(settings, extras):
@@ -194,36 +195,15 @@ def build_plan(
     )
 
 
-def _check_mesh(settings: LaunchSettings, processes: int) -> None:
-    """Raise SettingsError unless the mesh arranges all processes, before any of them starts."""
-    _check_degrees(settings, processes)
-    mesh = settings.parallelism_config or {}
-    sizes = {key: size for key, size in mesh.items() if key.endswith("_size") and size > 1}
-    arranged = math.prod(sizes.values())
-    if not sizes or arranged == processes:
-        return
-    shown = ", ".join(f"{key}: {size}" for key, size in sizes.items())
-    raise SettingsError(
-        f"parallelism_config: {shown} arranges {arranged} processes, and this launch has "
-        f"{processes}: the product of the sizes must be {processes}, or --num_processes {arranged}"
-    )
-
-
-def _check_degrees(settings: LaunchSettings, processes: int) -> None:
-    """Raise SettingsError unless the degrees of Megatron-LM divide the processes."""
-    block = settings.megatron_lm_config
-    if settings.distributed_type != "MEGATRON_LM" or block is None:
-        return
-    tp, pp = block["megatron_lm_tp_degree"], block["megatron_lm_pp_degree"]
-    cp = block["megatron_lm_context_parallel_size"] or 1
-    group = tp * pp * cp
-    if processes % group:
-        raise SettingsError(
-            f"megatron_lm_config: megatron_lm_tp_degree: {tp}, megatron_lm_pp_degree: {pp}, "
-            f"megatron_lm_context_parallel_size: {cp} arrange groups of {group} processes, and "
-            f"this launch has {processes}: give degrees whose product divides {processes}, or "
-            f"--num_processes {group}"
-        )
+def _check_blocks(settings: LaunchSettings, processes: int) -> None:
+    """Raise SettingsError for a block that does not arrange all processes, before any starts."""
+    for option in all_options():
+        block = getattr(settings, option.name) if option.kind == "block" else None
+        if block is None or (option.name in IDLE and IDLE[option.name][0](settings)):
+            continue
+        for owner in option.owners:
+            if issubclass(owner, EnginePlugin):
+                owner.check_launch(block, processes)
 
 
 def _needs_agent(settings: LaunchSettings, extras: Mapping[str, Any]) -> bool:
@@ -297,7 +277,7 @@ def _task_plan(
             "or bind them: leave these options out, or start one task a machine with srun "
             "--ntasks-per-node=1"
         )
-    _check_mesh(settings, place.tasks)
+    _check_blocks(settings, place.tasks)
     port = settings.main_process_port or place.port
     one_machine = len(place.hosts) == 1
     address = "127.0.0.1" if one_machine else place.hosts[0]

@@ -7,23 +7,21 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar
 
+from accel_callbacks import plugins
 from accel_callbacks.config import AcceleratorConfig
 from accel_callbacks.errors import nearest
-from accel_callbacks.plugins import MegatronLMPlugin
-from accel_callbacks.plugins.compile import TorchDynamoPlugin
 from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin
-from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.option import Block, Option, SettingsError, option, options_of
-from accel_callbacks.plugins.parallelism import ParallelismConfig
-from accel_callbacks.plugins.parallelism_handlers import (
-    DeepSpeedSequenceParallelConfig,
-    TorchContextParallelConfig,
-)
+from accel_callbacks.plugins.parallelism_handlers import DeepSpeedSequenceParallelConfig
 from accel_callbacks.plugins.precision import AORecipeKwargs
 
 __all__ = ["LaunchSettings", "all_options", "find"]
 
 _ONLY_ON_A_POD = "only for a pod of TPUs"
+_ON_HOSTS = (
+    "hosts are not started from here: remove it, and start `accel launch` on each machine, with "
+    "--num_machines, or under SLURM"
+)
 _OTHER_BACKENDS = "only for backends that are not in this version"
 
 
@@ -33,9 +31,14 @@ def _of_accelerator(name: str) -> Any:
     return field(default=declared.default, metadata=declared.metadata)
 
 
-def _block(help: str, *owners: type[Any]) -> Any:
+def _block(*owners: type[Any]) -> Any:
     """Declare a nested block, of the options that these classes declare."""
-    return option(None, help, kind="block", owners=owners)
+    return option(None, owners[0].block.title, kind="block", owners=owners)
+
+
+def _plugin(group: str, *owners: type[Any]) -> Any:
+    """Declare the block of a group of plugins, and of classes that only launches know."""
+    return _block(*(getattr(plugins, name) for name in plugins.LAUNCHED[group].owners), *owners)
 
 
 # The groups are never instantiated; generating their methods would only cost import time.
@@ -277,9 +280,13 @@ class DeepSpeedHosts:
 
     block: ClassVar = DeepSpeedPlugin.block
 
-    deepspeed_hostfile: str | None = option(None, "file that lists the hosts")
-    deepspeed_exclusion_filter: str | None = option(None, "hosts and devices left out")
-    deepspeed_inclusion_filter: str | None = option(None, "hosts and devices taken")
+    deepspeed_hostfile: str | None = option(None, "file that lists the hosts", refused=_ON_HOSTS)
+    deepspeed_exclusion_filter: str | None = option(
+        None, "hosts and devices left out", refused=_ON_HOSTS
+    )
+    deepspeed_inclusion_filter: str | None = option(
+        None, "hosts and devices taken", refused=_ON_HOSTS
+    )
     deepspeed_multinode_launcher: str | None = option(
         None,
         "launcher for several machines",
@@ -292,7 +299,7 @@ class DeepSpeedHosts:
 class Mpirun:
     """Start with ``mpirun``."""
 
-    block: ClassVar = Block("mpirun_config")
+    block: ClassVar = Block("mpirun_config", "mpirun")
 
     mpirun_hostfile: str | None = option(
         None, "file that lists the hosts, for mpirun", lenient=False
@@ -304,20 +311,15 @@ class Mpirun:
 class Blocks:
     """Nested blocks: the options of one feature each."""
 
-    dynamo_config: Mapping[str, Any] | None = _block("torch.compile", TorchDynamoPlugin)
-    fp8_config: Mapping[str, Any] | None = _block("fp8 training", AORecipeKwargs, OtherFp8)
-    fsdp_config: Mapping[str, Any] | None = _block("FSDP", FullyShardedDataParallelPlugin)
-    parallelism_config: Mapping[str, Any] | None = _block(
-        "sizes of the axes of parallelism",
-        ParallelismConfig,
-        TorchContextParallelConfig,
-        DeepSpeedSequenceParallelConfig,
+    dynamo_config: Mapping[str, Any] | None = _plugin("dynamo")
+    fp8_config: Mapping[str, Any] | None = _plugin("fp8", OtherFp8)
+    fsdp_config: Mapping[str, Any] | None = _plugin("fsdp")
+    parallelism_config: Mapping[str, Any] | None = _plugin(
+        "parallelism", DeepSpeedSequenceParallelConfig
     )
-    deepspeed_config: Mapping[str, Any] | None = _block(
-        "DeepSpeed", DeepSpeedPlugin, DeepSpeedHosts
-    )
-    megatron_lm_config: Mapping[str, Any] | None = _block("Megatron-LM", MegatronLMPlugin)
-    mpirun_config: Mapping[str, Any] | None = _block("mpirun", Mpirun)
+    deepspeed_config: Mapping[str, Any] | None = _plugin("deepspeed", DeepSpeedHosts)
+    megatron_lm_config: Mapping[str, Any] | None = _plugin("megatron_lm")
+    mpirun_config: Mapping[str, Any] | None = _block(Mpirun)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accel_callbacks.plugins import MegatronLMPlugin
+from accel_callbacks.launch.settings import all_options
+from accel_callbacks.plugins import LAUNCHED
+from accel_callbacks.plugins.option import Option
 
 __all__ = ["IDLE", "UNBUILT", "Unbuilt"]
 
@@ -30,18 +32,17 @@ class Unbuilt:
     instead: str
 
 
-def _of_hosts(key: str) -> Unbuilt:
-    """Refuse a choice of hosts that DeepSpeed's own launcher would start."""
-    return Unbuilt(
-        f"deepspeed_config.{key}",
-        lambda settings: (
-            settings.distributed_type == "DEEPSPEED"
-            and settings.deepspeed_config is not None
-            and bool(settings.deepspeed_config[key])
-        ),
-        "hosts are not started from here",
-        "remove it, and start `accel launch` on each machine, with --num_machines, or under SLURM",
-    )
+def _refused(option: Option) -> Unbuilt:
+    """Refuse an option by its own declaration, in the kind of run that it is for."""
+    kind = option.block.removesuffix("_config").upper()
+
+    def is_asked(settings: Any) -> bool:
+        block = getattr(settings, option.block)
+        asked = block is not None and block[option.name] not in (None, "", 1, option.default)
+        return asked and settings.distributed_type == kind
+
+    reason, _, instead = option.refused.partition(": ")
+    return Unbuilt(option.path, is_asked, reason, instead)
 
 
 def _replicas_of_layers(settings: Any) -> bool:
@@ -89,31 +90,10 @@ def _fsdp(key: str, value: Any, reason: str, instead: str) -> Unbuilt:
     )
 
 
-def _megatron(name: str) -> Unbuilt:
-    """Refuse a degree of Megatron-LM above 1."""
-    key = f"megatron_lm_{name}"
-    rule = MegatronLMPlugin.__dataclass_fields__[name].metadata["rule"]
-    reason, _, instead = rule.text.partition(": ")
-    return Unbuilt(
-        f"megatron_lm_config.{key}",
-        lambda settings: (
-            settings.distributed_type == "MEGATRON_LM"
-            and settings.megatron_lm_config is not None
-            and (settings.megatron_lm_config[key] or 1) > 1
-        ),
-        reason,
-        instead,
-    )
-
-
 _DDP = "--distributed_type MULTI_GPU or MULTI_CPU trains with DDP, which is the same"
 
 UNBUILT: tuple[Unbuilt, ...] = (
-    *map(
-        _of_hosts,
-        ("deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter"),
-    ),
-    *map(_megatron, ("expert_model_parallel_size", "expert_tensor_parallel_size")),
+    *(_refused(option) for option in all_options() if option.refused),
     _fsdp("fsdp_sharding_strategy", "NO_SHARD", "FSDP2 always shards", _DDP),
     _fsdp("fsdp_reshard_after_forward", "NO_SHARD", "FSDP2 always shards", _DDP),
     Unbuilt(
@@ -148,6 +128,11 @@ UNBUILT: tuple[Unbuilt, ...] = (
 
 def _without(kind: str) -> _Test:
     return lambda settings: settings.distributed_type != kind
+
+
+def _of_kind(kind: str) -> tuple[str, tuple[_Test, str]]:
+    """Return the rule of a block of options that only one kind of run has."""
+    return f"{kind.lower()}_config", (_without(kind), f"distributed_type is not {kind}")
 
 
 def _unsharded(settings: Any) -> bool:
@@ -190,9 +175,8 @@ IDLE: Mapping[str, tuple[_Test, str]] = {
     "main_training_function": (_without("XLA"), "only on a TPU"),
     "downcast_bf16": (_without("XLA"), "only on a TPU"),
     "tpu_use_cluster": (lambda s: not s.tpu_use_cluster, "only for a pod of TPUs"),
+    **dict(_of_kind(group.upper()) for group in LAUNCHED),
     "fsdp_config": (_unsharded, "distributed_type is not FSDP"),
-    "deepspeed_config": (_without("DEEPSPEED"), "distributed_type is not DEEPSPEED"),
-    "megatron_lm_config": (_without("MEGATRON_LM"), "distributed_type is not MEGATRON_LM"),
     "parallelism_config": (_every_axis_is_one, "every axis has size 1"),
     **_of_axis("cp", "backend", "comm_strategy"),
     **_of_axis("sp", "backend"),

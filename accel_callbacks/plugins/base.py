@@ -48,6 +48,18 @@ class Launch(Protocol):
 class EnginePlugin:
     """What the options of an engine do to those of the run, and to each other."""
 
+    @classmethod
+    def check_launch(cls, block: Mapping[str, Any], processes: int) -> None:
+        """Check options of a launch against its processes, before any of them starts.
+
+        Args:
+            block: the options, by their keys in a config file.
+            processes: on all machines.
+
+        Raises:
+            SettingsError: they do not arrange all processes.
+        """
+
     def configure(self, config: Any, beside: Mapping[str, Any]) -> Any:
         """Return the options of the run with those that this plugin sets.
 

@@ -100,6 +100,7 @@ class Option:
         torchrun: torchrun has an option of the same name.
         lenient: a file may give numbers and booleans as strings.
         idle: why the option never has an effect; empty if it can have one.
+        refused: why a launch with another value than the default is refused, and what to do.
         block: for an option of a block, the name of the block.
         owners: for a block, the classes of its options.
     """
@@ -127,6 +128,7 @@ class Option:
     torchrun: bool = False
     lenient: bool = False
     idle: str = ""
+    refused: str = ""
     block: str = ""
     owners: tuple[type[Any], ...] = ()
 

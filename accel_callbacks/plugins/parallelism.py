@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 from weakref import ReferenceType, ref
 
 from accel_callbacks.plugins.base import KwargsHandler, Launch
-from accel_callbacks.plugins.option import launched
+from accel_callbacks.plugins.option import SettingsError, launched
 from accel_callbacks.plugins.parallelism_handlers import (
     MESH_BLOCK,
     DeepSpeedSequenceParallelConfig,
@@ -184,6 +184,20 @@ class ParallelismConfig(KwargsHandler):
         if travels is not None and sizes["cp_size"] > 1:
             sizes["cp_handler"] = TorchContextParallelConfig(travels)
         return cls(**sizes)
+
+    @classmethod
+    def check_launch(cls, block: Mapping[str, Any], processes: int) -> None:
+        """Raise SettingsError unless the mesh of a launch arranges all of its processes."""
+        sizes = {key: size for key, size in block.items() if key.endswith("_size") and size > 1}
+        arranged = math.prod(sizes.values())
+        if not sizes or arranged == processes:
+            return
+        shown = ", ".join(f"{key}: {size}" for key, size in sizes.items())
+        raise SettingsError(
+            f"parallelism_config: {shown} arranges {arranged} processes, and this launch has "
+            f"{processes}: the product of the sizes must be {processes}, or --num_processes "
+            f"{arranged}"
+        )
 
     def __post_init__(self) -> None:
         launched = {axis for axis in AXES if getattr(self, f"{axis}_size") is None}

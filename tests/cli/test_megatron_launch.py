@@ -93,11 +93,11 @@ def test_keys_without_a_meaning_are_named_one_by_one_in_one_line(
     assert dry_run(file) == 0
     (line,) = capsys.readouterr().err.splitlines()
     for name in asked:
-        assert line.count(f" megatron_lm_{name} (megatron.yaml ({file})): ") == 1
+        assert line.count(f" megatron_lm_{name} (megatron.yaml ({file}))") == 1
     assert "no_save_optim" not in line  # asks for nothing
     assert main(["config", "show", "--config_file", file]) == 0
     shown = capsys.readouterr().out
-    assert "no effect: the model is the script's, and so is this option of it" in shown
+    assert "no effect: the model, the loop and its optimizer are the script's" in shown
 
 
 def test_keys_have_no_effect_in_another_kind_of_run(
