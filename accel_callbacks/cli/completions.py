@@ -8,7 +8,7 @@ from argparse import Namespace
 from importlib import import_module
 from typing import Any
 
-from accel_callbacks.cli.parser import CommandError, CommandParser
+from accel_callbacks.cli.parser import CommandError, CommandParser, is_dashed
 from accel_callbacks.cli.registry import COMMANDS
 from accel_callbacks.plugins.option import Option
 
@@ -50,7 +50,7 @@ def complete() -> None:
             options: list[str] = super()._get_option_completions(parser, cword_prefix)
             # Both spellings of an option are accepted, and one is offered.
             dashed = "-" in cword_prefix[2:]
-            return [flag for flag in options if dashed or not _is_dashed(flag, options)]
+            return [flag for flag in options if dashed or not is_dashed(flag, options)]
 
     Finder()(parser_of(os.environ["COMP_LINE"]), always_complete_options=False)
 
@@ -76,7 +76,3 @@ def _offer_values(parser: argparse.ArgumentParser) -> None:
         if isinstance(setting, Option):
             values = setting.choices or (("true", "false") if setting.kind == "bool" else ())
             action.completer = lambda values=values, **_: values  # type: ignore[attr-defined]
-
-
-def _is_dashed(flag: str, flags: list[str]) -> bool:
-    return "-" in flag[2:] and f"--{flag[2:].replace('-', '_')}" in flags

@@ -67,6 +67,7 @@ _DRIVERS = tuple({start for starts in DRIVERS.values() for start in starts})
 def configure(parser: CommandParser) -> None:
     """Add the options of ``accel launch``."""
     parser.usage = "accel launch [options] script.py [arguments of the script]"
+    parser.epilog = "In the names of options - may stand for _, as in --num-processes."
     _add_own(parser)
     add_settings(parser)
     # Not REMAINDER: it would drop a `--` right after the script.
@@ -94,30 +95,18 @@ def add_settings(parser: CommandParser) -> None:
             keywords |= {"type": _number_or_word(keywords["type"]), "metavar": "N|auto|cpu|gpu"}
         parser.option(*flags, group=groups[title], **keywords)
         for flag, value in option.shorthands.items():
-            parser.option(
-                flag,
-                group=groups[title],
-                action=_OneOf if option.choices else "store_const",
-                dest=option.dest,
-                const=value,
-                help=f"turns {option.flag} off"
-                if value is False
-                else f"the same as {option.flag} {value}",
-            )
-
-
-class _OneOf(argparse.Action):
-    """Store a choice; an error if another flag has stored another one."""
-
-    def __init__(self, option_strings: list[str], dest: str, const: str, **settings: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, const=const, **settings)
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: Namespace, *words: Any) -> None:
-        """Store the choice."""
-        before = getattr(namespace, self.dest, None)
-        if before not in (None, self.const):
-            parser.error(f"{words[-1]} contradicts {self.dest} {before}: give one of them")
-        setattr(namespace, self.dest, self.const)
+            if option.choices:
+                same = f"the same as {option.flag} {value}"
+                parser.option(flag, group=groups[title], action="store_true", help=same)
+            else:
+                parser.option(
+                    flag,
+                    group=groups[title],
+                    action="store_const",
+                    dest=option.dest,
+                    const=value,
+                    help=f"turns {option.flag} off",
+                )
 
 
 def _add_own(parser: CommandParser) -> None:

@@ -97,7 +97,8 @@ def _top_level(words: Sequence[str]) -> int:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = "\n".join(["commands:", *lines, "", "accel COMMAND --help shows its options."])
+    rest = "accel COMMAND --help shows its options, in which - may stand for _."
+    parser.epilog = "\n".join(["commands:", *lines, "", rest])
     parser.parse(words)
     parser.print_help(sys.stderr)
     return 2

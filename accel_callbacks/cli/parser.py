@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,12 +17,33 @@ class CommandError(Exception):
         self.exit_code = exit_code
 
 
+class _HelpFormatter(argparse.HelpFormatter):
+    """Name each option in one of its two spellings."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        flags = action.option_strings
+        shown = copy.copy(action)
+        shown.option_strings = [flag for flag in flags if not is_dashed(flag, flags)]
+        return super()._format_action_invocation(shown)
+
+
+def is_dashed(flag: str, flags: Sequence[str]) -> bool:
+    """Return whether a flag is the spelling with ``-`` of one with ``_`` among others."""
+    return "-" in flag[2:] and f"--{flag[2:].replace('-', '_')}" in flags
+
+
 class CommandParser(argparse.ArgumentParser):
     """Argument parser that accepts ``--a_b`` and ``--a-b``, and suggests similar names."""
 
     def __init__(self, prog: str, description: str, usage: str | None = None) -> None:
         # No abbreviations: they would change their meaning with every new option.
-        super().__init__(prog=prog, description=description, usage=usage, allow_abbrev=False)
+        super().__init__(
+            prog=prog,
+            description=description,
+            usage=usage,
+            allow_abbrev=False,
+            formatter_class=_HelpFormatter,
+        )
         self._known: list[str] = []
 
     def option(self, *flags: str, group: Any = None, **settings: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from accel_callbacks.launch.config_file import find_config, read_config, values_of
 from accel_callbacks.launch.settings import LaunchSettings, all_options, find
 from accel_callbacks.launch.unsupported import IDLE, UNBUILT
-from accel_callbacks.plugins.option import SettingsError
+from accel_callbacks.plugins.option import Option, SettingsError
 
 __all__ = [
     "Resolved",
@@ -134,7 +134,7 @@ def _from_environment(environment: Mapping[str, str]) -> tuple[dict[str, Any], d
 def _from_command_line(cli: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for option in all_options():
-        argument = cli.get(option.dest) if option.dest else None
+        argument = _argument(option, cli) if option.dest else None
         if argument is None:
             continue
         try:
@@ -144,6 +144,17 @@ def _from_command_line(cli: Mapping[str, Any]) -> dict[str, Any]:
         except ValueError as error:
             raise SettingsError(f"{option.flag} {error}") from None
     return values
+
+
+def _argument(option: Option, cli: Mapping[str, Any]) -> Any:
+    """Return what a flag of an option says, or one that stands for a choice of it."""
+    said = cli.get(option.dest)
+    for flag, choice in option.shorthands.items() if option.choices else ():
+        if cli.get(flag.removeprefix("--")):
+            if said not in (None, choice):
+                raise SettingsError(f"{flag} contradicts {option.dest} {said}: give one of them")
+            said = choice
+    return said
 
 
 def _built(values: Mapping[str, Any]) -> LaunchSettings:

@@ -65,6 +65,14 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"accel-callbacks {accel_callbacks.__version__}\n"
 
 
+def test_help_names_an_option_in_one_spelling(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "--config_file FILE" in text
+    assert "--config-file" not in text
+    assert text.count("--num-processes") == 1  # where it says that both are read
+
+
 def test_no_command_prints_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "commands:" in capsys.readouterr().err

@@ -156,6 +156,23 @@ def test_a_command_raises_what_scripts_know(tmp_path):
     assert config["fsdp_config"]["fsdp_reshard_after_forward"] in (True, "true")
 
 
+def test_kinds_of_run_are_attributes_that_a_script_may_assign(capsys):
+    module = "accelerate.commands.launch"
+    parser, launch = (
+        resolve(module, "launch_command_parser")(),
+        resolve(module, "launch_command"),
+    )
+    args = parser.parse_args(["--dry_run", "--multi-gpu", "--use_fsdp", "-m", "timeit"])
+    assert (args.multi_gpu, args.use_fsdp, args.use_deepspeed) == (True, True, False)
+    with pytest.raises(ValueError, match="--use_fsdp contradicts distributed_type MULTI_GPU"):
+        launch(args)
+    words = ["--dry_run", "--cpu", "--num-processes", "2", "-m", "timeit"]
+    args = parser.parse_args(words)
+    args.use_fsdp = True
+    launch(args)
+    assert "ACCEL_DISTRIBUTED_TYPE=FSDP" in capsys.readouterr().out
+
+
 # --- all machines of a TPU ----------------------------------------------------------------------
 
 
