@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from accel_callbacks.checkpoint.training_state import TrainingState
+from accel_callbacks.collectives.nested import is_container, leaves
 from accel_callbacks.gradients import local_part
 from accel_callbacks.terminal_text import listed
 from accel_callbacks.warning import warn
 
-__all__ = ["require_prepared_steps", "require_saved"]
+__all__ = ["require_prepared_steps", "require_saved", "unsaved_parameters"]
 
 _SHOWN = 3
 
@@ -31,11 +32,21 @@ def require_saved(
         action: the method that asks, for the message.
         error: the class to raise.
     """
+    for optimizer, orphans in unsaved_parameters(training):
+        raise error(f"{action}: {_describe(optimizer, orphans)}")
+
+
+def unsaved_parameters(training: TrainingState) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """Yield the class of each optimizer with parameters that no checkpoint would hold, and these.
+
+    Args:
+        training: the state that is saved or restored.
+    """
     held = _parameters_of_models(training)
     for optimizer in training.optimizers:
         orphans = [parameter for parameter in _trained(optimizer) if id(parameter) not in held]
         if orphans and (orphans := _not_saved(training, orphans)):
-            raise error(f"{action}: {_describe(type(optimizer.optimizer).__name__, orphans)}")
+            yield type(optimizer.optimizer).__name__, orphans
 
 
 def require_prepared_steps(training: TrainingState) -> None:
@@ -112,19 +123,11 @@ def _not_saved(training: TrainingState, parameters: list[torch.Tensor]) -> list[
         dispatch.state_dict,
     )
     for part in parts:
-        leaves = list(_leaves(part()))
-        parameters = [p for p in parameters if not any(_is_saved_as(leaf, p) for leaf in leaves)]
+        saved = [leaf.value for leaf in leaves(part(), lambda value: not is_container(value))]
+        parameters = [p for p in parameters if not any(_is_saved_as(leaf, p) for leaf in saved)]
         if not parameters:
             break
     return parameters
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, (Mapping, list, tuple)):
-        for item in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from _leaves(item)
-    else:
-        yield tree
 
 
 def _is_saved_as(leaf: Any, parameter: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ import torch
 from accel_callbacks import collectives
 from accel_callbacks.accelerator import Accelerator
 from accel_callbacks.checkpoint.project import number_of
+from accel_callbacks.compat.unprepared import is_unprepared
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.data.order import draws_at_random
 from accel_callbacks.distributed.failures import shared_failure
@@ -208,7 +209,8 @@ def _calls(accelerator: Accelerator, state: _State) -> Iterator[Callable[[], Any
         yield _loading(scheduler, state.content(_file_name("scheduler.bin", index)))
     if accelerator.scaler is not None:
         yield _loading(accelerator.scaler, state.content("scaler.pt"))
-    for index, item in enumerate(training.registered.objects):
+    registered = [each for each in training.registered.objects if not is_unprepared(each)]
+    for index, item in enumerate(registered):
         yield _loading(item, state.content(f"custom_checkpoint_{index}.pkl"))
     states = f"random_states_{accelerator.process_index}.pkl"
     if states in state.present:

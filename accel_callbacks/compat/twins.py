@@ -34,6 +34,7 @@ from accel_callbacks.compat.members import (
 )
 from accel_callbacks.compat.names import NotProvided
 from accel_callbacks.compat.stand_in import StandIn
+from accel_callbacks.compat.unprepared import register_unprepared
 from accel_callbacks.compat.wrappers import extract_model_from_parallel
 from accel_callbacks.config import resolve_config
 from accel_callbacks.data import config, dispatch, loader, skip
@@ -536,12 +537,15 @@ class Accelerator(AcceleratorMembers, accelerator.Accelerator):
     ) -> str:
         """Save the whole training state; a new folder gets its name when it is whole.
 
+        Trained parameters of no prepared model are saved too, with a warning.
+
         Args:
             output_dir: folder of the state, or a URL; numbered in the project if None.
             safe_serialization: always on, with a warning where a script has it off.
             **options: as of :meth:`accel_callbacks.Accelerator.save_state`.
         """
         _warn_of_pickles(safe_serialization)
+        register_unprepared(self.training_state)
 
         def save(place: str) -> str:
             return super(Accelerator, self).save_state(place, **options)
@@ -599,6 +603,7 @@ class Accelerator(AcceleratorMembers, accelerator.Accelerator):
         if place is not None:
             checkpoints.restore(self, place)
             return place
+        register_unprepared(self.training_state)
         return super().load_state(input_dir, load_kwargs, **options)
 
     @property
