@@ -199,6 +199,12 @@ def test_what_cannot_be_combined_is_refused_with_its_place(how, kind):
     assert how([None, [], {}]) == [None, [], {}]
 
 
+def test_of_several_that_cannot_be_combined_all_ranks_name_the_same():
+    for names in ("ab", "ba"):  # as ranks fill them in
+        with pytest.raises(TypeError, match=r"combine \['a'\] of type str"):
+            gather(dict.fromkeys(names, "text"))
+
+
 def test_metrics_name_what_they_cannot_combine():
     accel = Accelerator(cpu=True)
     with pytest.raises(TypeError, match=r"\['split'\] of type str.*use_gather_object=True"):

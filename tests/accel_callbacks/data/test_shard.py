@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, Wei
 from accel_callbacks.data.iterable import IterableShards
 from accel_callbacks.data.order import epoch_order
 from accel_callbacks.data.sampler import mix_seed
-from accel_callbacks.data.shard import BatchPlan, SamplePlan
+from accel_callbacks.data.shard import BatchPlan, SamplePlan, fill_up
 from tests.support.pairs import pairwise
 
 WORLDS = (1, 2, 3, 4)
@@ -255,6 +255,11 @@ def test_split_batches_of_any_size_are_filled_up(world):
         assert real_samples(steps, world) == [sample for batch in batches for sample in batch]
         assert all(len({len(share.indices) for share in shares}) == 1 for shares in steps)
         assert plans[0].steps(count) == count
+
+
+def test_several_samples_of_the_start_fill_up_the_last_pieces_in_their_order():
+    pieces = [fill_up([5, 6, 7, 8, 9], [0, 1, 2, 3], rank, 4) for rank in range(4)]
+    assert pieces == [[5, 6], [7, 8], [9, 0], [1, 2]]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

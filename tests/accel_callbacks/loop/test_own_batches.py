@@ -113,6 +113,17 @@ def test_a_batch_whose_scheduler_steps_only_now_and_then_ends_where_the_next_beg
     ]  # fmt: skip
 
 
+def test_the_next_batch_begins_before_its_backward_though_a_scheduler_has_not_stepped(training):
+    t = training(full=True)
+    t.accel.prepare(torch.optim.lr_scheduler.StepLR(t.optimizer, 1, 0.5))
+    for _ in range(2):
+        t.step(torch.ones(2, 1))
+    again = t.recorder.trace.index("train_batch_start 1")
+    assert t.recorder.trace[again - 1 : again + 2] == [
+        "train_batch_end 0", "train_batch_start 1", "before_backward",
+    ]  # fmt: skip
+
+
 def two_optimizers(*callbacks: Callback):
     accel = Accelerator(cpu=True, callbacks=callbacks)
     weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
