@@ -44,8 +44,9 @@ def write_header(path: Path, header: bytes, data: bytes = bytes(8)) -> None:
     path.write_bytes(len(header).to_bytes(8, "little") + header + data)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "old.pth"])
-@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize(
+    ("name", "zipped"), [("pytorch_model.bin", True), ("model.pt", False), ("old.pth", True)]
+)
 def test_a_pickle_that_needs_more_runs_nothing(tmp_path: Path, name: str, zipped: bool) -> None:
     planted = tmp_path / "planted"
     model = fresh()
@@ -82,12 +83,19 @@ def test_a_zip_of_something_else_is_refused(tmp_path: Path) -> None:
         load_model(fresh(), tmp_path / "model.pt")
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["../x.safetensors", "/x.safetensors", "a/../../x.safetensors", "/a/x.safetensors",
-     "a/..\\..\\x.safetensors", "..\\x.safetensors", "a\0/x.safetensors", "a/", 3, None],
+OUTSIDE = (
+    "../x.safetensors", "/x.safetensors", "a/../../x.safetensors", "/a/x.safetensors",
+    "a/..\\..\\x.safetensors", "..\\x.safetensors", "a\0/x.safetensors", "a/", 3, None,
 )  # fmt: skip
-@pytest.mark.parametrize("index", [f"{SINGLE}.index.json", "pytorch_model.bin.index.json"])
+
+
+@pytest.mark.parametrize(
+    ("index", "name"),
+    [
+        *((f"{SINGLE}.index.json", name) for name in OUTSIDE),
+        ("pytorch_model.bin.index.json", OUTSIDE[0]),
+    ],
+)
 def test_an_index_stays_in_its_folder(tmp_path: Path, index: str, name: Any) -> None:
     folder = tmp_path / "folder"
     save_model(fresh().state_dict(), tmp_path)

@@ -288,13 +288,16 @@ def test_all_questions_are_asked_where_that_is_wanted(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("typed", "block"),
+    ("place", "typed", "block"),
     [
-        (["n", "", "", ""], {"zero_stage": 2}),
-        (["", "0", "1.5"], {"zero_stage": 0, "gradient_clipping": 1.5}),
-        (["", "1", "2", ""], {"zero_stage": 1, "offload_optimizer_device": "cpu"}),
-        (["", "3", "", "", "", ""], {"zero_stage": 3, "zero3_init_flag": True}),
+        ("CPU", ["n", "", "", ""], {"zero_stage": 2}),
+        ("GPUs", ["n", "", "", ""], {"zero_stage": 2}),
+        ("CPU", ["", "0", "1.5"], {"zero_stage": 0, "gradient_clipping": 1.5}),
+        ("CPU", ["", "1", "2", ""], {"zero_stage": 1, "offload_optimizer_device": "cpu"}),
+        ("CPU", ["", "3", "", "", "", ""], {"zero_stage": 3, "zero3_init_flag": True}),
+        ("one GPU", ["", "3", "", "", "", ""], {"zero_stage": 3, "zero3_init_flag": True}),
         (
+            "CPU",
             ["", "3", "3", "/nvme", "2", "n", "zero", "-1", "0.5"],
             {
                 "zero_stage": 3,
@@ -305,11 +308,13 @@ def test_all_questions_are_asked_where_that_is_wanted(monkeypatch: pytest.Monkey
                 "gradient_clipping": 0.5,
             },
         ),
-        (["y", "none.json", "ds.json"], {"deepspeed_config_file": "ds.json"}),
+        ("CPU", ["y", "none.json", "ds.json"], {"deepspeed_config_file": "ds.json"}),
     ],
-    ids=["default", "stage 0", "stage 1", "stage 3", "all", "file"],
-)
-@pytest.mark.parametrize("place", ["GPUs", "one GPU", "CPU"])
+    ids=[
+        "default", "default, GPUs", "stage 0", "stage 1", "stage 3", "stage 3, one GPU", "all",
+        "file",
+    ],
+)  # fmt: skip
 def test_deepspeed_is_asked_of_where_it_is_installed(
     place: str,
     typed: list[str],

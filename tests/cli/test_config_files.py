@@ -163,8 +163,10 @@ def test_the_projects_file_comes_before_the_cache(tmp_path: Path) -> None:
 # --- what Accelerate writes ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("suffix", ["yaml", "json"])
-@pytest.mark.parametrize("block", [*BLOCKS, ""])
+@pytest.mark.parametrize(
+    ("block", "suffix"),
+    [(block, ("yaml", "json")[number % 2]) for number, block in enumerate([*BLOCKS, ""])],
+)
 def test_files_of_accelerate_are_read_as_they_are(tmp_path: Path, block: str, suffix: str) -> None:
     data = PLAIN | ({block: BLOCKS[block]} if block else {name: {} for name in BLOCKS})
     text = json.dumps(data) if suffix == "json" else yaml.safe_dump(data)

@@ -118,16 +118,15 @@ def test_pickle_in_place_of_each_file(place: Path, tmp_path: Path, bomb: str) ->
     assert whole(load(place)) == (5, 0)
 
 
-MODEL_FILES = [
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-]
-
-
-@pytest.mark.parametrize("bomb", BOMBS)
-@pytest.mark.parametrize("name", MODEL_FILES)
+@pytest.mark.parametrize(
+    ("name", "bomb"),
+    [
+        *(("pytorch_model.bin", bomb) for bomb in BOMBS),
+        ("model.safetensors", "torch_zip"),
+        ("model.safetensors.index.json", "torch_old"),
+        ("pytorch_model.bin.index.json", "protocol_0"),
+    ],
+)
 def test_pickle_in_a_model(tmp_path: Path, name: str, bomb: str) -> None:
     folder, mark = tmp_path / "model", tmp_path / "executed"
     folder.mkdir()
@@ -142,8 +141,10 @@ def test_pickle_in_a_model(tmp_path: Path, name: str, bomb: str) -> None:
 
 
 @pytest.mark.skipif(not hasattr(checkpoint_io, "load_model"), reason="no load_model here")
-@pytest.mark.parametrize("bomb", BOMBS)
-@pytest.mark.parametrize("name", ["w.bin", "w.pt", "w.pth"])
+@pytest.mark.parametrize(
+    ("name", "bomb"),
+    [*(("w.bin", bomb) for bomb in BOMBS), ("w.pt", "torch_zip"), ("w.pth", "torch_old")],
+)
 def test_pickle_in_a_torch_file(tmp_path: Path, name: str, bomb: str) -> None:
     mark = tmp_path / "executed"
     (tmp_path / name).write_bytes(BOMBS[bomb](mark))
@@ -157,8 +158,9 @@ def test_pickle_in_a_torch_file(tmp_path: Path, name: str, bomb: str) -> None:
 OUTSIDE = ["../outside.safetensors", "{root}/outside.safetensors", "sub/../../outside.safetensors"]
 
 
-@pytest.mark.parametrize("name", OUTSIDE)
-@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+@pytest.mark.parametrize(
+    ("kind", "name"), [*(("safetensors", name) for name in OUTSIDE), ("bin", OUTSIDE[0])]
+)
 def test_index_that_names_a_file_outside(tmp_path: Path, name: str, kind: str) -> None:
     """A valid file lies there, so that only the refusal keeps it from being read."""
     folder = tmp_path / "model"

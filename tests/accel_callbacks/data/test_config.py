@@ -354,11 +354,8 @@ def as_pairs(samples):
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@pytest.mark.parametrize("workers", [0, 4])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (4, False), (4, True)])
 def test_workers_and_a_collate_function_work_in_every_kind_of_loader(workers, persistent):
-    if persistent and not workers:
-        return
     options = {
         "num_workers": workers,
         "collate_fn": as_pairs,
