@@ -255,6 +255,33 @@ def test_layers_are_cut_over_all_processes_where_nothing_is_sharded(
     assert values["parallelism_config"] == {"parallelism_config_tp_size": 4}
 
 
+@pytest.mark.parametrize(
+    ("typed", "block"),
+    [
+        (
+            ["3", "2", "", "n", ""],
+            {
+                "tp_degree": 2,
+                "sequence_parallelism": True,
+                "use_distributed_optimizer": False,
+                "recompute_activations": True,
+            },
+        ),
+        (["", "", "n"], {"tp_degree": 1, "use_distributed_optimizer": True}),
+        (["4", "n", ""], {"tp_degree": 4, "sequence_parallelism": False}),
+    ],
+    ids=["some", "none", "all"],
+)
+def test_options_of_megatron(
+    typed: list[str], block: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values, _ = ask(monkeypatch, GPUS, "", "", "", "", "y", *typed, "", "")
+    assert values["distributed_type"] == "MEGATRON_LM"
+    found = values["megatron_lm_config"]
+    assert isinstance(found, dict)
+    assert found == found | {f"megatron_lm_{key}": value for key, value in block.items()}
+
+
 def test_a_tpu_is_offered_where_it_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     values, _ = ask(monkeypatch, Machine(tpu=True, torch_xla=True), "", "", "", "")
     assert values["distributed_type"] == "XLA"

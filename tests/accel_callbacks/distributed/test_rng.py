@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accel_callbacks import Accelerator
-from accel_callbacks.checkpoint import restore, training_state
+from accel_callbacks.checkpoint import parts, training_state
 from accel_callbacks.distributed.rng import capture_rng, devices_of, restore_rng
 from accel_callbacks.models import undisturbed
 from checkpoint_io import load
@@ -165,7 +165,7 @@ def test_a_checkpoint_has_the_generators_of_the_devices_of_a_model(gpus, tmp_pat
     accel = Accelerator(cpu=True)
     accel.prepare(model)
     places = {CPU, FIRST, SECOND}
-    for module in (training_state, restore):
+    for module in (training_state, parts):
         monkeypatch.setattr(module, "devices_of", lambda models: places if models else set())
     accel.save_state(tmp_path / "c")
     drawn = gpus.draw(FIRST, SECOND)
