@@ -65,6 +65,14 @@ VALUES: dict[str, Any] = {
 FLAGS = {one.name for one in fields(MegatronLMPlugin) if str(one.type).startswith("bool")}
 
 
+#: Values of refused options that ask for nothing.
+UNASKED: dict[str, tuple[Any, ...]] = {
+    "expert_model_parallel_size": (1,),
+    "expert_tensor_parallel_size": (1,),
+    "megatron_dataset_flag": (False,),
+}
+
+
 def value_for(name: str) -> Any:
     return VALUES.get(name, True if name in FLAGS else 7)
 
@@ -146,7 +154,8 @@ def test_what_is_refused_is_named_with_its_sentence(name: str) -> None:
     with pytest.raises(ValueError, match=rf"^MegatronLMPlugin\({name}=") as caught:
         MegatronLMPlugin(**{name: value_for(name)})
     assert str(caught.value).endswith(f"{REFUSED[name]}.")
-    MegatronLMPlugin(**{name: None})
+    for unasked in (None, *UNASKED.get(name, ())):
+        MegatronLMPlugin(**{name: unasked})
 
 
 @pytest.mark.parametrize(
