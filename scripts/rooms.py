@@ -34,7 +34,7 @@ ROOT_FILES = {
     **dict.fromkeys(("optimizer", "scheduler", "gradients", "memory"), "parts"),
     **dict.fromkeys(("profiler", "logging"), "parts"),
     **dict.fromkeys(("warning", "local_files", "host_copy", "terminal_text"), "errors"),
-    **dict.fromkeys(("_siblings", "_lazy", "launch_memory", "launch_notes"), "errors"),
+    **dict.fromkeys(("_siblings", "_lazy", "launch_memory"), "errors"),
     **dict.fromkeys(("recurrence", "redaction"), "errors"),
     **dict.fromkeys(("state", "local_sgd", "journal", "offload", "tuning"), "accelerator"),
     **dict.fromkeys(("as_accelerate", "utils"), "compat"),

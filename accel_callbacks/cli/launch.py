@@ -22,7 +22,8 @@ from accel_callbacks.compat.foreign_settings import fsdp1_notes, megatron_note
 from accel_callbacks.launch.environment import changed_environment
 from accel_callbacks.launch.machine import DRIVERS, gpu_drivers, has_driver, usable_cores
 from accel_callbacks.launch.peer_access import nccl_workarounds
-from accel_callbacks.launch.plan import AgentPlan, DirectPlan, Plan, Program, TpuPlan, build_plan
+from accel_callbacks.launch.plan import AgentPlan, DirectPlan, Plan, build_plan
+from accel_callbacks.launch.program import Program
 from accel_callbacks.launch.rendezvous import Host
 from accel_callbacks.launch.report import exit_code
 from accel_callbacks.launch.resolve import refuse_absent_gpus, refuse_unbuilt, resolve_settings
@@ -251,8 +252,6 @@ def _start(plan: Plan, whole_process: bool) -> int:
         replaces = whole_process and sys.platform != "win32"
         return _replace_process(plan) if replaces else _run_child(plan)
     with guarded() as marks, changed_environment({**plan.env, **marks}):
-        if isinstance(plan, TpuPlan):
-            return _run_on_tpu(plan)
         from accel_callbacks.launch.agent import LaunchError, run_agent
 
         try:
@@ -288,13 +287,6 @@ def _run_child(plan: DirectPlan) -> int:
                 child.terminate()
             child.wait()
             raise
-
-
-def _run_on_tpu(plan: TpuPlan) -> int:
-    from accel_callbacks.launch.tpu import launch_on_tpu
-
-    launch_on_tpu(plan.program.name, plan.program.arguments, plan.function)
-    return 0
 
 
 def _check_port(env: Mapping[str, str]) -> None:

@@ -9,20 +9,16 @@ import sys
 import uuid
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
-from tempfile import gettempdir
 from typing import Any
 
-from accel_callbacks import launch_memory
 from accel_callbacks.launch import worker
 from accel_callbacks.launch.environment import changed_environment
+from accel_callbacks.launch.extension import extensions
 from accel_callbacks.launch.ignored_signals import keep_ignored_signals
-from accel_callbacks.launch.launch_folder import launch_folder
 from accel_callbacks.launch.plan import AgentPlan, escaped
 from accel_callbacks.launch.report import code_of, exit_code, failure_report, root_cause
-from accel_callbacks.launch_notes import VARIABLE as NOTES
 from accel_callbacks.plugins.option import SettingsError
 
 _REPORTED_HERE = ("multiprocessing.api", "agent.server.api", "agent.server.local_elastic_agent")
@@ -98,12 +94,12 @@ def _run_elastic(settings: Namespace, plan: AgentPlan) -> None:
     listen_at_one_address(config)
     with ExitStack() as stack:
         restarts = int(config.max_restarts)
-        notes = stack.enter_context(launch_folder(Path(gettempdir())))
-        memory = _enter_memory(stack) if restarts else ""
-        stack.enter_context(
-            changed_environment({NOTES: str(notes), launch_memory.VARIABLE: memory})
-        )
-        attempts = Attempts(restarts, plan.max_preemptions, plan.quiet, notes)
+        parts = [kind() for kind in extensions()]
+        variables: dict[str, str] = {}
+        for part in parts:
+            variables |= part.start_workers(stack, restarts)
+        stack.enter_context(changed_environment(variables))
+        attempts = Attempts(restarts, plan.max_preemptions, plan.quiet, parts)
         workers = Workers(get_subprocess_handler)
         stack.enter_context(_replaced(api, "get_subprocess_handler", workers.start))
         agent = partial(RestartingAgent, attempts)
@@ -114,14 +110,6 @@ def _run_elastic(settings: Namespace, plan: AgentPlan) -> None:
         finally:
             workers.close()
             attempts.close("stopped")
-
-
-def _enter_memory(stack: ExitStack) -> str:
-    """Create a folder of the launch in host memory; return its path, or "" if there is no room."""
-    if sys.platform == "linux":
-        with suppress(OSError):  # such as a full file system, or none there
-            return str(stack.enter_context(launch_folder(launch_memory.ROOT)))
-    return ""
 
 
 @contextmanager

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+from accel_callbacks.launch.extension import LaunchExtension
 from accel_callbacks.launch.report import (
     Failure,
     code_of,
@@ -20,7 +20,6 @@ from accel_callbacks.launch.report import (
     record_of,
     root_cause,
 )
-from accel_callbacks.launch_notes import JOURNAL, read_note
 
 __all__ = ["Attempts", "RestartingAgent"]
 
@@ -35,14 +34,16 @@ class Attempts:
         restarts: how often all processes may be restarted after a failure.
         preemptions: how often they may be restarted after a preemption, which is no failure.
         quiet: print nothing.
-        notes: the folder in which processes leave notes for the launcher.
+        parts: have a word to add about several attempts.
     """
 
-    def __init__(self, restarts: int, preemptions: int, quiet: bool, notes: Path) -> None:
+    def __init__(
+        self, restarts: int, preemptions: int, quiet: bool, parts: Sequence[LaunchExtension] = ()
+    ) -> None:
         self._restarts = restarts
         self._preemptions = preemptions if restarts else 0
         self._quiet = quiet
-        self._notes = notes
+        self._parts = parts
         self._seconds: list[float] = []  # of each attempt that has ended
         self._launched = self._ended = time.monotonic()
         self._began: float | None = None
@@ -113,28 +114,16 @@ class Attempts:
     def close(self, text: str) -> None:
         """End the last attempt, and print the sum of several."""
         self.end(text)
-        if len(self._seconds) < 2:
+        if len(self._seconds) < 2 or self._quiet:
             return
+        added = "".join(f"; {text}" for part in self._parts if (text := part.summary()))
         whole = self._ended - self._launched
         parts = " + ".join(f"{seconds:.1f}" for seconds in self._seconds)
         between = whole - sum(self._seconds)
         self._print(
             f"{len(self._seconds)} attempts took {parts} s, and {between:.1f} s before and "
-            f"between them{self._goodput()}"
+            f"between them{added}"
         )
-
-    def _goodput(self) -> str:
-        """Return the useful part of the time, if the run has a journal."""
-        note = read_note(self._notes, JOURNAL)
-        if note is None or self._quiet:
-            return ""
-        from accel_callbacks.addons.journal import Goodput, Journal
-
-        try:
-            goodput = Goodput.of(Journal.read(note["folder"], note["run_id"]))
-        except Exception as error:  # the journal is of a run that was killed, or elsewhere
-            return f"; no goodput: {type(error).__name__}: {error}"
-        return f"; goodput {goodput.share:.1%}: `accel report {note['folder']}` shows the rest"
 
     def _print(self, text: str) -> None:
         if not self._quiet:

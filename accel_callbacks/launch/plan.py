@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from accel_callbacks.launch import worker
 from accel_callbacks.launch.environment import (
     OWN_STORES,
     child_environment,
@@ -17,7 +16,9 @@ from accel_callbacks.launch.environment import (
     rank_variables,
     recorder_variables,
 )
+from accel_callbacks.launch.extension import extensions
 from accel_callbacks.launch.interface import gloo_variables
+from accel_callbacks.launch.program import Program
 from accel_callbacks.launch.rendezvous import (
     Host,
     Rendezvous,
@@ -37,29 +38,6 @@ from accel_callbacks.terminal_text import printable
 _RENDEZVOUS_OPTIONS = ("rdzv_backend", "rdzv_endpoint", "rdzv_conf", "local_addr")
 # Options that only torch's launcher implements; without them a single process runs directly.
 _AGENT_OPTIONS = ("log_dir", "tee", "redirects", "local_ranks_filter", "numa_binding")
-
-
-@dataclass(frozen=True)
-class Program:
-    """The program of each process: a ``script``, ``module`` or ``program`` (other than Python)."""
-
-    kind: str
-    name: str
-    arguments: tuple[str, ...]
-
-    def command(self, as_accelerate: bool = False) -> list[str]:
-        """Return the command that runs the program directly, or on the stand-in for Accelerate."""
-        if self.kind == "program":  # its Python processes stand in by their environment
-            return [self.name, *self.arguments]
-        runner = ["-m", "accel_callbacks.as_accelerate"] if as_accelerate else []
-        module = ["-m"] if self.kind == "module" else []
-        return [sys.executable, "-u", *runner, *module, self.name, *self.arguments]
-
-    def reporting_command(self) -> list[str]:
-        """Return the command that runs the program and reports errors with their rank."""
-        if self.kind == "program":
-            return self.command()
-        return [sys.executable, "-u", worker.__file__, self.kind, self.name, *self.arguments]
 
 
 @dataclass(frozen=True)
@@ -112,21 +90,7 @@ class AgentPlan:
             yield printable(f"# rank {rank}: {shown}")
 
 
-@dataclass(frozen=True)
-class TpuPlan:
-    """One process, this one, that computes on all devices of a TPU by a function of the script."""
-
-    program: Program
-    function: str
-    env: Mapping[str, str]
-
-    def as_shell(self) -> str:
-        """Describe the call in a comment, as there is no equivalent command."""
-        call = f"{self.program.name}: {self.function}()"
-        return "\n".join([*exports(self.env), printable(f"# one process calls {call}")])
-
-
-Plan = DirectPlan | AgentPlan | TpuPlan
+Plan = DirectPlan | AgentPlan
 
 
 def escaped(arguments: Sequence[str]) -> list[str]:
@@ -162,8 +126,10 @@ def build_plan(
     if place is not None and not explicit and place.task_is_process:
         return _task_plan(resolved, place, program, host, extras)
     settings = resolved.settings if extras.get("standalone") else fill_from_slurm(resolved, place)
-    if settings.distributed_type == "XLA":
-        return _tpu_plan(resolved, program)
+    for kind in extensions():
+        if (own := kind().command(settings, program)) is not None:
+            command, variables = own
+            return DirectPlan(command, {**resolved.variables(), **variables})
     knows_rank = resolved.given("machine_rank") or settings != resolved.settings
     rendezvous = plan_rendezvous(settings, extras, host, knows_rank)
     if rendezvous.least == rendezvous.most:
@@ -298,12 +264,3 @@ def _cores_of_a_task(place: SlurmPlace, host: Host) -> int:
     on_node = host.environment.get("SLURM_CPUS_ON_NODE", "")
     bound = on_node.isdecimal() and host.cores < int(on_node)
     return host.cores if bound else host.cores // place.tasks_here
-
-
-def _tpu_plan(resolved: Resolved, program: Program) -> TpuPlan:
-    if program.kind == "program":
-        raise SettingsError("--no_python does not go with a TPU: it calls a function of the script")
-    settings, env = resolved.settings, resolved.variables()
-    if settings.downcast_bf16:
-        env["XLA_DOWNCAST_BF16"] = "1"
-    return TpuPlan(program, settings.main_training_function, env)

@@ -1,21 +1,47 @@
-"""Launch on a TPU: one process computes on all of its devices."""
+"""Launch on a TPU: one process computes on all of its devices, by a function of the script."""
 
 from __future__ import annotations
 
 import inspect
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
 
+from accel_callbacks.launch.extension import LaunchExtension
+from accel_callbacks.launch.program import Program
+from accel_callbacks.launch.settings import LaunchSettings
 from accel_callbacks.launch.worker import run_program, stand_in_for_accelerate
 from accel_callbacks.plugins.option import SettingsError
+from accel_callbacks.terminal_text import printable
 
-__all__ = ["call_main", "launch_on_tpu"]
+__all__ = ["TpuLaunch", "call_main", "launch_on_tpu"]
 
 _DEFAULT = "main"
+
+
+class TpuLaunch(LaunchExtension):
+    """Runs this file for a launch on a TPU."""
+
+    def command(
+        self, settings: LaunchSettings, program: Program
+    ) -> tuple[tuple[str, ...], Mapping[str, str]] | None:
+        """Return the command that calls the function, and its variables; None for other launches.
+
+        Raises:
+            SettingsError: the program is not Python.
+        """
+        if settings.distributed_type != "XLA":
+            return None
+        if program.kind == "program":
+            raise SettingsError(
+                "--no_python does not go with a TPU: it calls a function of the script"
+            )
+        words = ("-m", __name__, settings.main_training_function, program.name)
+        variables = {"XLA_DOWNCAST_BF16": "1"} if settings.downcast_bf16 else {}
+        return (sys.executable, "-u", *words, *program.arguments), variables
 
 
 def launch_on_tpu(script: str, arguments: Sequence[str], function: str) -> None:
@@ -88,9 +114,23 @@ def _load(script: str) -> ModuleType:
     """Import the script as ``__mp_main__``, as spawned processes do."""
     if not os.path.isfile(script):
         return import_module(script)
-    sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
+    sys.path[0] = os.path.dirname(os.path.realpath(script))
     module = sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__mp_main__")
     loader = SourceFileLoader("__mp_main__", os.path.abspath(script))
     vars(module).update(__file__=loader.path, __loader__=loader)
     loader.exec_module(module)
     return module
+
+
+def main() -> None:
+    """Run the command of a :class:`TpuLaunch`."""
+    function, script, *arguments = sys.argv[1:]
+    try:
+        launch_on_tpu(script, arguments, function)
+    except SettingsError as error:
+        print(f"accel launch: error: {printable(str(error))}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -14,7 +14,7 @@ import torch
 from accel_callbacks.cli.launch import configure, given_extras, read_program
 from accel_callbacks.cli.parser import CommandParser
 from accel_callbacks.distributed import topology
-from accel_callbacks.launch.plan import AgentPlan, DirectPlan, Plan, Program, TpuPlan, build_plan
+from accel_callbacks.launch.plan import AgentPlan, DirectPlan, Plan, build_plan
 from accel_callbacks.launch.rendezvous import Host
 from accel_callbacks.launch.resolve import resolve_settings
 from accel_callbacks.launch.slurm import expand_hosts, expand_tasks, slurm_place
@@ -121,8 +121,6 @@ def test_line_breaks_in_variables_add_no_lines(changed: dict[str, str]) -> None:
 def test_line_breaks_in_names_add_no_lines_to_a_dry_run() -> None:
     made = DirectPlan(("srun",), {}, note="on a\nreboot")
     assert made.as_shell() == "srun\n# on a\\nreboot"
-    tpu = TpuPlan(Program("script", "a\nreboot", ()), "main", {})
-    assert len(tpu.as_shell().splitlines()) == 1
 
 
 def test_tasks_of_each_machine() -> None:

@@ -37,8 +37,8 @@ class Failed:
         return {"message": self.summary, "extraInfo": self.extra} if self.summary else "none"
 
 
-def attempts(folder: Path, restarts: int = 3, preemptions: int = 2) -> Attempts:
-    return Attempts(restarts, preemptions, False, folder)
+def attempts(restarts: int = 3, preemptions: int = 2) -> Attempts:
+    return Attempts(restarts, preemptions, False)
 
 
 def error_at(step: int | None, mark: str = "a", **extra: Any) -> dict[int, Failed]:
@@ -47,9 +47,9 @@ def error_at(step: int | None, mark: str = "a", **extra: Any) -> dict[int, Faile
 
 
 def test_the_same_error_at_the_same_step_twice_ends_a_launch(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    ended = attempts(tmp_path)
+    ended = attempts()
     ended.begin()
     assert ended.fail(error_at(7), 3) == (True, True)
     ended.begin()
@@ -71,9 +71,9 @@ def test_the_same_error_at_the_same_step_twice_ends_a_launch(
     ],
 )
 def test_what_may_not_come_again_is_tried_each_time(
-    tmp_path: Path, failures: dict[int, Failed]
+    failures: dict[int, Failed],
 ) -> None:
-    ended = attempts(tmp_path)
+    ended = attempts()
     for left in (3, 2, 1):
         ended.begin()
         assert ended.fail(failures, left) == (True, True)
@@ -93,23 +93,21 @@ def test_what_may_not_come_again_is_tried_each_time(
     ],
 )
 def test_preemptions_have_a_budget_of_their_own(
-    tmp_path: Path, failures: dict[int, Failed]
+    failures: dict[int, Failed],
 ) -> None:
-    ended = attempts(tmp_path)
+    ended = attempts()
     for _ in range(2):
         ended.begin()
         assert ended.fail(failures, 0) == (True, False)
     ended.begin()
     assert ended.fail(failures, 1) == (True, True)  # now it counts
-    never = attempts(tmp_path, restarts=0)
+    never = attempts(restarts=0)
     never.begin()
     assert never.fail(failures, 0)[0] is False
 
 
-def test_a_rank_that_fails_by_itself_is_no_preemption_though_the_launcher_stops_others(
-    tmp_path: Path,
-) -> None:
-    ended = attempts(tmp_path)
+def test_a_rank_that_fails_by_itself_is_no_preemption_though_the_launcher_stops_others() -> None:
+    ended = attempts()
     ended.begin()
     failures = {0: Failed(-15), **{1: error_at(3)[0]}}
     assert ended.fail(failures, 3) == (True, True)

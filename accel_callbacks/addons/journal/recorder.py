@@ -101,9 +101,9 @@ class Recorder:
         require_neighbor("loggers")
         from accel_callbacks.addons.journal.facts import process_began, start_facts
         from accel_callbacks.addons.journal.format import Header
+        from accel_callbacks.addons.journal.launch_note import leave_note
         from accel_callbacks.addons.journal.writer import JournalWriter, next_attempt
         from accel_callbacks.checkpoint.project import path_in
-        from accel_callbacks.launch_notes import JOURNAL, leave_note
         from loggers import RunInfo, TrackerConfig, TrackerHub
 
         folder = path_in(self._project_dir, "journal", run.run_id)
@@ -137,7 +137,7 @@ class Recorder:
         local = local_path(folder)
         if run.is_global_zero:
             place = folder if local is None else os.path.abspath(local)
-            leave_note(JOURNAL, {"folder": place, "run_id": run.run_id})
+            leave_note({"folder": place, "run_id": run.run_id})
         if run.is_global_zero and local is not None:
             self._lease = _lease_of(local, run)
         self._forget()
