@@ -155,10 +155,13 @@ class CheckpointPart:
     """
 
     name: str
-    #: Number of the prepared objects that have an entry each; None for a section that is one thing.
-    prepared: int | None = None
     #: True for a section of all ranks without which a checkpoint holds no training state.
     always_saved = False
+
+    @property
+    def prepared(self) -> int | None:
+        """Number of the prepared objects with an entry each; None for a section of one thing."""
+        return None
 
     def capture(self) -> Sections:
         """Return what is saved: sections that all ranks share, and those of this rank."""

@@ -68,6 +68,15 @@ class _OfTraining(CheckpointPart):
         """Refuse nothing."""
 
 
+class _OfPreparedObjects(_OfTraining):
+    """A part with an entry for each prepared object of a kind."""
+
+    @property
+    def prepared(self) -> int:
+        """Number of the objects."""
+        return len(getattr(self._training, self.name))
+
+
 class RandomPart(_OfTraining):
     """The random generators of each rank.
 
@@ -93,15 +102,10 @@ class RandomPart(_OfTraining):
             restore_rng(load.local["rng"], training.device, devices_of(training.models))
 
 
-class ModelsPart(_OfTraining):
+class ModelsPart(_OfPreparedObjects):
     """The weights of the prepared models, and the configurations that they were built from."""
 
     name = "models"
-
-    @property
-    def prepared(self) -> int:  # type: ignore[override]
-        """Number of models."""
-        return len(self._training.models)
 
     def capture(self) -> Sections:
         """Return the weights, which are not copied."""
@@ -164,15 +168,10 @@ class ModelsPart(_OfTraining):
             strategy.states.load_model_state_dict(models[index], {**current, **weights})
 
 
-class OptimizersPart(_OfTraining):
+class OptimizersPart(_OfPreparedObjects):
     """The states of the prepared optimizers, by the names of their parameters."""
 
     name = "optimizers"
-
-    @property
-    def prepared(self) -> int:  # type: ignore[override]
-        """Number of optimizers."""
-        return len(self._training.optimizers)
 
     def capture(self) -> Sections:
         """Return the states, whose tensors are not copied."""
@@ -231,15 +230,10 @@ class OptimizersPart(_OfTraining):
             training.strategy.states.load_optimizer_state_dict(optimizer, state)
 
 
-class SchedulersPart(_OfTraining):
+class SchedulersPart(_OfPreparedObjects):
     """The states of the prepared schedulers."""
 
     name = "schedulers"
-
-    @property
-    def prepared(self) -> int:  # type: ignore[override]
-        """Number of schedulers."""
-        return len(self._training.schedulers)
 
     def capture(self) -> Sections:
         """Return the states."""
@@ -294,15 +288,10 @@ class RunPart(_OfTraining):
         run.resumed_without_model = _is_empty(load.selected) and not partial
 
 
-class LoadersPart(_OfTraining):
+class LoadersPart(_OfPreparedObjects):
     """The positions of the prepared loaders; of streams, those of each rank."""
 
     name = "loaders"
-
-    @property
-    def prepared(self) -> int:  # type: ignore[override]
-        """Number of loaders."""
-        return len(self._training.loaders)
 
     def capture(self) -> Sections:
         """Return the positions, with the generators as they were before streams were asked."""
