@@ -35,7 +35,7 @@ from accel_callbacks.compat.members import (
 from accel_callbacks.compat.names import NotProvided
 from accel_callbacks.compat.stand_in import StandIn
 from accel_callbacks.compat.unprepared import register_unprepared
-from accel_callbacks.compat.wrappers import extract_model_from_parallel
+from accel_callbacks.compat.wrappers import extract_model_from_parallel, recompile
 from accel_callbacks.config import resolve_config
 from accel_callbacks.data import config, dispatch, loader, skip
 from accel_callbacks.data.config import checked_config, checked_rng_types
@@ -473,10 +473,12 @@ class Accelerator(AcceleratorMembers, accelerator.Accelerator):
         Args:
             model: prepared, or in a ``DataParallel`` of the script's.
             keep_fp32_wrapper: keep the autocast around its forward.
-            keep_torch_compile: keep it compiled.
+            keep_torch_compile: keep it compiled: what ``torch.compile`` returned for a wrapper
+                is one for the model inside.
         """
         inner = super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
-        return extract_model_from_parallel(inner, keep_fp32_wrapper, keep_torch_compile)
+        inner = extract_model_from_parallel(inner, keep_fp32_wrapper, keep_torch_compile)
+        return recompile(model, inner) if keep_torch_compile else inner
 
     def prepare(self, *args: Any, **options: Any) -> Any:
         """Prepare models, optimizers, loaders and schedulers, and mark these.

@@ -11,7 +11,13 @@ from accel_callbacks.compat.constants import BaseEnum
 from accel_callbacks.models.compile import original, uncompile
 from accel_callbacks.precision import Precision
 
-__all__ = ["PrecisionType", "extract_model_from_parallel", "has_original", "is_compiled_module"]
+__all__ = [
+    "PrecisionType",
+    "extract_model_from_parallel",
+    "has_original",
+    "is_compiled_module",
+    "recompile",
+]
 
 _PARALLEL = (DistributedDataParallel, DataParallel)
 
@@ -92,10 +98,22 @@ def extract_model_from_parallel(
         _restore_forward(inner)
     if recursive:
         _unwrap_inside(inner)
-    if compiled is not None and keep_torch_compile:
-        inner = compiled if original(compiled) is inner else compiled.dynamo_ctx(inner)
-    unwrapped: torch.nn.Module = inner
+    keeps = compiled is not None and keep_torch_compile
+    unwrapped: torch.nn.Module = recompile(compiled, inner) if keeps else inner
     return unwrapped
+
+
+def recompile(model: Any, inner: torch.nn.Module) -> torch.nn.Module:
+    """Return the module inside of a model, compiled as ``torch.compile`` has compiled the model.
+
+    Args:
+        model: what ``torch.compile`` returned; otherwise the module is returned as it is.
+        inner: the module.
+    """
+    if (around := original(model)) is model:
+        return inner
+    compiled: torch.nn.Module = model if around is inner else model.dynamo_ctx(inner)
+    return compiled
 
 
 def _restore_forward(model: torch.nn.Module) -> None:

@@ -27,7 +27,7 @@ from accel_callbacks.compat.names import NotProvided, resolve
 from accel_callbacks.data.loader import NoEvents
 from accel_callbacks.data.prepare import prepare_loader
 from accel_callbacks.data.sources import Setting
-from accel_callbacks.utils import extract_model_from_parallel
+from accel_callbacks.utils import extract_model_from_parallel, is_compiled_module
 
 
 def name(key: str):
@@ -279,3 +279,29 @@ def test_a_model_is_unwrapped_inside_too():
     assert extract_model_from_parallel(model, True, True) is model
     assert isinstance(model[0], torch.nn.DataParallel)
     assert extract_model_from_parallel(model, recursive=True)[0][0] is inner
+
+
+# --- options of torch.compile -----------------------------------------------------------------
+
+
+def test_the_launcher_gives_a_plugin_of_torch_compile_what_it_leaves_out(monkeypatch):
+    plugin = name("TorchDynamoPlugin")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "1")
+    made = plugin(use_regional_compilation=True, dynamic=False)
+    assert (made.backend, made.dynamic) == (name("DynamoBackend").EAGER, False)
+    assert plugin().to_kwargs() == {"backend": "eager", "dynamic": True}
+    assert plugin().to_dict()["backend"] == "eager"
+    assert torch.compile(torch.nn.Linear(1, 1), **made.to_kwargs())(torch.ones(1)).shape == (1,)
+    assert not plugin(backend="no").compiles
+    net = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    prepared = name("Accelerator")(cpu=True, dynamo_plugin=plugin(fullgraph=True)).prepare(net)
+    assert is_compiled_module(prepared)
+
+
+def test_a_plugin_without_a_backend_compiles_nothing_and_says_so():
+    plugin = name("TorchDynamoPlugin")
+    with pytest.warns(UserWarning, match="without a backend.*fullgraph, mode has no effect"):
+        made = plugin(fullgraph=True, mode="max-autotune")
+    assert not made.compiles
+    assert not plugin(disable=True, backend="eager").compiles

@@ -350,4 +350,7 @@ def test_a_model_is_unwrapped_from_what_the_script_has_put_around_it():
     assert accelerator.unwrap_model(parallel) is model
     compiled = torch.compile(parallel, backend="eager")
     assert accelerator.unwrap_model(compiled, keep_torch_compile=False) is model
+    inner = accelerator.unwrap_model(compiled)
+    assert (type(inner), inner._orig_mod) == (type(compiled), model)
+    assert compiled._orig_mod is parallel  # which trains on
     assert accelerator.unwrap_model(accelerator.prepare(model)) is model
