@@ -25,7 +25,7 @@ from accel_callbacks.models.offload.checkpoint_weights import load_spread
 from accel_callbacks.models.offload.device_map import planned_device_map
 from accel_callbacks.models.offload.dispatch import release, spread
 from accel_callbacks.models.offload.origins import Origins
-from accel_callbacks.models.offload.residence import DEFAULTS, OffloadOptions
+from accel_callbacks.models.offload.residence import DEFAULTS, OffloadOptions, offload_hooks
 from accel_callbacks.models.offload.sizes import class_names
 
 __all__ = ["cpu_offload", "disk_offload", "dispatch_model", "load_checkpoint_and_dispatch"]
@@ -66,7 +66,7 @@ def load_checkpoint_and_dispatch(
         checkpoint: what :func:`load_checkpoint_in_model` takes.
         device_map: where modules are, as name to device, ``"cpu"`` or ``"disk"``; or how to plan
             it: ``"auto"``, ``"balanced"``, ``"balanced_low_0"`` or ``"sequential"``. By default the
-            model is loaded as it is.
+            model is loaded as it is, one with offloaded weights by the map that it has.
         max_memory: budgets of a plan, as device to bytes or text such as ``"8GB"``.
         no_split_module_classes: names of classes whose modules are never split over devices, and
             are fetched as a whole.
@@ -110,6 +110,8 @@ def load_checkpoint_and_dispatch(
         >>> torch.equal(model(torch.ones(2)), trained(torch.ones(2)))
         True
     """
+    if device_map is None and not broadcast_from_rank0 and any(offload_hooks(model)):
+        device_map = vars(original(model)).get("hf_device_map")
     if isinstance(device_map, str):
         device_map = planned_device_map(
             original(model), device_map, max_memory, no_split_module_classes, dtype, offload_buffers

@@ -286,6 +286,17 @@ def test_dispatched_again(tmp_path: Path) -> None:
     assert same(model)
 
 
+def test_loaded_again_by_the_map_that_it_has(tmp_path: Path) -> None:
+    device_map = {"": "cpu", "blocks.0": "disk"}
+    model = load_checkpoint_and_dispatch(empty(), saved(tmp_path), device_map)
+    names, wanted = absent(model), trained()
+    torch.nn.init.ones_(wanted.blocks[0].up.bias)
+    Accelerator(cpu=True).save_model(wanted, tmp_path)  # the files that it reads
+    model = load_checkpoint_and_dispatch(model, tmp_path)
+    assert absent(model) == names
+    assert same(model, wanted)
+
+
 def test_checkpoints_of_save_state_are_streamed(tmp_path: Path) -> None:
     accel = Accelerator(cpu=True)
     prepared = accel.prepare(trained())
