@@ -14,11 +14,14 @@ import torch
 
 from accel_callbacks import collectives
 from accel_callbacks.accelerator import Accelerator
+from accel_callbacks.checkpoint.in_place_reads import InPlaceReads, place_optimizer_state
 from accel_callbacks.checkpoint.project import number_of
+from accel_callbacks.checkpoint.training_state import TrainingState
 from accel_callbacks.compat.unprepared import is_unprepared
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.data.order import draws_at_random
 from accel_callbacks.distributed.failures import shared_failure
+from accel_callbacks.engines.optimizer_state import parameter_names
 from accel_callbacks.errors import ResumeError
 from accel_callbacks.local_files import local_path
 from accel_callbacks.warning import warn
@@ -150,14 +153,7 @@ class _State:
         from checkpoint_io.weights.torch_pickle import load_restricted
 
         if (path := self.path(name)) is None:
-            stem = name.partition(".")[0]
-            sharded = stem if re.search("_[0-9]+$", stem) else f"{stem}_0"
-            if sharded in self.present:
-                raise ResumeError(
-                    f"{self.folder / sharded} is sharded, and only whole states of Accelerate's "
-                    "optimizers are read: nothing was changed. Prepare the model alone to load its "
-                    "weights, and let the optimizer begin anew."
-                )
+            self._refuse_pieces(name.partition(".")[0])
             raise ResumeError(
                 f"{self.folder / name} is not there, and something that it is for is prepared or "
                 "registered: nothing was changed. Prepare what was prepared when the state was "
@@ -174,12 +170,24 @@ class _State:
         names = [_file_name(name, index) for name in _WEIGHTS]
         found = self.path(*names, f"pytorch_model_fsdp_{index}")
         if found is None:
+            self._refuse_pieces("pytorch_model_fsdp")
             raise ResumeError(
                 f"{self.folder} has neither {names[0]} nor {names[1]}: nothing was changed. `accel "
                 "merge-weights` makes one file of weights that are in pieces, such as those of "
                 "DeepSpeed, and load_checkpoint_in_model() loads it."
             )
         return found
+
+    def _refuse_pieces(self, stem: str) -> None:
+        """Raise ResumeError for a part of which each process has saved its own piece."""
+        pieces = sorted(name for name in self.present if re.match(f"{stem}(_[0-9]+)?_rank", name))
+        if pieces:
+            raise ResumeError(
+                f"{self.folder} has {', '.join(pieces[:2])}, of which each process has a piece "
+                "that does not say where it belongs: nothing was changed. Load them by Accelerate "
+                "on as many processes, and save them there with state_dict_type="
+                "SHARDED_STATE_DICT, or use_dcp=True, which is read on any number."
+            )
 
     def tell_unread(self) -> None:
         """Warn of the parts that were not read, and say which were."""
@@ -200,11 +208,8 @@ def _calls(accelerator: Accelerator, state: _State) -> Iterator[Callable[[], Any
     models = [model for model in training.models if any(model is kept for kept in left)]
     for index, model in enumerate(models):
         yield _loading_weights(training.strategy.unwrap(model), state.weights(index))
-    for index, optimizer in enumerate(training.optimizers):
-        name = _file_name("optimizer.bin", index)
-        content = state.content(name)
-        _require_order(training, optimizer, content, state.folder / name)
-        yield _loading(optimizer, content)
+    for index in range(len(training.optimizers)):
+        yield _Optimizer(training, index, state).load
     for index, scheduler in enumerate(training.schedulers):
         yield _loading(scheduler, state.content(_file_name("scheduler.bin", index)))
     if accelerator.scaler is not None:
@@ -223,20 +228,81 @@ def _calls(accelerator: Accelerator, state: _State) -> Iterator[Callable[[], Any
     yield from _positions(accelerator, state)
 
 
-def _require_order(training: Any, optimizer: Any, content: Any, path: Path) -> None:
-    """Raise ResumeError unless parameters that FSDP saved by their names are in this order."""
-    saved = [name for group in content["param_groups"] for name in group["params"]]
-    if not any(isinstance(name, str) for name in saved):
-        return
-    models = [training.strategy.unwrap(model) for model in training.models]
-    names = {id(p): _bare(name) for model in models for name, p in model.named_parameters()}
-    own = [names.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
-    if own != [_bare(str(name)) for name in saved]:
-        raise ResumeError(
-            f"{path} has the parameters {saved[:3]}, and so on, and the optimizer has {own[:3]}: "
-            "nothing was changed. Make the optimizer with the parameters in the order in which "
-            "they were saved."
-        )
+class _Optimizer:
+    """The state of an optimizer, as a file of ``torch.save`` or in a folder of all processes.
+
+    Args:
+        training: has the optimizer.
+        index: its number.
+        state: has the file or folder.
+
+    Raises:
+        ResumeError: it is not there, or of other parameters.
+    """
+
+    def __init__(self, training: TrainingState, index: int, state: _State) -> None:
+        from checkpoint_io.storage import open_store
+        from checkpoint_io.weights import DcpSource
+
+        self._strategy = training.strategy
+        self._optimizer = training.optimizers[index].optimizer
+        self._source: DcpSource | None = None
+        if (folder := state.path(f"optimizer_{index}")) is not None:
+            self._source = DcpSource(open_store(folder), "optimizer", tensorless=True)
+            saved = {"state": {}, **self._source.tree()["optimizer"]}
+        else:
+            saved = state.content(_file_name("optimizer.bin", index))
+        in_groups = [name for group in saved["param_groups"] for name in group["params"]]
+        is_named = any(isinstance(name, str) for name in in_groups)
+        self._saved = self._by_position(training, index, saved) if is_named else saved
+
+    def _by_position(
+        self, training: TrainingState, index: int, saved: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        names = parameter_names(training.bare_models)
+        # of models with the same names, that of the optimizer's number comes last, and counts
+        ordered = sorted(names.values(), key=lambda name: name.startswith(f"{index}."))
+        own = {_bare(name.partition(".")[2]): name for name in ordered}
+        state = {own.get(_bare(name), name): each for name, each in saved["state"].items()}
+        groups = [
+            {**group, "params": [own.get(_bare(name), name) for name in group["params"]]}
+            for group in saved["param_groups"]
+        ]
+        named = {**saved, "state": state, "param_groups": groups}
+        return self._strategy.states.fit_optimizer_state(named, self._optimizer, names)
+
+    def load(self) -> None:
+        """Load it, of a folder what this rank has of each tensor."""
+        loaded = self._saved
+        if self._source is not None:
+            reads = _ReadsOfDcp(self._source)
+            loaded = place_optimizer_state(self._optimizer, loaded, reads, self._strategy)
+            reads.run()
+        self._strategy.states.load_optimizer_state_dict(self._optimizer, loaded)
+
+
+class _ReadsOfDcp(InPlaceReads):
+    """Reads of tensors that ``torch.distributed.checkpoint`` saved."""
+
+    def __init__(self, source: Any) -> None:
+        super().__init__(source)
+        self._source = source
+
+    @staticmethod
+    def is_view(saved: Any) -> bool:
+        """Return whether it is a tensor that is still to be read."""
+        from checkpoint_io.weights import DcpTensor
+
+        return isinstance(saved, DcpTensor)
+
+    def run(self, progress: bool | None = None) -> None:
+        """Read all tensors."""
+        from checkpoint_io import TransferProgress
+
+        wanted: list[tuple[Any, torch.Tensor]] = [*self._pairs]
+        size = sum(target.nbytes for _, target in wanted)
+        with TransferProgress("loading", size, progress) as bar:
+            self._source.read([(tensor.name, target) for tensor, target in wanted], bar)
 
 
 def _positions(accelerator: Accelerator, state: _State) -> Iterator[Callable[[], Any]]:

@@ -1,5 +1,7 @@
 """Model weights in files of this package, of Hugging Face, torch and DeepSpeed."""
 
+from checkpoint_io.weights.dcp import DcpSource as DcpSource
+from checkpoint_io.weights.dcp import DcpTensor as DcpTensor
 from checkpoint_io.weights.deepspeed import DeepSpeedSource as DeepSpeedSource
 from checkpoint_io.weights.deepspeed import deepspeed_folder as deepspeed_folder
 from checkpoint_io.weights.find import open_weights as open_weights

@@ -53,6 +53,26 @@ class _Piece:
     end: int
 
 
+@dataclass(frozen=True)
+class DcpTensor:
+    """A tensor that is still to be read.
+
+    Attributes:
+        name: among those of its part.
+        dtype: of the stored tensor.
+        shape: likewise.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def is_array(self) -> bool:
+        """Whether it was an array of numpy: those are saved as values."""
+        return False
+
+
 class DcpSource:
     """The tensors in one part of a state that `torch.distributed.checkpoint.save` wrote.
 
@@ -60,19 +80,20 @@ class DcpSource:
         store: the folder, with its `.metadata`.
         part: keys that lead to the weights, joined by dots ("app.model"); default: follow "model"
             and the like, and a key that is the only one.
+        tensorless: accept a part without tensors, such as the state of an optimizer.
 
     Raises:
         CheckpointNotFoundError: there is no such part.
         CorruptCheckpointError: the metadata is damaged, or a piece of a tensor is missing.
     """
 
-    def __init__(self, store: Store, part: str | None = None) -> None:
+    def __init__(self, store: Store, part: str | None = None, *, tensorless: bool = False) -> None:
         self._store = store
         self.where = store.url
         self.tied: dict[str, str] = {}
         metadata = _read_metadata(store)
         tensors = _mapping(metadata, "state_dict_metadata", self.where)
-        planned = metadata.fields.get("planner_data")
+        self._planned = planned = metadata.fields.get("planner_data")
         paths = {key: _path_of(key, planned, self.where) for key in tensors}
         chosen = _choose(paths, part, self.where)
         storage = _storage(metadata, self.where)
@@ -82,6 +103,8 @@ class DcpSource:
         self._pieces: dict[str, list[_Piece]] = {}
         self.infos: dict[str, WeightInfo] = {}
         self.skipped: list[str] = []
+        self._keys = chosen
+        self._storage = storage
         for name, key in chosen.items():
             entry = tensors[key]
             if isinstance(entry, Record) and entry.kind.endswith(".TensorStorageMetadata"):
@@ -89,9 +112,37 @@ class DcpSource:
                 self._pieces[name] = _pieces(entry, key, storage, self.infos[name], self.where)
             else:
                 self.skipped.append(name)
-        if not self.infos:
+        if not self.infos and not tensorless:
             raise CheckpointNotFoundError(f"{self.where}: there is no tensor under {part!r}")
         _check_files(chain.from_iterable(self._pieces.values()), store)
+
+    def tree(self) -> Any:
+        """Return the part as it was saved, with a :class:`DcpTensor` for each tensor.
+
+        Raises:
+            CorruptCheckpointError: a value is damaged, or is an object of a class.
+        """
+        root: dict[Any, Any] = {}
+        for name, key in self._keys.items():
+            planned = self._planned.get(key) if isinstance(self._planned, dict) else None
+            path = planned if isinstance(planned, tuple) else (key,)
+            inner: Any = root
+            with _described(key, self.where):
+                for word in path[:-1]:
+                    inner = inner.setdefault(word, {})
+                if path[-1] in inner:
+                    raise ValueError("it is there twice")
+            inner[path[-1]] = self._value(name, key)
+        return _with_lists(root)
+
+    def _value(self, name: str, key: str) -> Any:
+        if name in self.infos:
+            return DcpTensor(name, *self.infos[name])
+        with _described(key, self.where):
+            file, begin, end = _place_of(self._storage[key, ()])
+        stored = WeightFile.at(self._store, file)
+        with stored.open() as reader:
+            return read_restricted(_Part(reader, begin, end), stored.where)
 
     def read(self, wanted: Wanted, progress: TransferProgress) -> None:
         """Assemble the pieces of each tensor in its target; of a DTensor, the local part."""
@@ -265,16 +316,33 @@ def _pieces(
             if 0 in sizes:
                 continue  # torch stores nothing for it, or nothing worth reading
             place = storage.get((key, offsets)) or storage[key, ()]
-            if place.fields.get("transform_descriptors"):
-                raise ValueError("it is compressed by an extension, which is not supported")
-            begin, length = int(place.fields["offset"]), int(place.fields["length"])
-            if length < math.prod(sizes) * info.dtype.itemsize or begin < 0:
+            file, begin, end = _place_of(place)
+            if end - begin < math.prod(sizes) * info.dtype.itemsize:
                 raise ValueError("a piece is longer than its bytes")
-            if not isinstance(file := place.fields["relative_path"], str):
-                raise ValueError("its file has no name")
-            pieces.append(_Piece(offsets, sizes, child_name(file), begin, begin + length))
+            pieces.append(_Piece(offsets, sizes, file, begin, end))
         _check_boxes(pieces, info.shape)
         return pieces
+
+
+def _place_of(place: Record) -> tuple[str, int, int]:
+    """Return a file, and where the bytes of an entry begin and end in it."""
+    if place.fields.get("transform_descriptors"):
+        raise ValueError("it is compressed by an extension, which is not supported")
+    begin, length = int(place.fields["offset"]), int(place.fields["length"])
+    if begin < 0 or length < 0:
+        raise ValueError("its bytes end before they begin")
+    if not isinstance(file := place.fields["relative_path"], str):
+        raise ValueError("its file has no name")
+    return child_name(file), begin, begin + length
+
+
+def _with_lists(tree: Any) -> Any:
+    """Return a tree with lists in place of dicts by position."""
+    if not isinstance(tree, dict):
+        return tree
+    if tree and all(isinstance(key, int) for key in tree):
+        return [_with_lists(tree[position]) for position in sorted(tree)]
+    return {key: _with_lists(value) for key, value in tree.items()}
 
 
 def _check_boxes(pieces: Sequence[_Piece], shape: tuple[int, ...]) -> None:

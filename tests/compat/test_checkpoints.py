@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.utils.data import DataLoader
 
 from accel_callbacks import ResumeError
@@ -247,42 +248,73 @@ def test_weights_that_fsdp_saved(tmp_path):
     with pytest.warns(UserWarning, match=r"read pytorch_model_fsdp_0.*not read optimizer_0 "):
         accelerator.load_state(tmp_path)
     assert torch.equal(model[0].weight, saved["0.weight"])
-    accelerator = name("Accelerator")(cpu=True)
-    model = accelerator.prepare(before := deep())
-    kept = before[0].weight.detach().clone()
-    accelerator.prepare(torch.optim.SGD(model.parameters(), 1.0))
-    with pytest.raises(ResumeError, match=r"optimizer_0 is sharded.*Prepare the model alone"):
-        accelerator.load_state(tmp_path)
-    assert torch.equal(model[0].weight, kept)
 
 
-def test_states_by_names_of_parameters_are_read_in_their_order(tmp_path):
+def written_by_name(folder, is_sharded, optimizer_of=torch.optim.AdamW):
+    """Write the state of a model and its optimizer as FSDP of Accelerate does; return both."""
     model = deep()
-    save_random(tmp_path)
-    torch.save(model.state_dict(), tmp_path / "pytorch_model_fsdp.bin")
-    names = [key for key, _ in model.named_parameters()]
-    state = {key: {"momentum_buffer": p.detach() + 1} for key, p in model.named_parameters()}
-    groups = [{"params": names, "lr": 0.25, "momentum": 0.5}]
-    torch.save({"state": state, "param_groups": groups}, tmp_path / "optimizer.bin")
+    optimizer = optimizer_of(
+        [{"params": model[0].parameters(), "lr": 0.25}, {"params": model[1].parameters()}], lr=0.5
+    )
+    model(torch.ones(2, model[0].in_features)).sum().backward()
+    optimizer.step()
+    save_random(folder)
+    state = get_optimizer_state_dict(model, optimizer)
+    if is_sharded:
+        for part, content, place in (
+            ("model", model.state_dict(), "pytorch_model_fsdp_0"),
+            ("optimizer", state, "optimizer_0"),
+        ):
+            dcp.save({part: content}, checkpoint_id=folder / place, no_dist=True)
+    else:
+        torch.save(model.state_dict(), folder / "pytorch_model_fsdp.bin")
+        torch.save(state, folder / "optimizer.bin")
+    return model, optimizer
 
-    def ready(in_order: bool):
-        accelerator = name("Accelerator")(cpu=True)
-        fresh = deep()
-        parameters = list(fresh.parameters())
-        if not in_order:
-            parameters.reverse()
-        optimizer = torch.optim.SGD(parameters, lr=1.0, momentum=0.5)
-        return accelerator, *accelerator.prepare(fresh, optimizer)
 
-    accelerator, fresh, optimizer = ready(in_order=True)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("optimizer_of", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_states_by_names_of_parameters_are_read_in_any_order(tmp_path, is_sharded, optimizer_of):
+    model, saved = written_by_name(tmp_path, is_sharded, optimizer_of)
+    accelerator, fresh = name("Accelerator")(cpu=True), deep()
+    groups = [[*part.parameters()][::-1] for part in fresh]
+    optimizer = optimizer_of([{"params": group} for group in groups], lr=1.0)
+    fresh, optimizer = accelerator.prepare(fresh, optimizer)
     accelerator.load_state(tmp_path)
-    for parameter, saved in zip(fresh.parameters(), model.parameters(), strict=True):
-        assert torch.equal(parameter, saved)
-        assert torch.equal(optimizer.optimizer.state[parameter]["momentum_buffer"], saved + 1)
-    assert optimizer.param_groups[0]["lr"] == 0.25
-    accelerator, *_ = ready(in_order=False)
-    with pytest.raises(ResumeError, match="in the order in which they were saved"):
+    for parameter, own in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(parameter, own)
+        kept, read = saved.state[parameter], optimizer.optimizer.state[own]
+        assert kept.keys() == read.keys()
+        assert all(torch.equal(kept[key], read[key]) for key in kept)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.5]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_states_by_names_of_other_parameters_change_nothing(tmp_path):
+    written_by_name(tmp_path, is_sharded=True)
+    accelerator, fresh = name("Accelerator")(cpu=True), deep()
+    before = fresh[0].weight.detach().clone()
+    groups = [{"params": [fresh[0].weight]}, {"params": fresh[1].parameters()}]
+    fresh, _ = accelerator.prepare(fresh, torch.optim.AdamW(groups))
+    with pytest.raises(ResumeError, match=r"'0\.0\.bias' is only in the checkpoint's parameter"):
         accelerator.load_state(tmp_path)
+    assert torch.equal(fresh[0].weight, before)
+
+
+@pytest.mark.parametrize("place", ["pytorch_model_fsdp{}_rank0.bin", "optimizer{}_rank0.bin"])
+def test_pieces_of_each_process_are_named(tmp_path, place):
+    save_random(tmp_path)
+    for index in ("", "_0"):
+        model = torch.nn.Linear(1, 1)
+        accelerator = name("Accelerator")(cpu=True)
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), 1.0))
+        if place.startswith("optimizer"):
+            torch.save(model.state_dict(), tmp_path / "pytorch_model_fsdp.bin")
+        torch.save({}, tmp_path / place.format(index))
+        with pytest.raises(ResumeError, match=f"{place.format(index)}.*SHARDED_STATE_DICT"):
+            accelerator.load_state(tmp_path)
+        (tmp_path / place.format(index)).unlink()
 
 
 # --- numbered states --------------------------------------------------------------------------
