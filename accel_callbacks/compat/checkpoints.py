@@ -249,9 +249,15 @@ class _Optimizer:
         self._source: DcpSource | None = None
         if (folder := state.path(f"optimizer_{index}")) is not None:
             self._source = DcpSource(open_store(folder), "optimizer", tensorless=True)
-            saved = {"state": {}, **self._source.tree()["optimizer"]}
+            saved = self._source.tree().get("optimizer")
         else:
             saved = state.content(_file_name("optimizer.bin", index))
+        if not isinstance(saved, Mapping) or "param_groups" not in saved:
+            raise ResumeError(
+                f"{state.folder} has no state of an optimizer where that of optimizer {index} is: "
+                "nothing was changed. Load an older one, or prepare the model alone."
+            )
+        saved = {"state": {}, **saved}  # which a folder without any tensor leaves out
         in_groups = [name for group in saved["param_groups"] for name in group["params"]]
         is_named = any(isinstance(name, str) for name in in_groups)
         self._saved = self._by_position(training, index, saved) if is_named else saved

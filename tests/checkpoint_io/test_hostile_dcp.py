@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from checkpoint_io import CorruptCheckpointError, load_model_state
+from checkpoint_io.storage import open_store
+from checkpoint_io.weights import DcpSource, DcpTensor
 from checkpoint_io.weights.torch_pickle import read_inert
 
 pytestmark = [
@@ -139,3 +141,43 @@ def test_a_size_that_contains_itself(folder: Path) -> None:
 def _unframed(document: bytes) -> bytes:
     """Leave out the length of the frame, which is another one now."""
     return document[:2] + document[11:] if document[2:3] == b"\x95" else document
+
+
+# --- a part as a tree -------------------------------------------------------------------------
+
+
+def rewritten(folder: Path, change: Callable[[Metadata], None]) -> DcpSource:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    return DcpSource(open_store(folder))
+
+
+def test_a_tree_has_its_values_and_lists(tmp_path: Path) -> None:
+    state = {"a": [1, {"b": None}, (2, "x")], "w": {"0.1": torch.ones(2)}}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    tree = DcpSource(open_store(tmp_path)).tree()
+    assert tree["a"] == [1, {"b": None}, (2, "x")]
+    assert tree["w"] == {"0.1": DcpTensor("w.0.1", torch.float32, (2,))}
+
+
+@pytest.mark.parametrize("path", [("a", []), ("a", {}), ("a", "b", "c")])
+def test_a_path_that_leads_nowhere(tmp_path: Path, path: tuple[Any, ...]) -> None:
+    dcp.save({"w": torch.ones(1), "a": {"b": 1}}, checkpoint_id=tmp_path, no_dist=True)
+
+    def change(metadata: Metadata) -> None:
+        metadata.planner_data["a.b"] = path
+
+    with pytest.raises(CorruptCheckpointError):
+        rewritten(tmp_path, change).tree()
+
+
+def test_values_beyond_their_file(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(1), "a": 1}, checkpoint_id=tmp_path, no_dist=True)
+
+    def change(metadata: Metadata) -> None:
+        for index, place in metadata.storage_data.items():
+            place.offset += (index.fqn == "a") * 10**15
+
+    with pytest.raises(CorruptCheckpointError):
+        rewritten(tmp_path, change).tree()

@@ -299,6 +299,10 @@ def test_states_by_names_of_other_parameters_change_nothing(tmp_path):
     fresh, _ = accelerator.prepare(fresh, torch.optim.AdamW(groups))
     with pytest.raises(ResumeError, match=r"'0\.0\.bias' is only in the checkpoint's parameter"):
         accelerator.load_state(tmp_path)
+    dcp.save({"optimizer": {"a": torch.ones(1)}}, checkpoint_id=tmp_path / "optimizer_0",
+             no_dist=True)  # fmt: skip
+    with pytest.raises(ResumeError, match="no state of an optimizer where that of optimizer 0 is"):
+        accelerator.load_state(tmp_path)
     assert torch.equal(fresh[0].weight, before)
 
 
