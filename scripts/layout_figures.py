@@ -13,6 +13,9 @@ The rules of counting:
 * *Files in circles*: files in strongly connected components of the import graph. A package whose
   ``__getattr__`` imports its names when they are first used repeats them under ``TYPE_CHECKING``;
   these count as imports inside functions, which is what they are.
+* The *core* is accel_callbacks without the rooms and files of `OUTSIDE_THE_CORE`, and without its
+  own callbacks, each one of many. A file *names* an engine or an add-on where an identifier holds a
+  word of `NAMES`; texts and docstrings may.
 * A *walk*: distinct files and functions of the packages that one call enters, in all threads. Of
   what is called for each batch it is the second time, which also ends the batch before. One
   process, CPU, bf16, a window of two batches, one callback, one jsonl tracker, a 4x4
@@ -27,6 +30,7 @@ import inspect
 import io
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -44,6 +48,30 @@ from typing import Any
 
 PACKAGES = ("accel_callbacks", "checkpoint_io", "loggers")
 OPENINGS = ("What", "Whether", "Say", "Which", "How")
+#: What stands around the core of accel_callbacks: rooms, files of the root, and doors.
+OUTSIDE_THE_CORE = {
+    *("engines", "models", "addons", "compat", "launch", "cli", "plugins", "testing"),
+    *("as_accelerate", "engine_options", "launch_memory", "local_sgd", "recurrence", "utils"),
+    *("_lazy",),
+}
+#: Files of ``callbacks/`` itself that are no callback.
+CALLBACK_INTERFACE = {"base", "__init__"}
+#: The words of identifiers by which a file of the core would know an engine or an add-on.
+NAMES = {
+    "torchft": "torchft|votes_on_steps",
+    "xla": "xla",
+    "deepspeed": "deepspeed|zero_stage",
+    "journal": "journal|replay|rollbacks",
+    "survive": "survive|survivor|snapshot|memory_every",
+    "context": "context_parallel|cut_sequences|cp_size|sp_size",
+    "exit": "boundary_exit",
+    "offload": "offload|residence",
+    "megatron": "megatron",
+    "fp8": "fp8|float8",
+    "pipeline": "pipeline|pp_size",
+    "steering": "mailbox|on_command",
+    "lightning": "lightning|transformers",
+}
 _BATCHES = 14  # of a walk, two a step
 IMPORT_TIME, IN_FUNCTIONS, FOR_TYPES = "import time", "in functions", "for types"
 
@@ -189,6 +217,25 @@ def circles(graph: Mapping[str, set[str]]) -> list[set[str]]:
     return found
 
 
+# --- the core ------------------------------------------------------------------------------
+
+
+def is_core(module: Module) -> bool:
+    """Return whether a module belongs to the core of accel_callbacks."""
+    package, *parts = module.name.split(".")
+    if package != "accel_callbacks" or not parts or parts[0] in OUTSIDE_THE_CORE:
+        return False
+    is_file_of_callbacks = parts[0] == "callbacks" and len(parts) == 2 and not module.is_package
+    return not is_file_of_callbacks or parts[1] in CALLBACK_INTERFACE
+
+
+def named_in(module: Module) -> set[str]:
+    """Return which keys of `NAMES` the identifiers of a module name."""
+    tokens = tokenize.generate_tokens(io.StringIO(module.text).readline)
+    words = "\n".join({token.string for token in tokens if token.type == tokenize.NAME})
+    return {name for name, pattern in NAMES.items() if re.search(pattern, words, re.IGNORECASE)}
+
+
 # --- the table -----------------------------------------------------------------------------
 
 
@@ -215,6 +262,7 @@ def source_figures(root: Path) -> dict[str, str]:
         comments += commented
     figures["lines of code"] = str(code.total())
     figures["code by package"] = " + ".join(str(code[name]) for name in PACKAGES)
+    figures |= _core_figures(modules)
     figures["comment lines"] = percent(comments, sum(sizes))
     texts = [str(node.value) for module in modules.values() for node in docstrings(module)]
     opened = Counter(text.split(maxsplit=1)[0] for text in texts if text.strip())
@@ -222,6 +270,18 @@ def source_figures(root: Path) -> dict[str, str]:
     for opening in OPENINGS:
         figures[f'docstrings with "{opening} ..."'] = str(opened[opening])
     return figures | _import_figures(modules) | _name_figures(root, modules)
+
+
+def _core_figures(modules: Mapping[str, Module]) -> dict[str, str]:
+    core = [module for module in modules.values() if is_core(module)]
+    named = [named_in(module) for module in core]
+    counts = Counter(name for names in named for name in names)
+    return {
+        "code of the core": str(sum(code_and_comment_lines(module)[0] for module in core)),
+        "files of the core": str(len(core)),
+        "files of it that name others": str(sum(map(bool, named))),
+        "whom they name": ", ".join(f"{name} {counts[name]}" for name in NAMES if counts[name]),
+    }
 
 
 def _import_figures(modules: Mapping[str, Module]) -> dict[str, str]:
