@@ -30,7 +30,7 @@ _HOME = {
     "DeepSpeedSequenceParallelConfig": "plugins.parallelism_handlers",
     "DistributedDataParallelKwargs": "plugins.ddp",
     "DistributedOperationException": "errors",
-    "DistributedType": "engines.distributed_type",
+    "DistributedType": "plugins.distributed_type",
     "DynamoBackend": "plugins.compile",
     "FullyShardedDataParallelPlugin": "plugins.fsdp",
     "GeneralTracker": "tracking.general_tracker",
@@ -158,7 +158,6 @@ if TYPE_CHECKING:
     from accel_callbacks.distributed.rng import synchronize_rng_state as synchronize_rng_state
     from accel_callbacks.distributed.rng import synchronize_rng_states as synchronize_rng_states
     from accel_callbacks.distributed.topology import Topology as Topology
-    from accel_callbacks.engines.distributed_type import DistributedType as DistributedType
     from accel_callbacks.errors import (
         DistributedOperationException as DistributedOperationException,
     )
@@ -194,6 +193,7 @@ if TYPE_CHECKING:
         DistributedDataParallelKwargs as DistributedDataParallelKwargs,
     )
     from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
+    from accel_callbacks.plugins.distributed_type import DistributedType as DistributedType
     from accel_callbacks.plugins.fsdp import (
         FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
     )

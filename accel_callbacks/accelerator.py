@@ -51,9 +51,7 @@ from accel_callbacks.distributed.topology import (
     resolve_topology,
 )
 from accel_callbacks.distributed.votes import Trigger
-from accel_callbacks.engine_options import resolve_engine
-from accel_callbacks.engines import find_device
-from accel_callbacks.engines.distributed_type import DistributedType
+from accel_callbacks.engine_options import find_device, resolve_engine
 from accel_callbacks.errors import unknown_option
 from accel_callbacks.errors.foreign_names import ATTRIBUTES, OPTIONS
 from accel_callbacks.loop.accumulation import Accumulate
@@ -69,6 +67,7 @@ from accel_callbacks.models.compile import uncompile
 from accel_callbacks.optimizer import AcceleratedOptimizer
 from accel_callbacks.plugins.base import KwargsHandler, sort_handlers
 from accel_callbacks.plugins.compile import DynamoBackend, TorchDynamoPlugin
+from accel_callbacks.plugins.distributed_type import DistributedType
 from accel_callbacks.plugins.gradient_accumulation import GradientAccumulationPlugin, chosen_steps
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.parallelism_handlers import TorchTensorParallelPlugin
@@ -703,7 +702,7 @@ class Accelerator(ProcessControl, MediaLogging):
             )
         self.loop.share_identity(self.loop.run)
         self.strategy.data.share_random_state()
-        whole = self.strategy.pipeline(
+        whole = self.strategy.cut(
             model,
             self.precision.wrap,
             split_points=split_points,

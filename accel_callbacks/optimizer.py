@@ -10,12 +10,12 @@ import torch
 
 from accel_callbacks.callbacks.dispatch.dispatcher import Hook
 from accel_callbacks.distributed.remote_failure import remote_failure
-from accel_callbacks.engines import Strategy
 from accel_callbacks.gradients import has_gradients, multiply_gradients
 from accel_callbacks.loop.first_steps import OptimizerWatch
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.precision import Precision
 from accel_callbacks.precision.base import StepFinding
+from accel_callbacks.strategy import Strategy
 
 __all__ = ["AcceleratedOptimizer"]
 

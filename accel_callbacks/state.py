@@ -22,19 +22,19 @@ from accel_callbacks.distributed.topology import (
     resolve_topology,
     select_device,
 )
-from accel_callbacks.engines import find_device
-from accel_callbacks.engines.distributed_type import DistributedType
+from accel_callbacks.engine_options import find_device
 from accel_callbacks.errors import nearest
+from accel_callbacks.plugins.distributed_type import DistributedType
 from accel_callbacks.plugins.process_group import InitProcessGroupKwargs
 
 if TYPE_CHECKING:
     from accel_callbacks.data.loader import DataLoaderShard
-    from accel_callbacks.engines import Strategy
     from accel_callbacks.loop.gradient_window import GradientWindow
     from accel_callbacks.loop.loop import Loop
     from accel_callbacks.plugins import FullyShardedDataParallelPlugin, MegatronLMPlugin
     from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin, DeepSpeedPlugins
     from accel_callbacks.plugins.parallelism import ParallelismConfig
+    from accel_callbacks.strategy import Strategy
 
 __all__ = [
     "AcceleratorState",

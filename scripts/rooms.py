@@ -24,7 +24,7 @@ ROWS = (
     ("accelerator", "addons"),
     ("loop", "tracking", "precision", "callbacks"),
     ("checkpoint", "engines", "launch"),
-    ("options", "models", "data", "parts"),
+    ("options", "strategy", "models", "data", "parts"),
     ("plugins", "distributed", "collectives", "errors"),
     ("checkpoint_io", "loggers"),
 )
@@ -32,7 +32,7 @@ ROWS = (
 ROOT_FILES = {
     **dict.fromkeys(("config", "engine_options"), "options"),
     **dict.fromkeys(("optimizer", "scheduler", "gradients", "memory"), "parts"),
-    **dict.fromkeys(("profiler", "logging"), "parts"),
+    **dict.fromkeys(("profiler", "logging", "placeholder"), "parts"),
     **dict.fromkeys(("warning", "local_files", "host_copy", "terminal_text"), "errors"),
     **dict.fromkeys(("_siblings", "_lazy", "launch_memory"), "errors"),
     **dict.fromkeys(("recurrence", "redaction"), "errors"),

@@ -53,9 +53,9 @@ MAY_IMPORT_COMPAT = {
 CORE = (
     *(f"accel_callbacks.{room}." for room in ("loop", "data", "collectives", "distributed")),
     *(f"accel_callbacks.{room}." for room in ("precision", "checkpoint", "tracking", "errors")),
+    "accel_callbacks.strategy.",
     *("accel_callbacks.callbacks.base", "accel_callbacks.callbacks.dispatch."),
     *("accel_callbacks.optimizer", "accel_callbacks.scheduler", "accel_callbacks.state"),
-    *(f"accel_callbacks.engines.{file}" for file in ("base", "state_access", "data_ranks")),
 )
 #: Files that import each other, those imports included that run late or only for type checkers.
 #: Each entry is one whole circle. The list only shrinks.

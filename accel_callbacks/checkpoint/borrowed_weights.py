@@ -20,8 +20,7 @@ from accel_callbacks.checkpoint.training_state import TrainingState
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.errors import ResumeError
 from accel_callbacks.gradients import local_part
-from accel_callbacks.models.offload.placeholder import AbsentWeight
-from accel_callbacks.models.offload.residence import held_weights
+from accel_callbacks.placeholder import Placeholder, kept_elsewhere
 
 if TYPE_CHECKING:
     from checkpoint_io import CheckpointReader
@@ -182,8 +181,8 @@ def _kept(training: TrainingState, indices: Sequence[int]) -> Iterator[None]:
     buffers = [(m, name, b) for m in modules for name, b in m._buffers.items()]
     parameters = [parameter for m in modules for parameter in m._parameters.values()]
     held = [*parameters, *(buffer for _, _, buffer in buffers)]
-    held = [tensor for tensor in held if not isinstance(tensor, AbsentWeight)]
-    held += [tensor for i in indices for tensor in held_weights(training.bare_models[i])]
+    held = [tensor for tensor in held if not isinstance(tensor, Placeholder)]
+    held += [tensor for i in indices for tensor in kept_elsewhere(training.bare_models[i])]
     tensors = {id(tensor): tensor for tensor in held if tensor is not None}
     copies = {key: local_part(tensor).detach().clone() for key, tensor in tensors.items()}
     loading = [training.models[i] for i in indices if not access.loads_in_place(training.models[i])]

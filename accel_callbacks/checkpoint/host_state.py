@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from accel_callbacks.engines.state_access import reshard
-from accel_callbacks.models.offload.placeholder import AbsentWeight
+from accel_callbacks.placeholder import Placeholder
+from accel_callbacks.strategy.state_access import reshard
 
 __all__ = ["Undo", "capture"]
 
@@ -60,7 +60,7 @@ def _capture_model(model: torch.nn.Module, gradients: bool) -> Undo:
         for module in modules
         for held in (module._parameters, module._buffers)
         for name, tensor in held.items()
-        if tensor is not None and not isinstance(tensor, AbsentWeight)  # nobody writes to those
+        if tensor is not None and not isinstance(tensor, Placeholder)  # nobody writes to those
     ]
     values = {id(tensor): _to_host(tensor) for _, _, tensor in slots}
     grads = {id(tensor): _to_host(tensor.grad) if gradients else None for _, _, tensor in slots}

@@ -13,7 +13,7 @@ from accel_callbacks.errors import ResumeError
 from accel_callbacks.gradients import local_part
 
 if TYPE_CHECKING:
-    from accel_callbacks.engines.base import Strategy
+    from accel_callbacks.strategy.base import Strategy
     from checkpoint_io import CheckpointReader, TensorView
 
 __all__ = ["InPlaceReads", "place_optimizer_state", "place_weights"]

@@ -27,10 +27,10 @@ from accel_callbacks.checkpoint.trained_parameters import require_saved
 from accel_callbacks.checkpoint.training_state import TrainingState, numbered
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.distributed.rng import capture_rng, devices_of, restore_rng
-from accel_callbacks.engines.optimizer_state import parameter_names
 from accel_callbacks.errors import NO_MODEL, ResumeError
 from accel_callbacks.gradients import parameters_of
 from accel_callbacks.models.from_pretrained import pretrained_files
+from accel_callbacks.strategy.optimizer_state import parameter_names
 
 if TYPE_CHECKING:
     from checkpoint_io import TensorView

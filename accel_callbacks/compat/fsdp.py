@@ -23,10 +23,10 @@ from accel_callbacks.checkpoint.project import path_in
 from accel_callbacks.checkpoint.training_state import without_frozen
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.process_control import synchronize
-from accel_callbacks.engines.optimizer_state import parameter_names
 from accel_callbacks.errors import ResumeError
 from accel_callbacks.local_files import local_path
 from accel_callbacks.models.from_pretrained import weights_on_rank_0
+from accel_callbacks.strategy.optimizer_state import parameter_names
 
 if TYPE_CHECKING:
     from accel_callbacks.accelerator import Accelerator

@@ -20,7 +20,7 @@ from accel_callbacks.compat.packages import (
     is_torch_version,
 )
 from accel_callbacks.data.device import send_to_device
-from accel_callbacks.engines.distributed_type import DistributedType
+from accel_callbacks.plugins.distributed_type import DistributedType
 from accel_callbacks.state import PartialState
 
 __all__ = [

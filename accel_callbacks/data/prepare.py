@@ -27,7 +27,7 @@ from accel_callbacks.data.skip import LOADER_OPTIONS, SkipDataLoader, skip_first
 from accel_callbacks.data.sources import Setting, Source, check_even, split_size
 
 if TYPE_CHECKING:
-    from accel_callbacks.engines.data_ranks import DataRanks
+    from accel_callbacks.strategy.data_ranks import DataRanks
 
 __all__ = ["Loaders", "order_seed", "prepare_data_loader", "prepare_loader", "share_of"]
 

@@ -46,7 +46,7 @@ from accel_callbacks.errors.rank_report import install_excepthook
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
-    from accel_callbacks.engines.distributed_type import DistributedType
+    from accel_callbacks.plugins.distributed_type import DistributedType
 
 __all__ = [
     "Ranks",
@@ -108,7 +108,7 @@ class Topology:
     @functools.cached_property
     def distributed_type(self) -> DistributedType:
         """The kind of run."""
-        from accel_callbacks.engines.distributed_type import DistributedType
+        from accel_callbacks.plugins.distributed_type import DistributedType
 
         return DistributedType.of(self.device.type, self.world_size)
 

@@ -10,9 +10,9 @@ import torch
 
 from accel_callbacks import collectives
 from accel_callbacks.distributed.rank_subset import refuse_on_subset
-from accel_callbacks.engines.checks import is_plain
 from accel_callbacks.engines.fsdp.groups import reduce_held
-from accel_callbacks.engines.state_access import StateAccess, reshard
+from accel_callbacks.strategy.checks import is_plain
+from accel_callbacks.strategy.state_access import StateAccess, reshard
 
 __all__ = ["ShardedStates"]
 

@@ -14,15 +14,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_callbacks import collectives
 from accel_callbacks.distributed.topology import Topology
-from accel_callbacks.engines.base import SetUp, Strategy
 from accel_callbacks.engines.replica_agreement import ReplicaAgreement
 from accel_callbacks.gradients import clip_norm, clip_value, parameters_of
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.parallelism import ParallelismConfig
+from accel_callbacks.strategy.base import SetUp, Strategy
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
-    from accel_callbacks.engines.state_access import StateAccess
+    from accel_callbacks.strategy.state_access import StateAccess
 
 __all__ = ["Sharding"]
 

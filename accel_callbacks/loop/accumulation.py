@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from accel_callbacks.engines import Strategy
 from accel_callbacks.loop.loop import Loop
+from accel_callbacks.strategy import Strategy
 
 __all__ = ["Accumulate"]
 

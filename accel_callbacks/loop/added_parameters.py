@@ -7,9 +7,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from accel_callbacks.engines import Strategy
 from accel_callbacks.gradients import first_elements, local_part, parameters_of
 from accel_callbacks.loop.loop import Loop
+from accel_callbacks.strategy import Strategy
 from accel_callbacks.terminal_text import listed
 
 __all__ = ["AddedParameters"]

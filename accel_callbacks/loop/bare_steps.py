@@ -11,11 +11,11 @@ from weakref import ref
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from accel_callbacks.engines import Strategy
 from accel_callbacks.gradients import first_elements, has_gradients, parameters_of
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.loop.unprepared_steps import attach, in_prepared_step
 from accel_callbacks.precision import Precision
+from accel_callbacks.strategy import Strategy
 
 __all__ = ["BareSteps"]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from accel_callbacks.engines import Strategy
 from accel_callbacks.loop.bare_steps import BareSteps
+from accel_callbacks.strategy import Strategy
 
 __all__ = ["CheckedClipping", "NotedClipping"]
 

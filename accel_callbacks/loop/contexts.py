@@ -21,7 +21,6 @@ from accel_callbacks.data.prepare import Loaders
 from accel_callbacks.distributed.abort import abort_run, refuse_aborted_group, watch_for_failures
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.remote_failure import remote_failure
-from accel_callbacks.engines import Strategy
 from accel_callbacks.errors import RemoteError, ResumeError, nearest
 from accel_callbacks.logging import notice
 from accel_callbacks.loop.boundary_exit import BoundaryExit, RunLeft
@@ -29,6 +28,7 @@ from accel_callbacks.loop.loop import Loop
 from accel_callbacks.loop.passes import Passes
 from accel_callbacks.loop.run import TrainingRun
 from accel_callbacks.loop.step_boundary import StepBoundary
+from accel_callbacks.strategy import Strategy
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:

@@ -10,8 +10,6 @@ from weakref import ref
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks.engines import Strategy
-from accel_callbacks.engines.optimizer_state import find_unsaved, parameter_names
 from accel_callbacks.gradients import first_elements, parameters_of
 from accel_callbacks.loop.added_parameters import AddedParameters
 from accel_callbacks.loop.bare_steps import BareSteps
@@ -20,6 +18,8 @@ from accel_callbacks.loop.gradient_watch import GradientWatch
 from accel_callbacks.loop.input_checksums import InputChecksums
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.precision import Precision
+from accel_callbacks.strategy import Strategy
+from accel_callbacks.strategy.optimizer_state import find_unsaved, parameter_names
 from accel_callbacks.warning import warn
 
 __all__ = ["FirstSteps", "OptimizerWatch"]

@@ -10,8 +10,6 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from accel_callbacks.collectives.nested import is_tensor, map_leaves
-from accel_callbacks.engines import Strategy
-from accel_callbacks.engines.checks import is_dispatched, refuse_empty
 from accel_callbacks.errors import nearest
 from accel_callbacks.loop.first_steps import FirstSteps
 from accel_callbacks.loop.loop import Loop
@@ -20,6 +18,8 @@ from accel_callbacks.optimizer import AcceleratedOptimizer
 from accel_callbacks.plugins.compile import TorchDynamoPlugin
 from accel_callbacks.precision import Precision
 from accel_callbacks.scheduler import AcceleratedScheduler
+from accel_callbacks.strategy import Strategy
+from accel_callbacks.strategy.checks import is_dispatched, refuse_empty
 
 __all__ = ["ModelRequest", "Preparer", "is_scheduler"]
 

@@ -12,9 +12,9 @@ import torch
 
 from accel_callbacks import collectives
 from accel_callbacks.distributed.votes import Agreed, Votes
-from accel_callbacks.engines.base import Strategy
 from accel_callbacks.loop.host import Host
 from accel_callbacks.loop.run_identity import RunIdentity
+from accel_callbacks.strategy.base import Strategy
 
 if TYPE_CHECKING:
     from accel_callbacks.data.loader import DataLoaderShard

@@ -11,11 +11,11 @@ from torch import Tensor
 from accel_callbacks import collectives
 from accel_callbacks.distributed.abort import explain
 from accel_callbacks.distributed.remote_failure import remote_failure
-from accel_callbacks.engines import Strategy
 from accel_callbacks.loop.first_steps import FirstSteps
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.optimizer import AcceleratedOptimizer
 from accel_callbacks.precision import Precision
+from accel_callbacks.strategy import Strategy
 
 __all__ = ["StepEngine"]
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_callbacks.engines import Strategy
 from accel_callbacks.gradients import parameters_of
+from accel_callbacks.strategy import Strategy
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:

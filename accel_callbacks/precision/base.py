@@ -15,7 +15,7 @@ from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.precision import AutocastKwargs
 
 if TYPE_CHECKING:
-    from accel_callbacks.engines import Strategy
+    from accel_callbacks.strategy import Strategy
 
 __all__ = ["Precision", "PreparedForward", "PreparedMethod", "StepFinding"]
 

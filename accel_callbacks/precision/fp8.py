@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from accel_callbacks.collectives import is_sharded
-from accel_callbacks.engines.base import GatherCast, Strategy
 from accel_callbacks.logging import notice
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.precision import AORecipeKwargs
 from accel_callbacks.precision.amp import BF16
 from accel_callbacks.precision.float8_gather import Float8Shard, share_scales
+from accel_callbacks.strategy.base import GatherCast, Strategy
 from accel_callbacks.warning import warn
 
 __all__ = ["FP8"]

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from accel_callbacks.engines.base import Strategy
     from accel_callbacks.loop.loop import Loop
+    from accel_callbacks.strategy.base import Strategy
     from accel_callbacks.tracking.trackers import Tracking
     from loggers import TrackerHub
 

@@ -10,7 +10,7 @@ import torch.nn.utils.prune
 
 from accel_callbacks.addons.lightning.packages import LightningPackage, unwrapped_optimizers
 from accel_callbacks.callbacks.dispatch.registration import overrides
-from accel_callbacks.engines.optimizer_state import parameter_names
+from accel_callbacks.strategy.optimizer_state import parameter_names
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun

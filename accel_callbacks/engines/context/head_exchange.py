@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from accel_callbacks.engines.base import Sequences
 from accel_callbacks.engines.context.sequences import ContextParallel
-from accel_callbacks.engines.data_ranks import DataRanks
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.parallelism_handlers import (
     DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig,
 )
+from accel_callbacks.strategy.base import Sequences
+from accel_callbacks.strategy.data_ranks import DataRanks
 
 __all__ = ["HeadExchange", "sequence_parallelism"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_callbacks.engines.state_access import StateAccess
+from accel_callbacks.strategy.state_access import StateAccess
 
 __all__ = ["ReplicaStates"]
 

@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel_callbacks import collectives
 from accel_callbacks.distributed.topology import Topology
-from accel_callbacks.engines.base import Strategy
 from accel_callbacks.engines.checks import ignored_weights, refuse_distributed, refuse_spread
 from accel_callbacks.engines.ddp.forward_methods import (
     DistributedDataParallel as PreparedDDP,
@@ -29,6 +28,7 @@ from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.ddp import DDPCommunicationHookType as Hook
 from accel_callbacks.plugins.ddp import DistributedDataParallelKwargs
 from accel_callbacks.plugins.parallelism import ParallelismConfig
+from accel_callbacks.strategy.base import Strategy
 
 if TYPE_CHECKING:
     from accel_callbacks.engines.ddp.states import ReplicaStates

@@ -10,7 +10,6 @@ import torch
 
 from accel_callbacks import collectives
 from accel_callbacks.distributed.failures import meet
-from accel_callbacks.engines.checks import is_plain
 from accel_callbacks.engines.deepspeed.optimizer import EngineOptimizer, carry
 from accel_callbacks.engines.deepspeed.zero_state import (
     RowMesh,
@@ -20,10 +19,11 @@ from accel_callbacks.engines.deepspeed.zero_state import (
     load_parameters,
     optimizer_state,
 )
-from accel_callbacks.engines.optimizer_state import named_optimizer_state
-from accel_callbacks.engines.state_access import StateAccess
 from accel_callbacks.gradients import parameters_of
 from accel_callbacks.models.compile import original
+from accel_callbacks.strategy.checks import is_plain
+from accel_callbacks.strategy.optimizer_state import named_optimizer_state
+from accel_callbacks.strategy.state_access import StateAccess
 
 __all__ = ["ZeroStates"]
 

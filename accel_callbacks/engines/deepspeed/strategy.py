@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from accel_callbacks.distributed.topology import Topology, is_current
-from accel_callbacks.engines.base import EngineRequest, SetUp, Strategy
 from accel_callbacks.engines.deepspeed.build import building
 from accel_callbacks.engines.deepspeed.optimizer import EngineOptimizer, carry, engine_norm
 from accel_callbacks.engines.deepspeed.zero_agreement import ZeroAgreement
@@ -24,7 +23,6 @@ from accel_callbacks.engines.deepspeed.zero_state import (
     is_zero,
     zero_weight,
 )
-from accel_callbacks.engines.distributed_type import DistributedType
 from accel_callbacks.engines.shared_buffers import SharedBuffers
 from accel_callbacks.gradients import clip_norm, has_gradients, parameters_of
 from accel_callbacks.logging import notice
@@ -35,7 +33,10 @@ from accel_callbacks.plugins.ddp import DistributedDataParallelKwargs
 from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin, DeepSpeedPlugins
 from accel_callbacks.plugins.deepspeed_config import FilledConfig, Known
 from accel_callbacks.plugins.deepspeed_dummies import DummyOptim, DummyScheduler
+from accel_callbacks.plugins.distributed_type import DistributedType
+from accel_callbacks.plugins.engine_request import EngineRequest
 from accel_callbacks.plugins.parallelism import ParallelismConfig
+from accel_callbacks.strategy.base import SetUp, Strategy
 
 if TYPE_CHECKING:
     from accel_callbacks.engines.deepspeed.states import ZeroStates

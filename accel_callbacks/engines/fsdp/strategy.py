@@ -17,14 +17,7 @@ from accel_callbacks import collectives
 from accel_callbacks.collectives.sharded import class_of
 from accel_callbacks.distributed.rank_subset import needs_all_ranks, refuse_on_subset
 from accel_callbacks.distributed.topology import Topology
-from accel_callbacks.engines.base import EngineRequest, GatherCast
-from accel_callbacks.engines.checks import (
-    is_dispatched,
-    is_plain,
-    refuse_distributed,
-    refuse_spread,
-)
-from accel_callbacks.engines.distributed_type import DistributedType
+from accel_callbacks.engines.checks import refuse_distributed, refuse_spread
 from accel_callbacks.engines.fsdp.groups import (
     drop_held,
     gather_through,
@@ -63,9 +56,13 @@ from accel_callbacks.models.from_pretrained import weights_on_rank_0
 from accel_callbacks.models.initial_weights import InitialWeights, whole_parameters_freed
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.ddp import DistributedDataParallelKwargs
+from accel_callbacks.plugins.distributed_type import DistributedType
+from accel_callbacks.plugins.engine_request import EngineRequest
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.precision import AutocastKwargs
+from accel_callbacks.strategy.base import GatherCast
+from accel_callbacks.strategy.checks import is_dispatched, is_plain
 from accel_callbacks.warning import warn
 
 __all__ = ["FSDP"]

@@ -13,10 +13,10 @@ from torch.utils import _pytree
 
 from accel_callbacks import collectives
 from accel_callbacks.distributed.failures import meet
-from accel_callbacks.engines.data_ranks import DataRanks
 from accel_callbacks.engines.pipeline.stages import StagePlan
-from accel_callbacks.engines.state_access import StateAccess
 from accel_callbacks.gradients import local_part, parameters_of
+from accel_callbacks.strategy.data_ranks import DataRanks
+from accel_callbacks.strategy.state_access import StateAccess
 
 __all__ = ["StageStates"]
 

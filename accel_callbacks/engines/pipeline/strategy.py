@@ -14,13 +14,7 @@ import torch.distributed as dist
 from accel_callbacks import collectives
 from accel_callbacks.collectives.sharded import class_of
 from accel_callbacks.distributed.topology import Topology
-from accel_callbacks.engines.base import EngineRequest
-from accel_callbacks.engines.checks import (
-    is_of_transformers,
-    is_plain,
-    refuse_distributed,
-    refuse_empty,
-)
+from accel_callbacks.engines.checks import is_of_transformers, refuse_distributed
 from accel_callbacks.engines.checks import refuse_spread as _refuse_spread
 from accel_callbacks.engines.fsdp.unit_agreement import UnitAgreement
 from accel_callbacks.engines.fsdp.units import find_units
@@ -55,8 +49,10 @@ from accel_callbacks.models.compile import refuse_scripted
 from accel_callbacks.models.initial_weights import whole_parameters_freed
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.ddp import DistributedDataParallelKwargs
+from accel_callbacks.plugins.engine_request import EngineRequest
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
+from accel_callbacks.strategy.checks import is_plain, refuse_empty
 
 if TYPE_CHECKING:
     from accel_callbacks.engines.pipeline.states import StageStates
@@ -252,7 +248,7 @@ class PipelineParallel(Sharding):
         model = super().unwrap(model)
         return self.unwrap(model.module) if isinstance(model, PipelinedModel) else model
 
-    def pipeline(
+    def cut(
         self,
         model: torch.nn.Module,
         wrap_stage: Callable[[torch.nn.Module], torch.nn.Module],

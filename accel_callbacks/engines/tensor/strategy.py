@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks.engines.base import EngineRequest
-from accel_callbacks.engines.checks import is_of_transformers, is_plain, refuse_spread
+from accel_callbacks.engines.checks import is_of_transformers, refuse_spread
 from accel_callbacks.engines.sharding import Sharding
 from accel_callbacks.engines.tensor.cut_dropout import CutDropout, draws_random_numbers
 from accel_callbacks.engines.tensor.plan import (
@@ -35,7 +34,9 @@ from accel_callbacks.models.compile import await_collectives, refuse_scripted
 from accel_callbacks.models.empty_weights import init_empty_weights
 from accel_callbacks.models.from_pretrained import weights_on_rank_0
 from accel_callbacks.models.initial_weights import InitialWeights, whole_parameters_freed
+from accel_callbacks.plugins.engine_request import EngineRequest
 from accel_callbacks.plugins.parallelism import ParallelismConfig
+from accel_callbacks.strategy.checks import is_plain
 from accel_callbacks.warning import warn
 
 __all__ = [

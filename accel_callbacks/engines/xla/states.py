@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from accel_callbacks.collectives.nested import map_tensors
-from accel_callbacks.engines.optimizer_state import named_optimizer_state
-from accel_callbacks.engines.state_access import StateAccess
+from accel_callbacks.strategy.optimizer_state import named_optimizer_state
+from accel_callbacks.strategy.state_access import StateAccess
 
 __all__ = ["XLAStates"]
 

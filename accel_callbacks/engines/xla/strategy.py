@@ -15,12 +15,13 @@ import torch
 from accel_callbacks.collectives.nested import map_tensors
 from accel_callbacks.data.device import Feed, Pairs, send_to_device
 from accel_callbacks.distributed.topology import Topology
-from accel_callbacks.engines.base import EngineRequest, SetUp, Strategy
 from accel_callbacks.engines.checks import refuse_distributed, refuse_spread
 from accel_callbacks.logging import notice
 from accel_callbacks.plugins.base import Handlers
+from accel_callbacks.plugins.engine_request import EngineRequest
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
+from accel_callbacks.strategy.base import SetUp, Strategy
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from accel_callbacks.placeholder import Placeholder
+
 __all__ = [
     "ON_DISK",
     "AbsentWeight",
@@ -16,7 +18,6 @@ __all__ = [
     "is_absent",
     "on_meta",
     "placeholder",
-    "unwritable",
 ]
 
 ON_DISK = "on disk"
@@ -80,7 +81,7 @@ _SET_REQUIRES_GRAD = getattr(torch.Tensor.requires_grad, "__set__")  # noqa: B00
 _SET_GRAD = getattr(torch.Tensor.grad, "__set__")  # noqa: B009
 
 
-class AbsentWeight(torch.Tensor):
+class AbsentWeight(Placeholder):
     """A weight that is not in memory: a tensor without values, which refuses to compute.
 
     One on the meta device would not do: on a CPU, products with it are uninitialized memory and no
@@ -140,6 +141,11 @@ class AbsentWeight(torch.Tensor):
     ) -> Any:
         """Raise for operators that are called past ``__torch_function__``, as from C++."""
         raise _error(func, args, kwargs)
+
+    @property
+    def stays_in_file(self) -> bool:
+        """True if the weight is on disk."""
+        return self.weight_place == ON_DISK
 
     def filled(self, value: torch.Tensor) -> torch.Tensor:
         """Return a value as the parameter or buffer that this stands for."""
@@ -237,19 +243,6 @@ class LostGradient(NamedTuple):
             f"{self.name} is offloaded and requires a gradient, which would be lost: freeze it "
             "with requires_grad_(False), or keep it resident by a device in the device_map."
         )
-
-
-def unwritable(model: torch.nn.Module) -> set[str]:
-    """Return the names in a state dict of weights that stay in files, and are not written."""
-    named = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    return {
-        name
-        for name, tensor in named
-        if isinstance(tensor, AbsentWeight) and tensor.weight_place == ON_DISK
-    }
 
 
 def _rebuild(

@@ -27,6 +27,7 @@ from accel_callbacks.models.offload.slots import Lent, Loan, Slot
 from accel_callbacks.models.offload.source import StoredWeights
 from accel_callbacks.models.offload.units import FetchUnit
 from accel_callbacks.models.offload.window import Traffic, Window, forks
+from accel_callbacks.placeholder import keepers
 from accel_callbacks.warning import warn
 
 __all__ = [
@@ -892,6 +893,9 @@ def held_weights(model: torch.nn.Module) -> list[torch.Tensor]:
         id(tensor): tensor for offload in offloads.values() for tensor in offload.held.values()
     }
     return list(tensors.values())
+
+
+keepers.append(held_weights)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import torch
 
 import checkpoint_io
 from accel_callbacks import Accelerator, DistributedDataParallelKwargs, ResumeError
-from accel_callbacks.engines.single_device import SingleDevice
+from accel_callbacks.strategy.single_device import SingleDevice
 from tests.support.bound import BOUND
 from tests.support.pool import Pool
 from tests.support.rounding import reordered

@@ -23,7 +23,7 @@ from accel_callbacks import (
     TorchTensorParallelPlugin,
 )
 from accel_callbacks.engines import create_strategy
-from accel_callbacks.engines.single_device import SingleDevice
+from accel_callbacks.strategy.single_device import SingleDevice
 
 SIZES = {"dp_replicate_size": 2, "dp_shard_size": 3, "tp_size": 4, "cp_size": 5}
 

@@ -30,7 +30,7 @@ class DataRanks:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.engines import DataRanks
+        >>> from accel_callbacks.strategy import DataRanks
         >>> list(DataRanks(rank=0, world=2, device=torch.device("cpu"), copies=4).first_of_each)
         [0, 4]
     """

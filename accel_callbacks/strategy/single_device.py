@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accel_callbacks.engines.base import Strategy
+from accel_callbacks.strategy.base import Strategy
 
 __all__ = ["SingleDevice"]
 
@@ -15,7 +15,7 @@ class SingleDevice(Strategy):
     Example:
         >>> import torch
         >>> from accel_callbacks import Topology
-        >>> from accel_callbacks.engines import SingleDevice
+        >>> from accel_callbacks.strategy import SingleDevice
         >>> model = torch.nn.Linear(2, 2)
         >>> SingleDevice(Topology(torch.device("cpu"))).wrap(model) is model
         True

@@ -12,14 +12,14 @@ import torch
 from accel_callbacks import collectives
 from accel_callbacks.collectives.nested import map_tensors
 from accel_callbacks.distributed.failures import meet
-from accel_callbacks.engines.checks import is_plain
-from accel_callbacks.engines.optimizer_state import (
+from accel_callbacks.gradients import parameters_of
+from accel_callbacks.placeholder import unwritable
+from accel_callbacks.strategy.checks import is_plain
+from accel_callbacks.strategy.optimizer_state import (
     named_optimizer_state,
     positional_optimizer_state,
     restore_exactly,
 )
-from accel_callbacks.gradients import parameters_of
-from accel_callbacks.models.offload.placeholder import unwritable
 
 __all__ = ["StateAccess", "reshard"]
 
@@ -170,7 +170,7 @@ class StateAccess:
 
         Args:
             optimizer: the optimizer inside of the prepared one.
-            names: from `accel_callbacks.engines.optimizer_state.parameter_names`.
+            names: from `accel_callbacks.strategy.optimizer_state.parameter_names`.
         """
         return named_optimizer_state(optimizer, names)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakSet
@@ -14,22 +13,21 @@ import torch
 
 from accel_callbacks.data.device import Feed, device_feed
 from accel_callbacks.distributed.topology import Topology
-from accel_callbacks.engines.checks import refuse_empty
-from accel_callbacks.engines.data_ranks import DataRanks
-from accel_callbacks.engines.distributed_type import DistributedType
 from accel_callbacks.gradients import has_gradients
 from accel_callbacks.logging import notice
 from accel_callbacks.models.compile import original, regions
 from accel_callbacks.plugins.base import Handlers
-from accel_callbacks.plugins.parallelism import AXES, ParallelismConfig
+from accel_callbacks.plugins.distributed_type import DistributedType
+from accel_callbacks.plugins.parallelism import ParallelismConfig
+from accel_callbacks.strategy.checks import refuse_empty
+from accel_callbacks.strategy.data_ranks import DataRanks
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
-    from accel_callbacks.engines.state_access import StateAccess
-    from accel_callbacks.plugins.deepspeed import DeepSpeedPlugins
-    from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
+    from accel_callbacks.plugins.engine_request import EngineRequest
+    from accel_callbacks.strategy.state_access import StateAccess
 
-__all__ = ["EngineRequest", "GatherCast", "Sequences", "SetUp", "Strategy"]
+__all__ = ["GatherCast", "Sequences", "SetUp", "Strategy"]
 
 _Plugin = TypeVar("_Plugin")
 
@@ -40,51 +38,6 @@ class SetUp(NamedTuple):
     models: list[torch.nn.Module]
     optimizers: list[torch.optim.Optimizer]
     schedulers: list[Any]
-
-
-@dataclass(frozen=True)
-class EngineRequest:
-    """What a run asks of its engine, for the conditions under which one is taken.
-
-    Args:
-        topology: the rank and device of this process.
-        handlers: the options of other parts, those of an engine of your own among them.
-        parallelism: how the ranks are arranged, as the script or the launch has it; or ``None``.
-        fsdp: how models are sharded; ``None`` if nothing was said about it.
-        deepspeed: how DeepSpeed trains models; ``None`` if it does not.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks import Topology
-        >>> from accel_callbacks.engines import EngineRequest
-        >>> EngineRequest(Topology(torch.device("cpu"))).axes.pp_enabled
-        False
-    """
-
-    topology: Topology
-    handlers: Handlers = field(default_factory=Handlers)
-    parallelism: ParallelismConfig | None = None
-    fsdp: FullyShardedDataParallelPlugin | None = None
-    deepspeed: DeepSpeedPlugins | None = None
-
-    @property
-    def axes(self) -> ParallelismConfig:
-        """How the ranks are arranged; without an axis of more than one if nothing was said."""
-        # Explicitly, as sizes that are left out are those of the launch.
-        alone: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
-        return self.parallelism or ParallelismConfig(**alone)
-
-    @property
-    def arranged(self) -> ParallelismConfig | None:
-        """How all the ranks there are are arranged; None for data parallelism over all.
-
-        Raises:
-            ValueError: the axes do not arrange all ranks.
-        """
-        if self.parallelism is None:
-            return None
-        world_size = self.topology.world_size
-        return self.parallelism.fitted(world_size, sharded=self.fsdp is not None)
 
 
 class GatherCast(NamedTuple):
@@ -171,8 +124,8 @@ class Strategy(ABC):
     Example:
         >>> import torch
         >>> from accel_callbacks import Topology
-        >>> from accel_callbacks.engines import create_strategy
-        >>> create_strategy(Topology(torch.device("cpu"))).name
+        >>> from accel_callbacks.strategy import SingleDevice
+        >>> SingleDevice(Topology(torch.device("cpu"))).name
         'single'
     """
 
@@ -215,7 +168,7 @@ class Strategy(ABC):
     def states(self) -> StateAccess:
         """The states of models and optimizers, for checkpoints."""
         # Imported here, because a loop that saves nothing has no use for it.
-        from accel_callbacks.engines.state_access import StateAccess
+        from accel_callbacks.strategy.state_access import StateAccess
 
         return StateAccess(self.unwrap, self.topology.rank)
 
@@ -346,7 +299,7 @@ class Strategy(ABC):
         """Return whether a model is cut into stages before it is prepared."""
         return False
 
-    def pipeline(
+    def cut(
         self,
         model: torch.nn.Module,
         wrap_stage: Callable[[torch.nn.Module], torch.nn.Module],
