@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["lazy_names"]
+__all__ = ["foreign_name", "lazy_names"]
 
 
 def lazy_names(
@@ -28,11 +28,11 @@ def lazy_names(
 
     def get(name: str) -> Any:
         if name not in homes:
-            from accel_callbacks.errors.foreign_names import IMPORTS, REMOVED
+            from accel_callbacks.errors.removed import REMOVED
 
             # No AttributeError: `from package import name` would replace its text.
-            if name in IMPORTS:
-                raise ImportError(f"{name} {IMPORTS[name]}", name=package)
+            if instead := foreign_name("IMPORTS", name):
+                raise ImportError(f"{name} {instead}", name=package)
             if name in REMOVED:
                 raise ImportError(f"{package} has no {name!r}. {REMOVED[name]}", name=package)
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
@@ -44,3 +44,23 @@ def lazy_names(
         return sorted({*vars(sys.modules[package]), *homes})
 
     return get, names
+
+
+def foreign_name(table: str, name: str) -> str:
+    """Return what a name of another library is here; an empty string of an unknown one.
+
+    Args:
+        table: one of ``accel_callbacks.compat.foreign_names``.
+        name: what was written.
+
+    Example:
+        >>> from accel_callbacks._lazy import foreign_name
+        >>> foreign_name("OPTIONS", "precision")
+        'Give mixed_precision="bf16", "fp16" or "fp8".'
+    """
+    try:
+        from accel_callbacks.compat import foreign_names
+    except ModuleNotFoundError:  # a core without that room answers as for any other mistake
+        return ""
+    tables: Mapping[str, str] = getattr(foreign_names, table)
+    return tables.get(name, "")

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from accel_callbacks import collectives, plugins
+from accel_callbacks._lazy import foreign_name
 from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.dispatch.dispatcher import Dispatcher, firing_plan
 from accel_callbacks.callbacks.dispatch.functions import (
@@ -53,7 +54,6 @@ from accel_callbacks.distributed.topology import (
 from accel_callbacks.distributed.votes import Trigger
 from accel_callbacks.engine_options import find_device, resolve_engine
 from accel_callbacks.errors import unknown_option
-from accel_callbacks.errors.foreign_names import ATTRIBUTES, OPTIONS
 from accel_callbacks.loop.accumulation import Accumulate
 from accel_callbacks.loop.first_steps import FirstSteps
 from accel_callbacks.loop.gradient_window import GradientWindow
@@ -349,10 +349,10 @@ class Accelerator(ProcessControl, MediaLogging):
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ATTRIBUTES:
+        if not (instead := foreign_name("ATTRIBUTES", name)):
             return object.__getattribute__(self, name)  # raises, also what a property raised
         owner = type(self).__name__
-        raise AttributeError(f"{owner!r} object has no attribute {name!r}. {ATTRIBUTES[name]}")
+        raise AttributeError(f"{owner!r} object has no attribute {name!r}. {instead}")
 
     # --- what it is made of -------------------------------------------------------------------
 
@@ -2205,7 +2205,7 @@ def _instead(name: str) -> str:
     for argument, part in _parts():
         if name in (field.name for field in fields(part)):
             return f"Give {argument.format(f'{part.__name__}({name}=...)')}."
-    return OPTIONS.get(name, "")
+    return foreign_name("OPTIONS", name)
 
 
 def _parts() -> list[tuple[str, type[Any]]]:

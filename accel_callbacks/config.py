@@ -8,7 +8,8 @@ from functools import cache
 from typing import Any, Literal, get_args
 
 from accel_callbacks import plugins
-from accel_callbacks.errors import foreign_names, nearest
+from accel_callbacks._lazy import foreign_name
+from accel_callbacks.errors import nearest
 from accel_callbacks.plugins.option import Option, option, options_of
 from accel_callbacks.terminal_text import listed
 
@@ -248,7 +249,7 @@ def _check(config: AcceleratorConfig) -> None:
             f"mixed_precision={config.mixed_precision!r} "
             f"({origins.get('mixed_precision', 'default')}) is unknown; use one of {PRECISIONS}."
             + nearest(
-                foreign_names.PRECISIONS.get(config.mixed_precision, str(config.mixed_precision)),
+                foreign_name("PRECISIONS", config.mixed_precision) or str(config.mixed_precision),
                 PRECISIONS,
             )
         )

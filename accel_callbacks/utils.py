@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import accel_callbacks
 from accel_callbacks._lazy import lazy_names
-from accel_callbacks.errors.foreign_names import PACKAGES
 
 _HOME = {
     "AlignDevicesHook": "compat.hooks",
@@ -108,8 +107,30 @@ _HOME = {
     "should_reduce_batch_size": "memory",
     "slice_tensors": "compat.operations",
 }
+#: Packages of which Accelerate has a function ``is_..._available``, by the name in it.
+_PACKAGES = {
+    **{
+        name: name
+        for name in (
+            *("aim", "boto3", "clearml", "comet_ml", "datasets", "deepspeed", "dvclive"),
+            *("matplotlib", "mlflow", "msamp", "pandas", "peft", "pynvml", "pytest", "rich"),
+            *("schedulefree", "swanlab", "tensorboard", "timm", "torch_xla", "torchao"),
+            *("torchdata", "torchvision", "trackio", "transformer_engine", "transformers"),
+            *("triton", "wandb"),
+        )
+    },
+    "bnb": "bitsandbytes",
+    "hpu": "habana_frameworks",
+    "lomo": "lomo_optim",
+    "megatron_lm": "megatron",
+    "mlu": "torch_mlu",
+    "musa": "torch_musa",
+    "neuron": "torch_neuronx",
+    "npu": "torch_npu",
+    "sdaa": "torch_sdaa",
+}
 _SHARED = [name for name in accel_callbacks.__all__ if name != "__version__"]
-_CHECKS = [f"is_{package}_available" for package in PACKAGES]
+_CHECKS = {f"is_{short}_available": package for short, package in _PACKAGES.items()}
 
 __all__ = sorted([*_HOME, *_SHARED, *_CHECKS])
 
@@ -144,7 +165,7 @@ def __getattr__(name: str) -> Any:
     if name in _CHECKS:
         from accel_callbacks.compat.packages import available_check
 
-        return available_check(name)
+        return available_check(name, _CHECKS[name])
     return _get(name)
 
 

@@ -39,6 +39,7 @@ RENAMES_AND_SYNCS = {"os.replace", "os.rename", "os.renames", "os.fsync", "os.fd
 #: Who imports the room of Accelerate's names, and why. Nobody else does.
 MAY_IMPORT_COMPAT = {
     "accel_callbacks": "the table of public names, each imported late",
+    "accel_callbacks._lazy": "looks up a name of another library, where one is used",
     "accel_callbacks.utils": "the table of Accelerate's names, each imported late",
     "accel_callbacks.plugins": "the table of plugins, each imported late",
     "accel_callbacks.as_accelerate": "runs a script for which the room stands in for Accelerate",

@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from accel_callbacks._lazy import foreign_name
 from accel_callbacks.errors import unknown_option
-from accel_callbacks.errors.foreign_names import CALLBACK_OPTIONS
 
 if TYPE_CHECKING:
     import torch
@@ -331,5 +331,5 @@ def _instead(name: str, known: Sequence[str]) -> str:
     """Return what to pass in place of an option of Lightning; empty if that is unknown."""
     if name == "filename" and "dirpath" in known:
         return _NO_FILENAME
-    ours = CALLBACK_OPTIONS.get(name)
+    ours = foreign_name("CALLBACK_OPTIONS", name)
     return f"Did you mean {ours!r}?" if ours in known else ""

@@ -13,7 +13,7 @@ from io import StringIO
 from accel_callbacks.cli.main import pipe_may_close
 from accel_callbacks.cli.parser import CommandError, CommandParser
 from accel_callbacks.compat.migrate import Finding, ScriptFile, read_script
-from accel_callbacks.errors.foreign_names import REMOVED
+from accel_callbacks.errors.removed import REMOVED
 from accel_callbacks.terminal_text import printable
 
 _TITLES = {

@@ -76,7 +76,7 @@ def _destination(flags: Sequence[str]) -> str:
 
 def _advice_on(flag: str) -> str:
     """Return what serves instead of a flag of earlier versions, or an empty string."""
-    from accel_callbacks.errors.foreign_names import REMOVED, advice
+    from accel_callbacks.errors.removed import REMOVED, advice
 
     return advice(REMOVED, f"--{flag.lstrip('-').replace('-', '_')}").replace(" It", ". It", 1)
 

@@ -251,7 +251,7 @@ def is_bitsandbytes_multi_backend_available() -> bool:
 
 def is_habana_gaudi1() -> bool:
     """Return whether torch sees a Gaudi of the first generation."""
-    if not available_check("is_hpu_available")():
+    if not available_check("is_hpu_available", "habana_frameworks")():
         return False
     tool: Any = importlib.import_module("habana_frameworks.torch.utils.experimental")
     return bool(tool._get_device_type() == tool.synDeviceType.synDeviceGaudi)

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from accel_callbacks.compat.records import LOGGERS, log_warnings
-from accel_callbacks.errors.foreign_names import REMOVED
+from accel_callbacks.errors.removed import REMOVED
 
 __all__ = ["MODULES", "NOT_PROVIDED", "PROGRAMS", "NotProvided", "reason_against", "resolve"]
 

@@ -9,8 +9,6 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from accel_callbacks.errors.foreign_names import PACKAGES
-
 __all__ = [
     "compare_versions",
     "is_bf16_available",
@@ -44,19 +42,18 @@ def is_package_available(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def available_check(name: str) -> Callable[..., bool]:
-    """Return the function ``is_<package>_available`` of this name.
+def available_check(name: str, package: str) -> Callable[..., bool]:
+    """Return the function ``is_<short>_available`` of this name.
 
     It takes ``min_version`` of the package; ``check_device``, ``check_is_tpu`` and
     ``check_is_gpu``, for which torch must see such a device; and ``init_hccl``, without effect.
 
-    Raises:
-        AttributeError: there is no such function.
+    Args:
+        name: of the function.
+        package: that it looks for.
     """
-    short = name.removeprefix("is_").removesuffix("_available")
-    if short not in PACKAGES or name != f"is_{short}_available":
-        raise AttributeError(name)
-    return functools.partial(_is_available, PACKAGES[short], short)
+    device = name.removeprefix("is_").removesuffix("_available")
+    return functools.partial(_is_available, package, device)
 
 
 def _is_available(

@@ -6,7 +6,7 @@ import accel_callbacks
 from accel_callbacks import utils
 from accel_callbacks.cli.main import main
 from accel_callbacks.compat.names import NotProvided, resolve
-from accel_callbacks.errors.foreign_names import REMOVED
+from accel_callbacks.errors.removed import REMOVED
 from accel_callbacks.launch.config_file import values_of
 from accel_callbacks.plugins.option import SettingsError
 

@@ -9,7 +9,7 @@ import pytest
 
 from accel_callbacks.cli.main import main
 from accel_callbacks.compat.check import name_uses, status_of
-from accel_callbacks.errors.foreign_names import REMOVED
+from accel_callbacks.errors.removed import REMOVED
 
 SCRIPT = """
     import accelerate

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from accel_callbacks._lazy import foreign_name
 from accel_callbacks.callbacks.base import HOOKS, Callback
-from accel_callbacks.errors import foreign_names, nearest
+from accel_callbacks.errors import nearest
 
 __all__ = [
     "ON_ERROR",
@@ -64,7 +65,8 @@ def _check_hooks(callback: Any) -> None:
                 f"{owner}.{name} would never be called: only the Trainer of Lightning fires it. "
                 "Take the method out, or give it another name."
             )
-        hint = foreign_names.advice(foreign_names.HOOKS, name) or nearest(name, HOOKS)
+        instead = foreign_name("HOOKS", name)
+        hint = f" {instead}" if instead else nearest(name, HOOKS)
         raise TypeError(f"{owner}.{name} is no hook.{hint}")
     for name in HOOKS:
         if overrides(callback, name):

@@ -23,7 +23,7 @@ from accel_callbacks.engines.pipeline.stages import (
 )
 from accel_callbacks.engines.shared_buffers import SharedBuffers
 from accel_callbacks.engines.tensor.cut_dropout import draws_random_numbers
-from accel_callbacks.errors.foreign_names import REMOVED, advice
+from accel_callbacks.errors.removed import REMOVED, advice
 from accel_callbacks.gradients import local_part
 
 __all__ = ["SCHEDULES", "PipelineOptions", "PipelineRunner", "StageReplicas"]

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import checkpoint_io
 from accel_callbacks import Accelerator, ParallelismConfig
 from accel_callbacks.callbacks import EMA, GradientNorm, NonFinite
-from accel_callbacks.errors.foreign_names import REMOVED
+from accel_callbacks.errors.removed import REMOVED
 from tests.support.bound import BOUND
 from tests.support.rounding import assert_reordered
 

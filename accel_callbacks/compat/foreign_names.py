@@ -1,20 +1,10 @@
-"""Names of Lightning, Fabric, Accelerate and earlier versions, each with what is ours now."""
+"""Names of Lightning, Fabric and Accelerate, each with what is ours; read where one is used."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = [
-    "ATTRIBUTES",
-    "CALLBACK_OPTIONS",
-    "HOOKS",
-    "IMPORTS",
-    "OPTIONS",
-    "PACKAGES",
-    "PRECISIONS",
-    "REMOVED",
-    "advice",
-]
+__all__ = ["ATTRIBUTES", "CALLBACK_OPTIONS", "HOOKS", "IMPORTS", "OPTIONS", "PRECISIONS"]
 
 _PROCESSES = (
     "The number of processes is that of the launch: `accel launch --num_processes N train.py`, or "
@@ -29,29 +19,6 @@ _STEPS = "End the loop where run.global_step has reached it, or with callbacks=[
 _CHECKPOINT = 'Give callbacks=[Checkpoint(every_n_epochs=1, monitor="val/loss")].'
 _RESUME = "`with accel.run():` resumes the newest; else call accel.load_state(path)."
 _BATCHES = "Leave the loop over the loader with `break`, or iterate islice(loader, n)."
-
-#: Packages of which Accelerate has a function ``is_..._available``, by the name in it.
-PACKAGES: Mapping[str, str] = {
-    **{
-        name: name
-        for name in (
-            *("aim", "boto3", "clearml", "comet_ml", "datasets", "deepspeed", "dvclive"),
-            *("matplotlib", "mlflow", "msamp", "pandas", "peft", "pynvml", "pytest", "rich"),
-            *("schedulefree", "swanlab", "tensorboard", "timm", "torch_xla", "torchao"),
-            *("torchdata", "torchvision", "trackio", "transformer_engine", "transformers"),
-            *("triton", "wandb"),
-        )
-    },
-    "bnb": "bitsandbytes",
-    "hpu": "habana_frameworks",
-    "lomo": "lomo_optim",
-    "megatron_lm": "megatron",
-    "mlu": "torch_mlu",
-    "musa": "torch_musa",
-    "neuron": "torch_neuronx",
-    "npu": "torch_npu",
-    "sdaa": "torch_sdaa",
-}
 
 #: Arguments of ``Trainer`` and ``Fabric``, and of older Accelerators.
 OPTIONS: Mapping[str, str] = {
@@ -217,50 +184,3 @@ HOOKS: Mapping[str, str] = {
     "on_step_end": "It is on_train_batch_end.",
     "on_keyboard_interrupt": "It is on_exception.",
 }
-
-
-_SURVIVORS = (
-    "It was removed in 0.2.0. `accel launch --max_restarts N` begins all processes again, and "
-    "Checkpoint(memory_every_n_steps=N) resumes them from host memory."
-)
-_WARM = "It was removed in 0.2.0. A restart begins new processes, as under torchrun."
-_REPLICAS = (
-    "It was removed in 0.2.0. `accel launch --nnodes MIN:MAX --max_restarts N` resumes on the "
-    "machines that are left."
-)
-_BITSANDBYTES = (
-    "It was removed in 0.2.0. transformers loads such a model itself: give from_pretrained a "
-    "BitsAndBytesConfig as quantization_config."
-)
-_SCHEDULE = (
-    'It was removed in 0.2.0. Use "Interleaved1F1B", or "1F1B" with one stage on each process.'
-)
-
-#: What this library had itself: public names, flags, keys, values, extras and commands.
-REMOVED: Mapping[str, str] = {
-    "survive": _SURVIVORS,
-    **dict.fromkeys(("--warm_workers", "--no_warm_workers", "warm_workers"), _WARM),
-    **dict.fromkeys(("TorchFTKwargs", "TorchFT", "ReplicaBehindError"), _REPLICAS),
-    "accel-callbacks[torchft]": _REPLICAS,
-    "accel-callbacks[obstore]": "It was removed in 0.2.0. accel-callbacks[s3] moves the bytes.",
-    **dict.fromkeys(
-        ("BnbQuantizationConfig", "has_4bit_bnb_layers", "load_and_quantize_model"), _BITSANDBYTES
-    ),
-    "accel-callbacks[bitsandbytes]": _BITSANDBYTES,
-    **dict.fromkeys(("DualPipeV", "InterleavedZeroBubble", "ZBVZeroBubble"), _SCHEDULE),
-    "accel migrate NOTEBOOK": (
-        "It was removed in 0.2.0. `jupytext --to py NOTEBOOK` makes a script of it, which accel "
-        "migrate takes."
-    ),
-}
-
-
-def advice(names: Mapping[str, str], name: str) -> str:
-    """Return what a table says of a name, after a space; an empty string of an unknown one.
-
-    Example:
-        >>> from accel_callbacks.errors.foreign_names import OPTIONS, advice
-        >>> advice(OPTIONS, "precision")
-        ' Give mixed_precision="bf16", "fp16" or "fp8".'
-    """
-    return f" {names[name]}" if name in names else ""

@@ -10,10 +10,12 @@ import accel_callbacks
 from accel_callbacks import Accelerator, callbacks, utils
 from accel_callbacks.addons import tuning
 from accel_callbacks.callbacks import Callback
-from accel_callbacks.errors import foreign_names
+from accel_callbacks.compat import foreign_names
+from accel_callbacks.errors.removed import REMOVED
 from checkpoint_io import save
 
-TABLES = {name: getattr(foreign_names, name) for name in foreign_names.__all__ if name != "advice"}
+TABLES = {name: getattr(foreign_names, name) for name in foreign_names.__all__}
+TABLES["REMOVED"] = REMOVED
 OURS = {
     *dir(accel_callbacks),
     *dir(callbacks),
