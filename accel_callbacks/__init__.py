@@ -18,7 +18,7 @@ _HOME = {
     "AcceleratedScheduler": "scheduler",
     "Accelerator": "accelerator",
     "AcceleratorConfig": "config",
-    "AcceleratorState": "state",
+    "AcceleratorState": "compat.state",
     "AutocastKwargs": "plugins.precision",
     "BatchSamplerShard": "data.sampler",
     "Callback": "callbacks",
@@ -36,7 +36,7 @@ _HOME = {
     "GeneralTracker": "tracking.general_tracker",
     "GradScalerKwargs": "plugins.precision",
     "GradientAccumulationPlugin": "plugins.gradient_accumulation",
-    "GradientState": "state",
+    "GradientState": "compat.state",
     "InitProcessGroupKwargs": "plugins.process_group",
     "IterableDatasetShard": "data.iterable",
     "KwargsHandler": "plugins.base",
@@ -46,7 +46,7 @@ _HOME = {
     "MegatronLMPlugin": "compat.megatron",
     "MultiProcessAdapter": "logging",
     "ParallelismConfig": "plugins.parallelism",
-    "PartialState": "state",
+    "PartialState": "compat.state",
     "ProfileKwargs": "profiler",
     "ProjectConfiguration": "checkpoint.project",
     "RNGType": "distributed.rng",
@@ -127,6 +127,9 @@ if TYPE_CHECKING:
     from accel_callbacks.compat.hooks import cpu_offload_with_hook as cpu_offload_with_hook
     from accel_callbacks.compat.megatron import MegatronLMPlugin as MegatronLMPlugin
     from accel_callbacks.compat.operations import wait_for_everyone as wait_for_everyone
+    from accel_callbacks.compat.state import AcceleratorState as AcceleratorState
+    from accel_callbacks.compat.state import GradientState as GradientState
+    from accel_callbacks.compat.state import PartialState as PartialState
     from accel_callbacks.config import AcceleratorConfig as AcceleratorConfig
     from accel_callbacks.data.config import DataLoaderConfiguration as DataLoaderConfiguration
     from accel_callbacks.data.device import send_to_device as send_to_device
@@ -221,9 +224,6 @@ if TYPE_CHECKING:
     )
     from accel_callbacks.profiler import ProfileKwargs as ProfileKwargs
     from accel_callbacks.scheduler import AcceleratedScheduler as AcceleratedScheduler
-    from accel_callbacks.state import AcceleratorState as AcceleratorState
-    from accel_callbacks.state import GradientState as GradientState
-    from accel_callbacks.state import PartialState as PartialState
     from accel_callbacks.tracking.general_tracker import GeneralTracker as GeneralTracker
     from accel_callbacks.tracking.general_tracker import LoggerType as LoggerType
 

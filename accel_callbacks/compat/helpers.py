@@ -19,9 +19,9 @@ from accel_callbacks.compat.packages import (
     is_package_available,
     is_torch_version,
 )
+from accel_callbacks.compat.state import PartialState
 from accel_callbacks.data.device import send_to_device
 from accel_callbacks.plugins.distributed_type import DistributedType
-from accel_callbacks.state import PartialState
 
 __all__ = [
     "CannotPadNestedTensorWarning",

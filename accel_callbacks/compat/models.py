@@ -16,6 +16,7 @@ import torch
 from accel_callbacks import collectives
 from accel_callbacks.accelerator import Accelerator
 from accel_callbacks.checkpoint.tensor_file import save_tensors
+from accel_callbacks.compat.state import AcceleratorState, PartialState
 from accel_callbacks.compat.tensors import id_tensor_storage
 from accel_callbacks.distributed.topology import own_accelerator
 from accel_callbacks.engines.fsdp.units import find_units
@@ -25,7 +26,6 @@ from accel_callbacks.plugins.compile import TorchDynamoPlugin
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.precision import AutocastKwargs
-from accel_callbacks.state import AcceleratorState, PartialState
 from accel_callbacks.terminal_text import listed
 from accel_callbacks.warning import warn
 
