@@ -25,7 +25,7 @@ FORBIDDEN_ARROWS = {
     "checkpoint_io": {"accel_callbacks", "loggers", "examples", "tests"},
     "loggers": {"accel_callbacks", "checkpoint_io", "examples", "tests"},
 }
-MAY_UNPICKLE_TENSORS = {"checkpoint_io/weights/torch_pickle.py"}
+MAY_UNPICKLE_TENSORS = {"checkpoint_io/weights/foreign/torch_pickle.py"}
 # Among the ranks of a run, as torch does for its collectives of objects; nothing of it is kept.
 MAY_SEND_PICKLES = {"accel_callbacks/collectives/object_exchange.py"}
 MAY_WRITE_ENVIRON = {

@@ -150,7 +150,7 @@ class _State:
         Raises:
             ResumeError: it is not there.
         """
-        from checkpoint_io.weights.torch_pickle import load_restricted
+        from checkpoint_io.weights.foreign.torch_pickle import load_restricted
 
         if (path := self.path(name)) is None:
             self._refuse_pieces(name.partition(".")[0])

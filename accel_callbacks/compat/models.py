@@ -472,7 +472,7 @@ def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwar
     Raises:
         checkpoint_io.CorruptCheckpointError: the file is damaged, or holds objects of classes.
     """
-    from checkpoint_io.weights.torch_pickle import load_restricted
+    from checkpoint_io.weights.foreign.torch_pickle import load_restricted
 
     if kwargs.get("weights_only") is False:
         warn("weights_only=False has no effect: pickles are read without running what they hold.")

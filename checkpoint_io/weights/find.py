@@ -17,11 +17,11 @@ from checkpoint_io.local_files import local_path, split_path
 from checkpoint_io.progress import TransferProgress
 from checkpoint_io.storage.local import local_folder
 from checkpoint_io.storage.open import Store, open_store
-from checkpoint_io.weights.dcp import DCP_METADATA, DcpSource
-from checkpoint_io.weights.deepspeed import DeepSpeedSource, deepspeed_folder
+from checkpoint_io.weights.foreign.dcp import DCP_METADATA, DcpSource
+from checkpoint_io.weights.foreign.deepspeed import DeepSpeedSource, deepspeed_folder
+from checkpoint_io.weights.foreign.torch_pickle import TorchSource
 from checkpoint_io.weights.safetensors import SafetensorsSource
 from checkpoint_io.weights.source import Wanted, WeightFile, WeightInfo, WeightSource, sizes_of
-from checkpoint_io.weights.torch_pickle import TorchSource
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -22,12 +22,12 @@ from checkpoint_io.progress import TransferProgress
 from checkpoint_io.saver.collect import tied_names
 from checkpoint_io.storage.local import local_folder
 from checkpoint_io.storage.open import Store, open_store
-from checkpoint_io.weights.dcp import DCP_METADATA, DcpSource
-from checkpoint_io.weights.deepspeed import deepspeed_folder
 from checkpoint_io.weights.find import INDEX, SINGLE, open_weights
+from checkpoint_io.weights.foreign.dcp import DCP_METADATA, DcpSource
+from checkpoint_io.weights.foreign.deepspeed import deepspeed_folder
+from checkpoint_io.weights.foreign.torch_pickle import TorchSource
 from checkpoint_io.weights.save import plan_files, write_files
 from checkpoint_io.weights.source import WeightInfo, WeightSource, sizes_of
-from checkpoint_io.weights.torch_pickle import TorchSource
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from checkpoint_io import CorruptCheckpointError, load_model_state
 from checkpoint_io.storage import open_store
 from checkpoint_io.weights import DcpSource, DcpTensor
-from checkpoint_io.weights.torch_pickle import read_inert
+from checkpoint_io.weights.foreign.torch_pickle import read_inert
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),

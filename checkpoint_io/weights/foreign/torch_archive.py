@@ -17,8 +17,7 @@ import torch
 from checkpoint_io.errors import CorruptCheckpointError
 from checkpoint_io.format.safetensors import MAX_HEADER
 from checkpoint_io.storage.open import RangeReader
-from checkpoint_io.weights.source import WeightFile
-from checkpoint_io.weights.torch_pickle import (
+from checkpoint_io.weights.foreign.torch_pickle import (
     Name,
     PersistentId,
     RangeFile,
@@ -27,6 +26,7 @@ from checkpoint_io.weights.torch_pickle import (
     read_inert,
     refuse_compressed,
 )
+from checkpoint_io.weights.source import WeightFile
 
 _READ_AHEAD = 64 * 1024
 _BLOCK = 16 * 1024 * 1024

@@ -25,8 +25,7 @@ from checkpoint_io.sharding.boxes import overlapping
 from checkpoint_io.sharding.dtensor import is_dtensor, local_of
 from checkpoint_io.sharding.planner import plan_reads
 from checkpoint_io.storage.open import RangeReader, Store, child_name
-from checkpoint_io.weights.source import Wanted, WeightFile, WeightInfo, sizes_of
-from checkpoint_io.weights.torch_pickle import (
+from checkpoint_io.weights.foreign.torch_pickle import (
     Name,
     Record,
     described,
@@ -34,6 +33,7 @@ from checkpoint_io.weights.torch_pickle import (
     read_inert,
     read_restricted,
 )
+from checkpoint_io.weights.source import Wanted, WeightFile, WeightInfo, sizes_of
 
 DCP_METADATA = ".metadata"
 

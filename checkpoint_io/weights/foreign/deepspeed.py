@@ -23,9 +23,9 @@ from checkpoint_io.format.safetensors import as_bytes
 from checkpoint_io.progress import TransferProgress
 from checkpoint_io.storage.base import is_child_name
 from checkpoint_io.storage.open import Store
+from checkpoint_io.weights.foreign.torch_archive import StoredTensor, TorchArchive, entries_of
+from checkpoint_io.weights.foreign.torch_pickle import described, natural_numbers, refuse_repetition
 from checkpoint_io.weights.source import Destination, Wanted, WeightFile, WeightInfo, sizes_of
-from checkpoint_io.weights.torch_archive import StoredTensor, TorchArchive, entries_of
-from checkpoint_io.weights.torch_pickle import described, natural_numbers, refuse_repetition
 
 __all__ = ["DeepSpeedSource", "deepspeed_folder"]
 

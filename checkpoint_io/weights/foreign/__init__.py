@@ -1,0 +1,1 @@
+"""Readers of weights in files that torch and DeepSpeed have written."""
