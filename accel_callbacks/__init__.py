@@ -47,7 +47,7 @@ _HOME = {
     "MultiProcessAdapter": "logging",
     "ParallelismConfig": "plugins.parallelism",
     "PartialState": "compat.state",
-    "ProfileKwargs": "profiler",
+    "ProfileKwargs": "plugins.profiler",
     "ProjectConfiguration": "checkpoint.project",
     "RNGType": "distributed.rng",
     "RemoteError": "errors",
@@ -69,7 +69,7 @@ _HOME = {
     "debug_launcher": "launch.notebook",
     "disk_offload": "compat.big_modeling",
     "dispatch_model": "compat.big_modeling",
-    "find_executable_batch_size": "memory",
+    "find_executable_batch_size": "addons.tuning.executable_batch_size",
     "gather": "collectives",
     "gather_object": "collectives",
     "get_logger": "logging",
@@ -109,6 +109,9 @@ if not TYPE_CHECKING:
 
 if TYPE_CHECKING:
     from accel_callbacks.accelerator import Accelerator as Accelerator
+    from accel_callbacks.addons.tuning.executable_batch_size import (
+        find_executable_batch_size as find_executable_batch_size,
+    )
     from accel_callbacks.callbacks import Callback as Callback
     from accel_callbacks.checkpoint.project import ProjectConfiguration as ProjectConfiguration
     from accel_callbacks.collectives import broadcast as broadcast
@@ -175,7 +178,6 @@ if TYPE_CHECKING:
     from accel_callbacks.logging import tqdm as tqdm
     from accel_callbacks.loop.run import TrainingRun as TrainingRun
     from accel_callbacks.memory import clear_device_cache as clear_device_cache
-    from accel_callbacks.memory import find_executable_batch_size as find_executable_batch_size
     from accel_callbacks.memory import release_memory as release_memory
     from accel_callbacks.models.absent_weights import initialize_weights as initialize_weights
     from accel_callbacks.models.activation_checkpointing import (
@@ -222,7 +224,7 @@ if TYPE_CHECKING:
     from accel_callbacks.plugins.process_group import (
         InitProcessGroupKwargs as InitProcessGroupKwargs,
     )
-    from accel_callbacks.profiler import ProfileKwargs as ProfileKwargs
+    from accel_callbacks.plugins.profiler import ProfileKwargs as ProfileKwargs
     from accel_callbacks.scheduler import AcceleratedScheduler as AcceleratedScheduler
     from accel_callbacks.tracking.general_tracker import GeneralTracker as GeneralTracker
     from accel_callbacks.tracking.general_tracker import LoggerType as LoggerType

@@ -91,7 +91,7 @@ if TYPE_CHECKING:
     from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin
     from accel_callbacks.plugins.deepspeed_config import FilledConfig
     from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
-    from accel_callbacks.profiler import ProfileKwargs
+    from accel_callbacks.plugins.profiler import ProfileKwargs
     from accel_callbacks.state import AcceleratorState, GradientState
 
 __all__ = ["Accelerator"]
@@ -2105,7 +2105,7 @@ class Accelerator(ProcessControl, MediaLogging):
             >>> any(event.key == "aten::matmul" for event in profiler.key_averages())
             True
         """
-        from accel_callbacks.profiler import ProfileKwargs, profiling
+        from accel_callbacks.plugins.profiler import ProfileKwargs, profiling
 
         handler = profile_handler
         if handler is None:

@@ -104,7 +104,7 @@ _HOME = {
     "save_fsdp_optimizer": "compat.fsdp",
     "save_offload_index": "compat.folder",
     "set_module_tensor_to_device": "compat.tensors",
-    "should_reduce_batch_size": "memory",
+    "should_reduce_batch_size": "addons.tuning.executable_batch_size",
     "slice_tensors": "compat.operations",
 }
 #: Packages of which Accelerate has a function ``is_..._available``, by the name in it.
@@ -137,6 +137,7 @@ __all__ = sorted([*_HOME, *_SHARED, *_CHECKS])
 # Type checkers see what the modules of the table have, so that no name is listed twice.
 if TYPE_CHECKING:
     from accel_callbacks import *
+    from accel_callbacks.addons.tuning.executable_batch_size import *
     from accel_callbacks.compat.casting import *
     from accel_callbacks.compat.folder import *
     from accel_callbacks.compat.fsdp import *
@@ -147,7 +148,6 @@ if TYPE_CHECKING:
     from accel_callbacks.compat.wrappers import *
     from accel_callbacks.data.skip import *
     from accel_callbacks.distributed.topology import *
-    from accel_callbacks.memory import *
     from accel_callbacks.models.offload.budgets import *
     from accel_callbacks.models.offload.device_map import *
     from accel_callbacks.models.offload.sizes import *

@@ -32,7 +32,7 @@ ROWS = (
 ROOT_FILES = {
     **dict.fromkeys(("config", "engine_options"), "options"),
     **dict.fromkeys(("optimizer", "scheduler", "gradients", "memory"), "parts"),
-    **dict.fromkeys(("profiler", "logging", "placeholder"), "parts"),
+    **dict.fromkeys(("logging", "placeholder"), "parts"),
     **dict.fromkeys(("warning", "local_files", "host_copy", "terminal_text"), "errors"),
     **dict.fromkeys(("_siblings", "_lazy", "launch_memory"), "errors"),
     **dict.fromkeys(("recurrence", "redaction"), "errors"),

@@ -13,7 +13,7 @@ import torch
 from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.checkpoint.project import path_in
 from accel_callbacks.local_files import absolute, local_path
-from accel_callbacks.profiler import ProfileKwargs
+from accel_callbacks.plugins.profiler import ProfileKwargs
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from accel_callbacks.data.skip import SkipDataLoader
 from accel_callbacks.plugins.ddp import DistributedDataParallelKwargs
 from accel_callbacks.plugins.precision import AORecipeKwargs, AutocastKwargs, GradScalerKwargs
 from accel_callbacks.plugins.process_group import InitProcessGroupKwargs
-from accel_callbacks.profiler import ProfileKwargs
+from accel_callbacks.plugins.profiler import ProfileKwargs
 
 if TYPE_CHECKING:
     from accel_callbacks.accelerator import Accelerator

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from accel_callbacks import collectives
+from accel_callbacks.addons.tuning.executable_batch_size import attempt
 from accel_callbacks.addons.tuning.trial import new_axes, restored
 from accel_callbacks.distributed.abort import group_is_aborted
 from accel_callbacks.distributed.topology import resolve_topology
-from accel_callbacks.memory import attempt, clear_device_cache
+from accel_callbacks.memory import clear_device_cache
 
 __all__ = ["BatchSizeResult", "Trial", "find_batch_size"]
 

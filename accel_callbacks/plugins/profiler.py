@@ -138,7 +138,7 @@ def profiling(handler: ProfileKwargs, rank: int) -> Iterator[torch.profiler.prof
     Example:
         >>> import tempfile, os
         >>> from accel_callbacks import ProfileKwargs
-        >>> from accel_callbacks.profiler import profiling
+        >>> from accel_callbacks.plugins.profiler import profiling
         >>> folder = tempfile.mkdtemp()
         >>> with profiling(ProfileKwargs(output_trace_dir=folder), rank=0):
         ...     pass
