@@ -30,6 +30,7 @@ from accel_callbacks.callbacks.dispatch.functions import (
 from accel_callbacks.callbacks.dispatch.ledger import CallbackReport
 from accel_callbacks.callbacks.dispatch.registration import configured
 from accel_callbacks.callbacks.foreign import adapt
+from accel_callbacks.callbacks.observer import create_observers, first_answer
 from accel_callbacks.checkpoint.folder_leases import FolderLeases
 from accel_callbacks.checkpoint.project import ProjectConfiguration, chosen_project
 from accel_callbacks.collectives.metrics import (
@@ -79,8 +80,7 @@ from accel_callbacks.tracking.media import Keywords, MediaLogging
 from accel_callbacks.tracking.trackers import Tracking
 
 if TYPE_CHECKING:
-    from accel_callbacks.addons.journal.recorder import Recorder
-    from accel_callbacks.addons.journal.replay_request import ReplayRequest
+    from accel_callbacks.callbacks.observer import CreateObserver
     from accel_callbacks.checkpoint.checkpointer import Checkpointer
     from accel_callbacks.checkpoint.part import RestoreReport
     from accel_callbacks.checkpoint.selection import Only, Rename
@@ -217,10 +217,6 @@ class Accelerator(ProcessControl, MediaLogging):
         # Check all options before joining the process group: an invalid one must not cost the
         # other ranks a timeout.
         self.project_configuration = chosen_project(project_dir, project_config)
-        self._replay = _requested_replay()
-        if self._replay is not None:  # nothing of the run is to be written to
-            self.project_configuration = ProjectConfiguration(self._replay.folder)
-            log_with = None
         config = resolve_config(
             {
                 "mixed_precision": mixed_precision,
@@ -234,7 +230,10 @@ class Accelerator(ProcessControl, MediaLogging):
             },
             os.environ,
         )
-        self.project_configuration.on_conflict = config.on_conflict
+        observers, project = create_observers(_add_ons(), self.project_configuration, config)
+        rehearses = project is not self.project_configuration
+        self.project_configuration = project
+        project.on_conflict = config.on_conflict
         self.device_placement = device_placement
         loader_config = checked_config(dataloader_config)
         self.rng_types = checked_rng_types(rng_types)
@@ -279,7 +278,7 @@ class Accelerator(ProcessControl, MediaLogging):
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
         self.loaders: list[DataLoaderShard] = []
-        owns_folders = self.is_main_process and self._replay is None
+        owns_folders = self.is_main_process and not rehearses
         leases = FolderLeases(self.config.on_conflict, is_main_process=owns_folders)
         self.loop = Loop(
             TrainingRun(self),
@@ -299,13 +298,10 @@ class Accelerator(ProcessControl, MediaLogging):
             loop.pass_ends = PassEnds(
                 loop.position, lambda: strategy.trains_together and loop.in_lockstep
             )
-        if self._replay is not None:
-            self.loop.replays = True
-            rollbacks = self._replay.rollbacks.items()
-            self.loop.recorded_rollbacks = {int(step): path for step, path in rollbacks}
+        self.loop.observers = observers
         self.passes = Passes(self.loop)
         self.tracking = Tracking(
-            _as_list(log_with),
+            _as_list(None if rehearses else log_with),
             self.project_configuration.log_folder,
             leases,
             is_main_process=self.is_main_process,
@@ -347,6 +343,8 @@ class Accelerator(ProcessControl, MediaLogging):
             events=self.passes,
             prepared=self.loaders,
         )
+        for observer in observers:
+            observer.attach(self)
 
     def __getattr__(self, name: str) -> Any:
         if not (instead := foreign_name("ATTRIBUTES", name)):
@@ -1711,32 +1709,10 @@ class Accelerator(ProcessControl, MediaLogging):
 
         from accel_callbacks.loop.contexts import RunContext
 
-        recorder = self._recorder()
-        if self._replay is not None:
-            resume = self._replay.checkpoint or False
-        return RunContext(new_run, self.training_state, resume, recorder)
-
-    def _recorder(self) -> Recorder | None:
-        """Return what keeps the journal of a run, None where nobody wants one."""
-        project = self.project_configuration
-        if project.project_dir is None or not (self.config.journal or self._replay):
-            return None
-        # Imported here, because a loop without a project folder has no journal.
-        from accel_callbacks.addons.journal.recorder import Recorder
-
-        facts = {
-            "distributed_type": self.distributed_type.value,
-            "mixed_precision": self.mixed_precision,
-            "gradient_accumulation_steps": self.window.num_steps,
-            "device": str(self.device),
-            "data_world": self.data_world,
-        }
-        parts = self.loop, self._first_steps, project.root, self.device, facts
-        if self._replay is None:
-            return Recorder(*parts)
-        from accel_callbacks.addons.journal.replayed_step import ReplayRecorder
-
-        return ReplayRecorder(*parts, request=self._replay)
+        path = first_answer(self.loop.observers, "resume_path")
+        if path is not None:
+            resume = path or False
+        return RunContext(new_run, self.training_state, resume)
 
     def evaluate(
         self,
@@ -2163,13 +2139,15 @@ def _several(callbacks: Any) -> Iterable[Any]:
     return (callbacks,) if is_single else callbacks
 
 
-def _requested_replay() -> ReplayRequest | None:
-    """Return what `accel replay` has started this process for, None for all other processes."""
-    if "ACCEL_REPLAY" not in os.environ:
-        return None
-    from accel_callbacks.addons.journal.replay_request import ReplayRequest
-
-    return ReplayRequest.requested(os.environ)
+def _add_ons() -> Sequence[CreateObserver]:
+    """Return what makes the observers of add-ons; nothing where these are not installed."""
+    try:
+        from accel_callbacks import addons
+    except ModuleNotFoundError as error:
+        if error.name != "accel_callbacks.addons":
+            raise
+        return ()
+    return addons.OBSERVERS
 
 
 def _unnamed_option(value: Any, owner: type[Any]) -> str:

@@ -26,6 +26,7 @@ _HOME = {
     "LearningRateMonitor": "learning_rate_monitor",
     "ModelSummary": "model_summary",
     "NonFinite": "non_finite",
+    "Observer": "observer",
     "Preemption": "preemption",
     "Profiler": "profiler",
     "ProgressBar": "progress_bar",
@@ -37,6 +38,7 @@ _HOME = {
     "Timer": "timer",
     "WeightAveraging": "weight_averaging",
     "configured": "dispatch.registration",
+    "register_observer": "observer",
     "summarize": "model_summary",
 }
 
@@ -70,6 +72,8 @@ if TYPE_CHECKING:
     from accel_callbacks.callbacks.model_summary import Summary as Summary
     from accel_callbacks.callbacks.model_summary import summarize as summarize
     from accel_callbacks.callbacks.non_finite import NonFinite as NonFinite
+    from accel_callbacks.callbacks.observer import Observer as Observer
+    from accel_callbacks.callbacks.observer import register_observer as register_observer
     from accel_callbacks.callbacks.preemption import Preemption as Preemption
     from accel_callbacks.callbacks.profiler import Profiler as Profiler
     from accel_callbacks.callbacks.progress_bar import ProgressBar as ProgressBar

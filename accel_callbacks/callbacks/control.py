@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accel_callbacks.callbacks.base import ResumableState
 from accel_callbacks.callbacks.checkpoint import Checkpoint
 from accel_callbacks.callbacks.group_rates import first_rate, set_learning_rate
+from accel_callbacks.callbacks.observer import first_answer
 from accel_callbacks.distributed.rng import capture_rng, devices_of, restore_rng
 from accel_callbacks.errors import nearest
 from accel_callbacks.local_files import base_name, local_path
@@ -135,11 +135,8 @@ class Control(ResumableState):
         """Open the mailbox on rank 0; in a replay, read what was commanded then."""
         self._apply_changed(run)
         run.on_command = lambda text: self._carry_out(run, json.loads(text))
-        if run.accelerator.loop.replays:
-            from accel_callbacks.addons.journal.replay_request import ReplayRequest
-
-            request = ReplayRequest.requested(os.environ)
-            commands = [] if request is None else request.commands
+        commands = first_answer(run.accelerator.loop.observers, "past_commands")
+        if commands is not None:
             self._past = [command for command in commands if command["number"] > self.number]
             self._repeat(run, in_epoch=False)
             return

@@ -14,6 +14,7 @@ import torch
 from accel_callbacks import collectives
 from accel_callbacks.callbacks.base import ResumableState, require_at_least
 from accel_callbacks.callbacks.freeze import Freeze
+from accel_callbacks.callbacks.observer import first_answer
 from accel_callbacks.callbacks.weight_averaging import Averaging
 from accel_callbacks.checkpoint.open import open_folder, open_one, together, unwrapped_failure
 from accel_callbacks.checkpoint.part import LoadOptions
@@ -575,8 +576,9 @@ def roll_back(
     """
     training.loop.saves.wait()
     avoided: list[str] = []
-    if training.loop.replays:
-        return RolledBack(_restore_recorded(training), avoided)
+    target = first_answer(training.loop.observers, "rollback_target", training.loop.run.global_step)
+    if target is not None:
+        return RolledBack(_restore_from(training, target), avoided)
     for saver in training.loop.savers:
         root, storage_options = saver.resume_root(training.loop.run)
         candidates = _find_candidates(root, storage_options, newest_step, avoid)
@@ -623,13 +625,9 @@ def _find_candidates(
     return collectives.broadcast_object(candidates)
 
 
-def _restore_recorded(training: TrainingState) -> str | None:
-    """Restore the checkpoint that the run went back to after this step, as its journal says.
-
-    The newest that is left may be another one.
-    """
-    path = training.loop.recorded_rollbacks.get(training.loop.run.global_step)
-    if path is None:
+def _restore_from(training: TrainingState, path: str) -> str | None:
+    """Restore the checkpoint that an observer names, ``""`` for none."""
+    if not path:
         return None
     saver = next(iter(training.loop.savers), None)
     options = None if saver is None else saver.storage_options

@@ -157,8 +157,8 @@ class Checkpointer:
 
         check_when_busy(when_busy)
         loop = self.training.loop
-        if loop.replays:
-            self._replay_save()
+        if not all(observer.may_save() for observer in loop.observers):
+            self._rehearse_save()
             return ""
         loop.require_loaded("save_state")
         loop.require_own_weights("save_state")
@@ -207,7 +207,7 @@ class Checkpointer:
             self._give_back()
         return url
 
-    def _replay_save(self) -> None:
+    def _rehearse_save(self) -> None:
         """Do to the run what a save does, and write nothing.
 
         A callback may change as its state is saved, a hook may draw, and a stream may draw ahead.

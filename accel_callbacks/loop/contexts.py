@@ -32,7 +32,6 @@ from accel_callbacks.strategy import Strategy
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
-    from accel_callbacks.addons.journal.recorder import Recorder
     from accel_callbacks.checkpoint.borrowed_weights import BorrowedWeights
     from checkpoint_io import CheckpointReader
 
@@ -165,7 +164,6 @@ class RunContext(AbstractContextManager[TrainingRun]):
         new_run: makes the run.
         training: what a checkpoint restores, with the loop that fires the hooks, and the trackers.
         resume: see ``Accelerator.run``.
-        recorder: keeps the journal, None without one.
     """
 
     def __init__(
@@ -173,9 +171,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
         new_run: Callable[[], TrainingRun],
         training: TrainingState,
         resume: bool | str,
-        recorder: Recorder | None = None,
     ) -> None:
-        self._recorder = recorder
         self._new_run = new_run
         self._training = training
         self._loop, self._tracking = training.loop, training.tracking
@@ -346,8 +342,8 @@ class RunContext(AbstractContextManager[TrainingRun]):
         run.loaded_step = None  # consumed: a run after this one does not take it over
         with shared_failure("starting the trackers"):
             self._tracking.open(run)
-        if self._recorder is not None:
-            self._recorder.open(run)
+        observers = self._loop.observers
+        self._loop.dispatch.observe([observer for observer in observers if observer.open(run)])
 
     def _restore_newest(self) -> None:
         """Restore from the first callback that has a valid checkpoint."""
@@ -374,8 +370,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
         # No rank leaves before the end hooks of all ranks have succeeded.
         collectives.barrier()
         self._stop_watching()
-        if self._recorder is not None:
-            self._tracking.put(self._recorder.close(run._ending), run.global_step)
+        self._close_observers(run._ending)
         self._tracking.close(run._ending)
         self._loop.leases.release()
         if run.stop_reason is not None:
@@ -392,12 +387,19 @@ class RunContext(AbstractContextManager[TrainingRun]):
             self._loop.fail_fit(cause)
         finally:
             status = "failed" if isinstance(cause, Exception) else "interrupted"
-            if self._recorder is not None:
-                self._recorder.close(status, cause)
+            self._close_observers(status, cause)
             self._tracking.close(status)
             self._loop.leases.release()
         if cause is not error:
             raise cause from error
+
+    def _close_observers(self, status: str, error: BaseException | None = None) -> None:
+        """Close the observers; the trackers get the values of a run that succeeds."""
+        self._loop.dispatch.observe(())
+        for observer in self._loop.observers:
+            values = observer.close(status, error)
+            if error is None:
+                self._tracking.put(values, self._run.global_step)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -15,12 +15,14 @@ from accel_callbacks.loop.added_parameters import AddedParameters
 from accel_callbacks.loop.bare_steps import BareSteps
 from accel_callbacks.loop.clipper import CheckedClipping, NotedClipping
 from accel_callbacks.loop.gradient_watch import GradientWatch
-from accel_callbacks.loop.input_checksums import InputChecksums
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.precision import Precision
 from accel_callbacks.strategy import Strategy
 from accel_callbacks.strategy.optimizer_state import find_unsaved, parameter_names
 from accel_callbacks.warning import warn
+
+if TYPE_CHECKING:
+    from accel_callbacks.loop.input_checksums import InputChecksums
 
 __all__ = ["FirstSteps", "OptimizerWatch"]
 
@@ -78,6 +80,7 @@ class FirstSteps:
         self.bare_steps = BareSteps(loop, strategy, precision, self.warn, self._end_checks)
         self.added_parameters = AddedParameters(loop, strategy, self.warn)
         loop.check_parameters = self.added_parameters.check
+        loop.tell_norms = self.tell_norms
         loop.unprepared_steps.count_unseen = self._count_unseen
         self._watches: list[OptimizerWatch] = []
         self._calls: list[_Calls] = []
@@ -101,6 +104,9 @@ class FirstSteps:
         self.added_parameters.note(model)
         known = any(calls.model is model for calls in self._calls)
         if self._watches and not known and self.strategy.averages(model):
+            # Imported here, because one process has nothing to compare.
+            from accel_callbacks.loop.input_checksums import InputChecksums
+
             name = type(self.strategy.unwrap(model)).__name__
             self._calls.append(_Calls(model, InputChecksums(name, self.strategy.data.rank)))
 

@@ -36,6 +36,7 @@ from accel_callbacks.precision.base import StepFinding
 from accel_callbacks.recurrence import note_step
 
 if TYPE_CHECKING:
+    from accel_callbacks.callbacks.observer import Observer
     from accel_callbacks.loop.pass_ends import PassEnds
 
 __all__ = ["LoaderProgress", "Loop", "UsedLoaders"]
@@ -169,14 +170,14 @@ class Loop:
         pass_ends: compares the lengths of passes over several ranks, None on one.
         keep_boundary: keeps the state of a boundary, to which the run can be left.
         drain_votes: carries out a vote that is under way at the end of a run.
+        tell_norms: calls a function with each norm that gradients are clipped by; None ends that.
         check_parameters: checks at each training pass for parameters that models have got since.
         saves: saves of the training state, also in the background.
         stages: the open evaluations, the innermost last.
         used_loaders: the loaders of each phase.
         stop_consumed: True if the run's stop ended a training that is over, so that another one
             may start.
-        replays: a past step of another process is run again, so that nothing is saved.
-        recorded_rollbacks: in a replay, the checkpoints that the run went back to, by its steps.
+        observers: see and may redirect runs, without being callbacks.
         after_step: called with each optimizer that has stepped, None if nobody is to know.
         before_work: called with the name of the first backward or step after a load, None if
             nothing is to be checked.
@@ -221,8 +222,7 @@ class Loop:
         self.last_loss: torch.Tensor | None = None
         self.before_work: Callable[[str], None] | None = None
         self._half_loaded: str | None = None
-        self.replays = False
-        self.recorded_rollbacks: dict[int, str] = {}
+        self.observers: Sequence[Observer] = ()
         self.borrowed: str | None = None
         self.worked = False
         self.epochs_counted = self.stop_consumed = False
@@ -238,6 +238,7 @@ class Loop:
         self.keep_boundary: Callable[[], None] = lambda: None
         self.drain_votes: Callable[[], None] = lambda: None
         self.check_parameters: Callable[[], None] = lambda: None
+        self.tell_norms: Callable[[Callable[[torch.Tensor], None] | None], None] = lambda _: None
         self._cut_short = self._passed = self._ignores_stop = False
         # Of random generators: how to capture it, and what it was where a stop cut an epoch short.
         self.capture_random: Callable[[], Any] | None = None

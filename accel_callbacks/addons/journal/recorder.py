@@ -7,7 +7,7 @@ import math
 import os
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from time import perf_counter, time
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ import torch
 from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.addons.journal.format import SKIPPED
+from accel_callbacks.callbacks.observer import Observer
 from accel_callbacks.errors import LostRankError
 from accel_callbacks.local_files import local_path
 from accel_callbacks.logging import notice
@@ -24,7 +25,6 @@ from accel_callbacks.precision.base import StepFinding
 
 if TYPE_CHECKING:
     from accel_callbacks.addons.journal.writer import JournalWriter
-    from accel_callbacks.loop.first_steps import FirstSteps
     from accel_callbacks.loop.loop import Loop
     from accel_callbacks.loop.run import TrainingRun
     from checkpoint_io import Lease
@@ -40,34 +40,22 @@ _LONG = 60.0  # seconds of an attempt after which its goodput is worth a line
 _UNREADABLE = ("xla", "meta")  # devices whose values a thread cannot read beside the loop
 
 
-class Recorder:
+class Recorder(Observer):
     """Observes the hooks of a run, and hands what it has noted to a hub with one writer.
 
     Nothing waits for a device: losses and norms are read by the hub's thread. Nothing is drawn from
     a generator.
 
     Args:
-        loop: fires the hooks.
-        first_steps: clips, and tells the norm.
-        project_dir: the project folder; None for a run without a journal.
-        device: that this rank computes on.
-        facts: what rank 0 tells of the machine and the options.
+        project_dir: the project folder.
     """
 
-    def __init__(
-        self,
-        loop: Loop,
-        first_steps: FirstSteps,
-        project_dir: str | None,
-        device: torch.device,
-        facts: Mapping[str, Any],
-    ) -> None:
-        self._loop = loop
-        self._first_steps = first_steps
+    _loop: Loop
+    _device: torch.device
+
+    def __init__(self, project_dir: str) -> None:
         self._project_dir = project_dir
-        self._device = device
-        self._on_host = device.type == "cpu"
-        self._facts = facts
+        self._on_host = True
         self._hub: TrackerHub | None = None
         self._writer: JournalWriter | None = None
         self._lease: Lease | None = None
@@ -94,10 +82,8 @@ class Recorder:
 
     # --- the life of a journal ----------------------------------------------------------------
 
-    def open(self, run: TrainingRun) -> None:
+    def open(self, run: TrainingRun) -> bool:
         """Collective: begin the files of a new attempt, once the identity of the run is known."""
-        if self._project_dir is None:
-            return
         require_neighbor("loggers")
         from accel_callbacks.addons.journal.facts import process_began, start_facts
         from accel_callbacks.addons.journal.format import Header
@@ -120,17 +106,17 @@ class Recorder:
                     f"no journal of this run ({problem}): give a folder that can be written as "
                     "project_dir, or journal=False"
                 )
-            return
+            return False
         now = self._began = time()
         header = Header(run.global_rank, run.world_size, attempt, now, run.run_id)
-        facts = {**self._facts, "config": run.config, "process_began": process_began()}
+        facts = {**_options_of(run), "config": run.config, "process_began": process_began()}
         writer = JournalWriter(
             folder, header, (lambda: start_facts(facts)) if run.is_global_zero else None
         )
         hub = TrackerHub(
             [writer],
             run=RunInfo(run.name, self._project_dir, run.run_id, rank=run.global_rank),
-            before_write=self._loop.leases.check_recent,
+            before_write=run.accelerator.loop.leases.check_recent,
             **asdict(TrackerConfig()),
         )
         hub.start()
@@ -141,6 +127,8 @@ class Recorder:
         if run.is_global_zero and local is not None:
             self._lease = _lease_of(local, run)
         self._forget()
+        self._loop, self._device = run.accelerator.loop, run.accelerator.device
+        self._on_host = self._device.type == "cpu"
         self._hub, self._writer, self._step = hub, writer, run.global_step
         self._leave = writer.waiting.append if self._on_host else self._put
         start = {"kind": "start", "time": now, "attempt": attempt, "name": run.name}
@@ -150,19 +138,19 @@ class Recorder:
         run.noted = self._note_of_others
         for url, problem in self._loop.leases.unguarded.items():
             self.note("unguarded", folder=url, problem=problem)
-        self._first_steps.tell_norms(self._note_norm)
-        self._loop.dispatch.observe(self)
+        self._loop.tell_norms(self._note_norm)
+        return True
 
     def close(self, status: Any, error: BaseException | None = None) -> dict[str, float]:
         """Write the rest, with how the run has ended; return the goodput, as values for trackers.
 
         It is printed too, and both only for a run of a minute or more, on rank 0.
         """
-        hub, run = self._hub, self._loop.run
+        hub = self._hub
         if hub is None:
             return {}
-        self._loop.dispatch.observe(None)
-        self._first_steps.tell_norms(None)
+        run = self._loop.run
+        self._loop.tell_norms(None)
         run.noted = None
         try:
             self._write_end(run, status, error)
@@ -192,7 +180,6 @@ class Recorder:
         from accel_callbacks.addons.journal.goodput import Goodput
         from accel_callbacks.addons.journal.reader import Journal
 
-        assert self._project_dir is not None
         try:
             goodput = Goodput.of(Journal.read(self._project_dir, run.run_id))
         except (ValueError, OSError) as error:  # the run itself has ended well
@@ -416,6 +403,18 @@ class Recorder:
             order_before_reads(value.device)
             return value
         return value.clone()
+
+
+def _options_of(run: TrainingRun) -> dict[str, Any]:
+    """Return what the start of a journal tells of the options of its Accelerator."""
+    accel = run.accelerator
+    return {
+        "distributed_type": accel.distributed_type.value,
+        "mixed_precision": accel.mixed_precision,
+        "gradient_accumulation_steps": accel.window.num_steps,
+        "device": str(accel.device),
+        "data_world": accel.data_world,
+    }
 
 
 def _lease_of(folder: str, run: TrainingRun) -> Lease | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pdb
 import sys
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,16 +28,39 @@ class ReplayRecorder(Recorder):
     """Keeps the journal of a replay in its scratch folder, up to the step that is replayed.
 
     Args:
-        *parts: those of :class:`Recorder`.
         request: what is to be replayed.
     """
 
-    def __init__(self, *parts: Any, request: ReplayRequest) -> None:
-        super().__init__(*parts)
+    def __init__(self, request: ReplayRequest) -> None:
+        super().__init__(request.folder)
+        self.scratch_folder = request.folder
         self._request = request
         self._batch: Any = None
         self._tensors: dict[str, torch.Tensor] = {}
         self._handles: list[RemovableHandle] = []
+
+    @classmethod
+    def requested(cls, environment: Mapping[str, str]) -> ReplayRecorder | None:
+        """Return the recorder for a process that `accel replay` has started, None for others."""
+        request = ReplayRequest.requested(environment)
+        return None if request is None else cls(request)
+
+    def may_save(self) -> bool:
+        """Return False: the step is one of the past."""
+        return False
+
+    def resume_path(self) -> str:
+        """Return the checkpoint before the step."""
+        return self._request.checkpoint or ""
+
+    def rollback_target(self, step: int) -> str:
+        """Return where the run went back to, as its journal says."""
+        # The newest that is left may be another one.
+        return self._request.rollbacks.get(str(step), "")
+
+    def past_commands(self) -> Sequence[Mapping[str, Any]]:
+        """Return what `accel ctl` had changed."""
+        return self._request.commands
 
     def on_train_batch_start(
         self, run: TrainingRun, model: Any, batch: Any, batch_idx: int

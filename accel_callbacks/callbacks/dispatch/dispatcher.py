@@ -58,8 +58,8 @@ class Dispatcher:
         can_vote: a callback may request a stop, a save or a preemption within an epoch.
         ends_batches: a callback votes, or has a hook, at the end of each training batch.
         keeps_loss: a callback gets the loss of each training batch at its end.
-        end_batch: of the observer, called with the run and the batch before the hooks of a training
-            batch's end; None without one.
+        end_batch: of the observers, called with the run and the batch before the hooks of a
+            training batch's end; None without one.
         ledger: number and time of the calls.
 
     Raises:
@@ -74,7 +74,7 @@ class Dispatcher:
         self.hooks: dict[str, tuple[Hook, ...]] = dict.fromkeys(HOOKS, ())
         self.ledger = Ledger()
         self.can_vote = self.ends_batches = self.keeps_loss = False
-        self._observer: Any = None
+        self._observers: Sequence[Any] = ()
         self.end_batch: Callable[[Any, Any], None] | None = None
         self._order: list[Entry] = []
         self._unclaimed: dict[str, Any] = {}  # loaded states of callbacks not registered
@@ -155,19 +155,20 @@ class Dispatcher:
                 self.hooks[hook] = (_timed_together(methods, self.ledger),)
             else:
                 self.hooks[hook] = tuple(entry.calls[hook] for entry in called)
-            if hasattr(self._observer, hook):
-                self.hooks[hook] = (getattr(self._observer, hook), *self.hooks[hook])
+            self.hooks[hook] = (*_methods(self._observers, hook), *self.hooks[hook])
         self.keeps_loss = bool(self.hooks["on_train_batch_end"])
         self.ends_batches = self.can_vote or self.keeps_loss
 
-    def observe(self, observer: Any) -> None:
-        """Call the hooks of an object before those of callbacks; None ends that.
+    def observe(self, observers: Sequence[Any]) -> None:
+        """Call the hooks of observers before those of callbacks, in place of those of before."""
+        self._observers = observers
+        ends = _methods(observers, "end_batch")
 
-        It is no callback: it has no state, does not vote, and is counted and listed nowhere. Its
-        ``end_batch`` stands for ``on_train_batch_end``, and costs less.
-        """
-        self._observer = observer
-        self.end_batch = getattr(observer, "end_batch", None)
+        def end_batch(run: Any, batch: Any) -> None:
+            for end in ends:
+                end(run, batch)
+
+        self.end_batch = None if not ends else ends[0] if len(ends) == 1 else end_batch
         self._set_entries(self.entries, self._order)
 
     def called(self, hook: str) -> list[Entry]:
@@ -470,6 +471,10 @@ class _Method:
     def switch(self, *, off: bool) -> None:
         """Leave it out from now on, also of hooks that are being fired; or call it again."""
         self.call = self.tally.take_back if off else self._method
+
+
+def _methods(observers: Sequence[Any], name: str) -> list[Hook]:
+    return [getattr(observer, name) for observer in observers if hasattr(observer, name)]
 
 
 def _timed(method: _Method) -> Hook:
