@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 __all__ = ["foreign_name", "lazy_names"]
@@ -28,6 +29,10 @@ def lazy_names(
 
     def get(name: str) -> Any:
         if name not in homes:
+            # `from package import module` asks here before it imports the module.
+            is_package = "__path__" in vars(sys.modules[package])
+            if is_package and find_spec(f"{package}.{name}") is not None:
+                raise AttributeError(f"module {package!r} has not imported {name!r}")
             from accel_callbacks.errors.removed import REMOVED
 
             # No AttributeError: `from package import name` would replace its text.
@@ -60,7 +65,9 @@ def foreign_name(table: str, name: str) -> str:
     """
     try:
         from accel_callbacks.compat import foreign_names
-    except ModuleNotFoundError:  # a core without that room answers as for any other mistake
-        return ""
+    except ModuleNotFoundError as error:
+        if error.name != "accel_callbacks.compat":
+            raise
+        return ""  # a core without that room answers as for any other mistake
     tables: Mapping[str, str] = getattr(foreign_names, table)
     return tables.get(name, "")

@@ -2142,12 +2142,12 @@ def _several(callbacks: Any) -> Iterable[Any]:
 def _add_ons() -> Sequence[CreateObserver]:
     """Return what makes the observers of add-ons; nothing where these are not installed."""
     try:
-        from accel_callbacks import addons
+        from accel_callbacks.addons import OBSERVERS
     except ModuleNotFoundError as error:
         if error.name != "accel_callbacks.addons":
             raise
         return ()
-    return addons.OBSERVERS
+    return OBSERVERS
 
 
 def _unnamed_option(value: Any, owner: type[Any]) -> str:
