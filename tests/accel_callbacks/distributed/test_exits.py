@@ -1,11 +1,9 @@
 """Programs on two processes end with the right code and no noise, whatever is open and however.
 
-``pytest -m slow`` repeats each way 200 times; so does ``python -m tests.support.exits``.
+``python -m tests.support.exits`` repeats each way 200 times.
 """
 
 from __future__ import annotations
-
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -26,16 +24,8 @@ FEW = (
 )
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for name in EXITS]
+)
 def test_a_program_ends_with_the_right_code(name):
     assert faults_of(EXITS[name]) == []
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", EXITS)
-def test_a_program_ends_200_times_with_the_right_code(name):
-    with ThreadPoolExecutor(2) as threads:
-        outcomes = list(threads.map(faults_of, [EXITS[name]] * 200))
-    wrong = [one for one in outcomes if one]
-    assert not wrong, f"{len(wrong)} of 200, first: {wrong[0]}"
