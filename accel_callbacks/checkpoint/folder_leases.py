@@ -50,6 +50,7 @@ class FolderLeases:
         self.is_main_process = is_main_process
         self._leases: dict[str, Lease] = {}  # by the folder as it was named; some not held yet
         self.unguarded: dict[str, str] = {}
+        self._lent: list[str] = []  # folders whose leases are held for saves alone
         self._awaited = ""  # the folder in the way
         self._told, self._told_at, self._began = "", 0.0, 0.0
         self._collected = weakref.finalize(self, _release_apart, self._leases)
@@ -74,6 +75,18 @@ class FolderLeases:
         wanted = list(folders)
         while (pause := self._attempt(wanted, run)) > 0:
             time.sleep(pause)
+
+    def lend(self, folders: Iterable[Folder], run: TrainingRun) -> None:
+        """Hold the leases of folders for a save, until :meth:`return_lent`."""
+        wanted = list(folders)
+        self._lent += [url for url, _ in wanted if not self.holds(url)]
+        self.hold(wanted, run)
+
+    def return_lent(self) -> None:
+        """Release what was lent."""
+        if self._lent:
+            self.release(*self._lent)
+            self._lent.clear()
 
     def hold_together(self, folders: Iterable[Folder], run: TrainingRun) -> None:
         """Collective: take the leases of folders; raise on all ranks what the main one raises.
