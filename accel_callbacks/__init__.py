@@ -17,7 +17,7 @@ _HOME = {
     "AcceleratedOptimizer": "optimizer",
     "AcceleratedScheduler": "scheduler",
     "Accelerator": "accelerator",
-    "AcceleratorConfig": "config",
+    "AcceleratorConfig": "options",
     "AcceleratorState": "compat.state",
     "AutocastKwargs": "plugins.precision",
     "BatchSamplerShard": "data.sampler",
@@ -133,7 +133,6 @@ if TYPE_CHECKING:
     from accel_callbacks.compat.state import AcceleratorState as AcceleratorState
     from accel_callbacks.compat.state import GradientState as GradientState
     from accel_callbacks.compat.state import PartialState as PartialState
-    from accel_callbacks.config import AcceleratorConfig as AcceleratorConfig
     from accel_callbacks.data.config import DataLoaderConfiguration as DataLoaderConfiguration
     from accel_callbacks.data.device import send_to_device as send_to_device
     from accel_callbacks.data.dispatch import DataLoaderDispatcher as DataLoaderDispatcher
@@ -190,6 +189,7 @@ if TYPE_CHECKING:
         infer_auto_device_map as infer_auto_device_map,
     )
     from accel_callbacks.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
+    from accel_callbacks.options import AcceleratorConfig as AcceleratorConfig
     from accel_callbacks.plugins.base import KwargsHandler as KwargsHandler
     from accel_callbacks.plugins.compile import DynamoBackend as DynamoBackend
     from accel_callbacks.plugins.compile import TorchDynamoPlugin as TorchDynamoPlugin

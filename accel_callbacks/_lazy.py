@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from typing import Any
 
 __all__ = ["foreign_name", "lazy_names"]
@@ -29,26 +29,33 @@ def lazy_names(
 
     def get(name: str) -> Any:
         if name not in homes:
-            # `from package import module` asks here before it imports the module.
-            is_package = "__path__" in vars(sys.modules[package])
-            if is_package and find_spec(f"{package}.{name}") is not None:
-                raise AttributeError(f"module {package!r} has not imported {name!r}")
-            from accel_callbacks.errors.removed import REMOVED
-
-            # No AttributeError: `from package import name` would replace its text.
-            if instead := foreign_name("IMPORTS", name):
-                raise ImportError(f"{name} {instead}", name=package)
-            if name in REMOVED:
-                raise ImportError(f"{package} has no {name!r}. {REMOVED[name]}", name=package)
+            if not is_module(name):
+                _refuse_import(package, name)
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f".{homes[name]}", package), name)
         setattr(sys.modules[package], name, value)
         return value
 
+    def is_module(name: str) -> bool:
+        # `from package import module` asks for the attribute first.
+        path = vars(sys.modules[package]).get("__path__")
+        return path is not None and PathFinder.find_spec(f"{package}.{name}", path) is not None
+
     def names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *homes})
 
     return get, names
+
+
+def _refuse_import(package: str, name: str) -> None:
+    """Raise for a name of another library, or of an earlier version of this one."""
+    from accel_callbacks.errors.removed import REMOVED
+
+    # No AttributeError: `from package import name` would replace its text.
+    if instead := foreign_name("IMPORTS", name):
+        raise ImportError(f"{name} {instead}", name=package)
+    if name in REMOVED:
+        raise ImportError(f"{package} has no {name!r}. {REMOVED[name]}", name=package)
 
 
 def foreign_name(table: str, name: str) -> str:
@@ -65,9 +72,7 @@ def foreign_name(table: str, name: str) -> str:
     """
     try:
         from accel_callbacks.compat import foreign_names
-    except ModuleNotFoundError as error:
-        if error.name != "accel_callbacks.compat":
-            raise
-        return ""  # a core without that room answers as for any other mistake
+    except ModuleNotFoundError:  # a core without that room answers as for any other mistake
+        return ""
     tables: Mapping[str, str] = getattr(foreign_names, table)
     return tables.get(name, "")

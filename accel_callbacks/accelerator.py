@@ -38,7 +38,6 @@ from accel_callbacks.collectives.metrics import (
     gather_counted_objects,
     rows_beside_lists,
 )
-from accel_callbacks.config import PRECISIONS, resolve_config
 from accel_callbacks.data.config import DataLoaderConfiguration, checked_config, checked_rng_types
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.data.prepare import Loaders
@@ -66,6 +65,7 @@ from accel_callbacks.loop.run_identity import RunIdentity, config_fields
 from accel_callbacks.loop.step import StepEngine
 from accel_callbacks.models.compile import uncompile
 from accel_callbacks.optimizer import AcceleratedOptimizer
+from accel_callbacks.options import PRECISIONS, resolve_config
 from accel_callbacks.plugins.base import KwargsHandler, sort_handlers
 from accel_callbacks.plugins.compile import DynamoBackend, TorchDynamoPlugin
 from accel_callbacks.plugins.distributed_type import DistributedType

@@ -13,8 +13,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from accel_callbacks import plugins
-from accel_callbacks.config import AcceleratorConfig, unread_variables
 from accel_callbacks.distributed.topology import Topology
+from accel_callbacks.options import AcceleratorConfig, unread_variables
 from accel_callbacks.plugins.base import Handlers, KwargsHandler
 from accel_callbacks.plugins.compile import TorchDynamoPlugin
 from accel_callbacks.plugins.engine_request import EngineRequest

@@ -273,7 +273,7 @@ launch
     tests/cli/test_config_settings.py
     tests/cli/test_config.py
 config
-    accel_callbacks/config.py
+    accel_callbacks/options.py
     accel_callbacks/data/config.py
     accel_callbacks/launch/config_file.py
     accel_callbacks/plugins/option.py

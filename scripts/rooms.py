@@ -30,7 +30,7 @@ ROWS = (
 )
 #: Files of the root, by the room that they are drawn as.
 ROOT_FILES = {
-    **dict.fromkeys(("config", "engine_options"), "options"),
+    **dict.fromkeys(("options", "engine_options"), "options"),
     **dict.fromkeys(("optimizer", "scheduler", "gradients", "memory"), "parts"),
     **dict.fromkeys(("logging", "placeholder"), "parts"),
     **dict.fromkeys(("warning", "local_files", "host_copy", "terminal_text"), "errors"),

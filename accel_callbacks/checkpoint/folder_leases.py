@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbor
-from accel_callbacks.config import OnConflict
 from accel_callbacks.errors import RemoteError
 from accel_callbacks.logging import notice
+from accel_callbacks.options import OnConflict
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:

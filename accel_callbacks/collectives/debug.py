@@ -72,7 +72,7 @@ def _debug_from_environment() -> bool:
     text = os.environ.get("ACCEL_DEBUG")
     if text is None:
         return False
-    from accel_callbacks.config import resolve_config
+    from accel_callbacks.options import resolve_config
 
     return resolve_config({}, {"ACCEL_DEBUG": text}).debug
 

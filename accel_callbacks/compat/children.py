@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from accel_callbacks.config import launched_options
+from accel_callbacks.options import launched_options
 
 __all__ = ["child_variables", "own_variables"]
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from accel_callbacks.config import AcceleratorConfig, resolve_config
 from accel_callbacks.distributed.process_control import ProcessControl
 from accel_callbacks.distributed.topology import (
     Topology,
@@ -24,6 +23,7 @@ from accel_callbacks.distributed.topology import (
 )
 from accel_callbacks.engine_options import find_device
 from accel_callbacks.errors import nearest
+from accel_callbacks.options import AcceleratorConfig, resolve_config
 from accel_callbacks.plugins.distributed_type import DistributedType
 from accel_callbacks.plugins.process_group import InitProcessGroupKwargs
 

@@ -36,7 +36,6 @@ from accel_callbacks.compat.names import NotProvided
 from accel_callbacks.compat.stand_in import StandIn
 from accel_callbacks.compat.unprepared import register_unprepared
 from accel_callbacks.compat.wrappers import extract_model_from_parallel, recompile
-from accel_callbacks.config import resolve_config
 from accel_callbacks.data import config, dispatch, loader, skip
 from accel_callbacks.data.config import checked_config, checked_rng_types
 from accel_callbacks.data.device import device_feed
@@ -50,6 +49,7 @@ from accel_callbacks.distributed.topology import (
 )
 from accel_callbacks.local_files import local_path
 from accel_callbacks.optimizer import AcceleratedOptimizer as _AcceleratedOptimizer
+from accel_callbacks.options import resolve_config
 from accel_callbacks.plugins import fsdp
 from accel_callbacks.plugins.base import KwargsHandler
 from accel_callbacks.plugins.precision import AutocastKwargs, GradScalerKwargs

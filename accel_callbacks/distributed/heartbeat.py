@@ -179,7 +179,7 @@ class Heartbeat:
 
         self._main, self._wait = MainThread(self._trains), Wait()
         self._own: Mapping[str, Any] = {}  # heartbeat
-        self._stopped, self._rounds = threading.Event(), threading.Condition()
+        self._stopped, self._round_end = threading.Event(), threading.Condition()
         self._round, self._everyone = 0, False
         self._error: BaseException | None = None
         self._wake_read, self._wake_write = os.pipe()
@@ -312,9 +312,9 @@ class Heartbeat:
             self._exchange()
             self._judge()
             self._end_loading()
-            with self._rounds:
+            with self._round_end:
                 self._round += 1
-                self._rounds.notify_all()
+                self._round_end.notify_all()
             # Soon again until the first heartbeats of the others are there.
             unseen = any(not self._peers[rank].beat for rank in self._watched())
             self._sleep(self._interval / 10 if unseen else self._interval)
@@ -545,12 +545,12 @@ class Heartbeat:
 
     def _refresh(self, deadline: float) -> None:
         """Wait for a round of the watch that began after this call."""
-        with self._rounds:
+        with self._round_end:
             target = self._round + 2  # the one in progress may have read before this call
             self._everyone = True
             while self._round < target and (left := deadline - time.monotonic()) > 0:
                 self._wake()
-                self._rounds.wait(min(left, 0.05))
+                self._round_end.wait(min(left, 0.05))
 
 
 # The heartbeat of the default group, and that group, None while the ranks join it. Global, as the

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accel_callbacks.config import PRECISIONS, resolve_config
 from accel_callbacks.distributed.topology import destroy_topology, is_initialized
 from accel_callbacks.errors import nearest
 from accel_callbacks.launch.environment import changed_environment
 from accel_callbacks.launch.fork import ForkPlan, run_forked
 from accel_callbacks.launch.fork_safety import ForkSupport, probe_forks
 from accel_callbacks.launch.machine import usable_cores
+from accel_callbacks.options import PRECISIONS, resolve_config
 
 __all__ = ["debug_launcher", "notebook_launcher"]
 

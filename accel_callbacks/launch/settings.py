@@ -8,8 +8,8 @@ from functools import cache
 from typing import Any, ClassVar
 
 from accel_callbacks import plugins
-from accel_callbacks.config import AcceleratorConfig
 from accel_callbacks.errors import nearest
+from accel_callbacks.options import AcceleratorConfig
 from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin
 from accel_callbacks.plugins.option import Block, Option, SettingsError, option, options_of
 from accel_callbacks.plugins.parallelism_handlers import DeepSpeedSequenceParallelConfig

@@ -22,9 +22,9 @@ from accel_callbacks import (
     is_main_process,
     state,
 )
-from accel_callbacks.config import resolve_config
 from accel_callbacks.distributed.process_group import GroupOptions, backend_for, join_group
 from accel_callbacks.distributed.topology import is_initialized
+from accel_callbacks.options import resolve_config
 from tests.support import warm
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -18,10 +18,10 @@ import yaml
 
 from accel_callbacks.cli import config
 from accel_callbacks.cli.main import main
-from accel_callbacks.config import resolve_config
 from accel_callbacks.launch.config_file import read_config, values_of
 from accel_callbacks.launch.machine import Machine, detect_machine
 from accel_callbacks.launch.settings import all_options
+from accel_callbacks.options import resolve_config
 from accel_callbacks.plugins import DeepSpeedPlugin
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from accel_callbacks.cli.parser import CommandParser
-from accel_callbacks.config import launched_options, resolve_config
 from accel_callbacks.errors import text as error_text
 from accel_callbacks.launch.resolve import (
     Resolved,
@@ -20,6 +19,7 @@ from accel_callbacks.launch.resolve import (
 )
 from accel_callbacks.launch.settings import LaunchSettings, all_options, find
 from accel_callbacks.launch.unsupported import IDLE, UNBUILT
+from accel_callbacks.options import launched_options, resolve_config
 from accel_callbacks.plugins.option import SettingsError
 
 # The flags of `accelerate launch` that set something of a launch, from its reference.

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from accel_callbacks.cli.main import main
-from accel_callbacks.config import resolve_config
+from accel_callbacks.options import resolve_config
 from accel_callbacks.plugins import DeepSpeedPlugin
 
 # As `accelerate config` writes it, but for use_cpu.

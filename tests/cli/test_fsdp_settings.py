@@ -11,9 +11,9 @@ import yaml
 from accel_callbacks import FullyShardedDataParallelPlugin, ParallelismConfig
 from accel_callbacks.cli.main import main
 from accel_callbacks.compat.foreign_settings import OF_FSDP1, fsdp1_notes, to_fsdp2
-from accel_callbacks.config import resolve_config
 from accel_callbacks.launch.config_file import read_config, values_of
 from accel_callbacks.launch.resolve import Resolved, refuse_unbuilt, resolve_settings
+from accel_callbacks.options import resolve_config
 from accel_callbacks.plugins.option import SettingsError, options_of
 
 FREED = {"fsdp_reshard_after_forward": "true"}

@@ -19,7 +19,7 @@ from accel_callbacks import (
     apply_activation_checkpointing,
 )
 from accel_callbacks.compat.megatron import IDLE, REFUSED
-from accel_callbacks.config import resolve_config
+from accel_callbacks.options import resolve_config
 from accel_callbacks.plugins.option import options_of
 
 # The fields of MegatronLMPlugin in Accelerate 1.15, and the flags `--megatron_lm_*` of its launch.

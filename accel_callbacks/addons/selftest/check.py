@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from accel_callbacks.accelerator import Accelerator
-from accel_callbacks.config import AcceleratorConfig, resolve_config
+from accel_callbacks.options import AcceleratorConfig, resolve_config
 
 __all__ = ["Check", "Expectations", "Failed", "Lab", "Skipped"]
 

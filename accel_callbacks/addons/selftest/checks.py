@@ -19,9 +19,9 @@ import checkpoint_io
 from accel_callbacks import __version__, collectives
 from accel_callbacks.accelerator import Accelerator
 from accel_callbacks.addons.selftest.check import Check, Expectations, Lab, Skipped
-from accel_callbacks.config import AcceleratorConfig
 from accel_callbacks.distributed.rng import set_seed
 from accel_callbacks.distributed.topology import Topology
+from accel_callbacks.options import AcceleratorConfig
 from checkpoint_io.format import MANIFEST, new_save_id
 from checkpoint_io.storage import open_store
 
