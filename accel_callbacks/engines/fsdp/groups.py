@@ -22,6 +22,7 @@ __all__ = [
     "parameter_groups",
     "reduce_held",
     "reducing",
+    "take_up_loaded",
 ]
 
 
@@ -43,6 +44,21 @@ def _states(model: torch.nn.Module) -> Iterator[Any]:
         ask = getattr(module, "_get_fsdp_state", None)
         if ask is not None:
             yield ask()
+
+
+def take_up_loaded(model: torch.nn.Module) -> None:
+    """Let FSDP's groups name the parameters that a load has put in the place of theirs.
+
+    As ``from_pretrained`` of transformers does; torch would name them from the first forward on.
+
+    Args:
+        model: a sharded model.
+    """
+    for group in parameter_groups(model):
+        for parameter in group.fsdp_params:
+            place = parameter._module_info
+            if getattr(place.module, place.param_name) is not parameter.sharded_param:
+                parameter.reset_sharded_param()
 
 
 def is_idle(module: Any) -> bool:

@@ -25,6 +25,7 @@ from accel_callbacks.engines.fsdp.groups import (
     is_idle,
     parameter_groups,
     reducing,
+    take_up_loaded,
 )
 from accel_callbacks.engines.fsdp.sharded_calls import (
     begin_at_root,
@@ -240,6 +241,7 @@ class FSDP(Sharding):
             weights.fill()
             self._replace(before, model)
         else:  # by the user, or for another Accelerator
+            take_up_loaded(model)
             self._plain[model] = True
             self._lingering[model] = [
                 ref(module) for module in model.modules() if _is_sharded(module)

@@ -150,11 +150,14 @@ def test_several_models_and_optimizers_train_together(pool):
         assert weights == reordered(expected)
 
 
-def sharded_by_hand(layout: str = "fsdp") -> list[float]:
+def sharded_by_hand(layout: str = "fsdp", loaded: bool = False) -> list[float]:
     accel, model = accelerator(layout), Network()
     if layout == "fsdp":
         for module in (*model.blocks, model):
             fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+        for module in model.modules() if loaded else ():
+            for name, old in list(module.named_parameters(recurse=False)):
+                setattr(module, name, torch.nn.Parameter(old.detach().clone()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     first = accel.prepare(model, optimizer)
     step(accel, *first, *batch(accel))
@@ -165,9 +168,11 @@ def sharded_by_hand(layout: str = "fsdp") -> list[float]:
     return flat(other.unwrap_model(second[0]))
 
 
-def test_a_model_that_is_sharded_already_is_taken_as_it_is(pool):
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_model_that_is_sharded_already_is_taken_as_it_is(pool, loaded):
+    """With the parameters that were cut, or with those that a load has put in their places."""
     expected = sharded_by_hand("ddp")
-    for weights in pool.run(sharded_by_hand):
+    for weights in pool.run(sharded_by_hand, "fsdp", loaded):
         assert weights == reordered(expected)
 
 
