@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -199,18 +199,22 @@ def saved(request: Any, run_on: Run, tmp_path_factory: Any) -> tuple[str, bool, 
 SLOW_FSDP2 = pytest.param("fsdp2", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_goes_on_from_what_every_other_one_saved(run_on, saved, layout):
-    """From its own at each place, to the bit; of the others, the places take turns."""
-    folder, counted, wanted = saved
-    turn = list(LAYOUTS).index(layout)
-    saves = [
+def turns(layout: str, others: Iterable[str], first: int = 0) -> list[tuple[str, str]]:
+    """What a layout goes on from: its own at each place; of the others, the places take turns."""
+    turn = list(RANKS).index(layout) + first
+    return [
         (before, place)
-        for number, before in enumerate(LAYOUTS)
+        for number, before in enumerate(others)
         for even, place in enumerate(PLACES)
         if before == layout or (turn + number) % 2 == even
     ]
-    assert_goes_on(run_on, layout, folder, counted, wanted, saves)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_goes_on_from_what_every_other_one_saved(run_on, saved, layout):
+    """From its own, to the bit."""
+    folder, counted, wanted = saved
+    assert_goes_on(run_on, layout, folder, counted, wanted, turns(layout, LAYOUTS))
 
 
 def assert_goes_on(run_on, layout, folder, counted, wanted, saves):
@@ -231,11 +235,10 @@ def saved_by_all(request: Any, run_on: Run, tmp_path_factory: Any) -> tuple[str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("layout", RANKS)
-def test_layouts_of_tensor_parallelism_join_the_others(run_on, saved_by_all, layout, place):
+def test_layouts_of_tensor_parallelism_join_the_others(run_on, saved_by_all, layout):
     folder, counted, wanted = saved_by_all
-    saves = [(before, place) for before in (RANKS if layout in CUT else CUT)]
+    saves = turns(layout, RANKS if layout in CUT else CUT, first=counted)
     assert_goes_on(run_on, layout, folder, counted, wanted, saves)
 
 
