@@ -34,7 +34,7 @@ def hunt_one_path(victims: ForkServer, tmp_path: Path, job: Job, ranks: int, cou
 
 
 SHORT = [(do.overwrite, 1, 10), (do.overwrite, 2, 3)]
-LONG = [(do.overwrite, 1, 200), (do.overwrite, 2, 200)]
+LONG = [(do.overwrite, 1, 50), (do.overwrite, 2, 50)]
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ def test_overwritten_path(
     ("ranks", "count"),
     [
         (1, 3),
-        pytest.param(1, 200, marks=[pytest.mark.slow]),
-        pytest.param(2, 100, marks=[pytest.mark.slow]),
+        pytest.param(1, 50, marks=[pytest.mark.slow]),
+        pytest.param(2, 50, marks=[pytest.mark.slow]),
     ],
 )
 def test_background_save(victims: ForkServer, tmp_path: Path, ranks: int, count: int) -> None:
@@ -69,8 +69,8 @@ def test_background_save(victims: ForkServer, tmp_path: Path, ranks: int, count:
     ("ranks", "count"),
     [
         (1, 4),
-        pytest.param(1, 200, marks=[pytest.mark.slow]),
-        pytest.param(2, 200, marks=[pytest.mark.slow]),
+        pytest.param(1, 50, marks=[pytest.mark.slow]),
+        pytest.param(2, 50, marks=[pytest.mark.slow]),
     ],
 )
 def test_folder_of_checkpoints(victims: ForkServer, tmp_path: Path, ranks: int, count: int) -> None:
