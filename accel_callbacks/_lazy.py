@@ -72,7 +72,9 @@ def foreign_name(table: str, name: str) -> str:
     """
     try:
         from accel_callbacks.compat import foreign_names
-    except ModuleNotFoundError:  # a core without that room answers as for any other mistake
-        return ""
+    except ModuleNotFoundError as error:
+        if error.name != "accel_callbacks.compat":
+            raise
+        return ""  # a core without that room answers as for any other mistake
     tables: Mapping[str, str] = getattr(foreign_names, table)
     return tables.get(name, "")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from accel_callbacks.callbacks.observer import CreateObserver, Observer
     from accel_callbacks.checkpoint.project import ProjectConfiguration
-    from accel_callbacks.config import AcceleratorConfig
+    from accel_callbacks.options import AcceleratorConfig
 
 __all__ = ["OBSERVERS"]
 

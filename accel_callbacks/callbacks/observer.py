@@ -10,8 +10,8 @@ from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
     from accel_callbacks.checkpoint.project import ProjectConfiguration
-    from accel_callbacks.config import AcceleratorConfig
     from accel_callbacks.loop.run import TrainingRun
+    from accel_callbacks.options import AcceleratorConfig
 
     #: Makes the observer of an Accelerator from its options; None where they ask for none.
     CreateObserver = Callable[[ProjectConfiguration, AcceleratorConfig], "Observer | None"]

@@ -10,7 +10,7 @@ from typing import Any
 from accel_callbacks.compat.children import own_variables
 from accel_callbacks.compat.environment import patch_environment
 from accel_callbacks.compat.stand_in import StandIn
-from accel_callbacks.config import resolve_config
+from accel_callbacks.options import resolve_config
 from accel_callbacks.plugins import base, parallelism, parallelism_handlers
 from accel_callbacks.plugins import compile as compiling
 from accel_callbacks.warning import warn
