@@ -61,8 +61,6 @@ CORE = (
 )
 #: Files of the core that name another room all the same. The list only shrinks.
 CORE_NAMES = {
-    # For type checkers: what a run notes its steps with.
-    ("accel_callbacks.loop.contexts", "addons"),
     # The command that a process was started by, in the text of an error.
     ("accel_callbacks.errors.text", "launch"),
 }

@@ -42,7 +42,6 @@ from accel_callbacks.callbacks import Checkpoint
 model, optimizer, loader = parts()
 accel = Accelerator(
     cpu=True,
-    journal=False,  # an add-on
     project_dir="project",
     log_with="jsonl",
     callbacks=[Checkpoint(every_n_steps=1, async_save=False)],
