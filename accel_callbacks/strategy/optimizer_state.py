@@ -20,7 +20,7 @@ __all__ = [
     "restore_exactly",
 ]
 
-_BY_KEY = "state_by_key"  # what an optimizer keeps under other keys than its parameters
+STATE_BY_KEY = "state_by_key"  # what an optimizer keeps under other keys than its parameters
 _PLAIN = (type(None), bool, int, float, str)
 _STRAY = (
     "{} keeps state of a tensor {} that is in none of its parameter groups, and torch's "
@@ -64,7 +64,7 @@ def named_optimizer_state(
     positions = range(len(ordered))
     by_key = {key: value for key, value in state["state"].items() if key not in positions}
     if by_key:
-        state[_BY_KEY] = by_key
+        state[STATE_BY_KEY] = by_key
     return {
         **state,
         "state": {ordered[i]: value for i, value in state["state"].items() if i not in by_key},
@@ -91,10 +91,10 @@ def positional_optimizer_state(
         first += len(group["params"])
     _check_groups([group["params"] for group in state["param_groups"]], current_groups)
     return {
-        **{key: value for key, value in state.items() if key != _BY_KEY},
+        **{key: value for key, value in state.items() if key != STATE_BY_KEY},
         "state": {
             **{position[name]: value for name, value in state["state"].items()},
-            **state.get(_BY_KEY, {}),
+            **state.get(STATE_BY_KEY, {}),
         },
         # torch pairs parameters by their place in the group: use the order of this optimizer.
         "param_groups": [

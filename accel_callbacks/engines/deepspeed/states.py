@@ -18,6 +18,7 @@ from accel_callbacks.engines.deepspeed.zero_state import (
     load_optimizer_state,
     load_parameters,
     optimizer_state,
+    state_by_key,
 )
 from accel_callbacks.gradients import parameters_of
 from accel_callbacks.models.compile import original
@@ -132,6 +133,7 @@ class ZeroStates(StateAccess):
         meet("the optimizer under ZeRO")
         return {
             "state": optimizer_state(optimizer.engine.optimizer, names, self._rows),
+            **state_by_key(optimizer.engine.optimizer),
             "param_groups": [
                 {**group, "params": [names.get(id(p), "parameter") for p in group["params"]]}
                 for group in optimizer.param_groups
@@ -150,8 +152,8 @@ class ZeroStates(StateAccess):
             load_optimizer_state(
                 optimizer.engine.optimizer,
                 {
-                    parameters[place]: parameter_state
-                    for place, parameter_state in state["state"].items()
+                    parameters[key] if isinstance(key, int) else key: kept
+                    for key, kept in state["state"].items()
                 },
             )
         else:

@@ -15,6 +15,7 @@ import torch
 from accel_callbacks import collectives
 from accel_callbacks.errors import ResumeError
 from accel_callbacks.models.compile import original
+from accel_callbacks.strategy.optimizer_state import STATE_BY_KEY
 
 __all__ = [
     "RowMesh",
@@ -28,6 +29,7 @@ __all__ = [
     "load_optimizer_state",
     "load_parameters",
     "optimizer_state",
+    "state_by_key",
     "without_engine",
     "zero_weight",
 ]
@@ -321,13 +323,21 @@ def optimizer_state(
     return states
 
 
+def state_by_key(optimizer: Any) -> dict[str, Any]:
+    """Return what the optimizer that steps keeps under other keys than parameters, if anything."""
+    state = optimizer.optimizer.state
+    by_key = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+    return {STATE_BY_KEY: by_key} if by_key else {}
+
+
 @torch.no_grad()
-def load_optimizer_state(optimizer: Any, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+def load_optimizer_state(optimizer: Any, states: Mapping[Any, Any]) -> None:
     """Collective: set the states of parameters, whole and the same on all ranks.
 
     Args:
         optimizer: DeepSpeed's, around the one that steps.
-        states: by parameter; a parameter without one had no step yet.
+        states: by parameter, and by other keys that the optimizer has; a parameter without one had
+            no step yet.
 
     Raises:
         ResumeError: parameters that DeepSpeed steps with as one vector have different counts.
@@ -335,6 +345,7 @@ def load_optimizer_state(optimizer: Any, states: Mapping[torch.Tensor, Mapping[s
     from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
     inner = optimizer.optimizer
+    inner.state.update({key: s for key, s in states.items() if not isinstance(key, torch.Tensor)})
     for flat, parameters in _flat_groups(optimizer):
         pairs = [
             (parameter, states[parameter]) for parameter in parameters if states.get(parameter)
