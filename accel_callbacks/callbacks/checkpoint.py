@@ -431,7 +431,7 @@ class Checkpoint(ResumableState):
         if (best := self._record.best_path) is not None:
             name = base_name(best)
             beside = None if resumed is None else split_path(resumed)[0] + name
-            for path in (names.get(name), beside, best):
+            for path in dict.fromkeys((names.get(name), beside, best)):
                 if path is not None and self._is_best(path, run.run_id):
                     return last, path, self._record.best_score
         return last, *self._best_of(infos)
@@ -443,8 +443,14 @@ class Checkpoint(ResumableState):
         try:
             reader = open_checkpoint(path, rank=0, storage_options=self.storage_options)
             reader.check()
-        except Exception:
-            # Each store's driver has errors of its own, and the path may be of another machine.
+        except FileNotFoundError:
+            return False  # the path may be of another machine
+        except Exception as error:  # each store's driver has its own
+            warn(
+                f"{path}, noted as the best checkpoint of the run, cannot be read ({error}): the "
+                "best of those that can takes its place. If it is whole, make it readable and "
+                "resume again."
+            )
             return False
         metadata = reader.manifest.metadata
         score = metadata.get("score")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import posixpath
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -237,7 +238,10 @@ def describe_foreign(url: str, storage_options: Mapping[str, Any] | None = None)
 
 def describe_foreign_folder(root: str, storage_options: Mapping[str, Any] | None = None) -> str:
     """Describe the newest folder of a folder, by name, as a sentence; empty if it is unknown."""
-    for name in sorted(_names_in(root, storage_options) or (), reverse=True)[:_MOST_FOLDERS]:
+    names = _names_in(root, storage_options) or ()
+    # checkpoint_10 comes after checkpoint_9
+    by_number = sorted(names, key=lambda name: re.sub(r"\d+", lambda n: n[0].zfill(20), name))
+    for name in by_number[: -_MOST_FOLDERS - 1 : -1]:
         if kind := describe_foreign(f"{root.rstrip('/')}/{name}", storage_options):
             return f" {name} {kind}."
     return ""

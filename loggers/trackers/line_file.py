@@ -147,12 +147,11 @@ class LocalLines(LineFile):
 
     def is_truncated(self) -> bool:
         """Check the last byte."""
-        try:
-            with open(self.path, "rb") as file:
-                file.seek(-1, os.SEEK_END)
-                return file.read(1) != b"\n"
-        except OSError:  # an empty file
-            return False
+        with open(self.path, "rb") as file:
+            if not file.seek(0, os.SEEK_END):
+                return False
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) != b"\n"
 
     def rewrite(self, lines: Iterable[bytes]) -> None:
         """Write a new file, sync it to disk, and rename it over this one."""

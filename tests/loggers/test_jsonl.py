@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from loggers import JSONLTracker, RunInfo, TrackerHub, read_jsonl
+from loggers.trackers.line_file import LocalLines
 
 
 def _steps(path: Any) -> list[int]:
@@ -369,3 +370,22 @@ def test_file_url_and_ranks(run_info: Callable[..., RunInfo], tmp_path: Path) ->
             hub.log({"rank": rank}, 1)
     names = sorted(path.name for path in (tmp_path / "all").iterdir())
     assert names == ["metrics-rank1.jsonl", "metrics.jsonl"]
+
+
+def test_a_file_whose_end_cannot_be_read_is_not_taken_for_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = LocalLines(str(tmp_path / "log"))
+    assert not lines.is_truncated()
+    lines.add(b"1\n")
+    lines.flush()
+    assert not lines.is_truncated()
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("builtins.open", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        lines.is_truncated()
+    monkeypatch.undo()
+    lines.close()

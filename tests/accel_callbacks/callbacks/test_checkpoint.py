@@ -258,6 +258,18 @@ def test_a_resume_of_checkpoints_without_a_score_has_no_best(tmp_path):
     assert (resumed.best_path, resumed.last_path) == (None, str(tmp_path / "step-00000004"))
 
 
+def test_a_best_checkpoint_that_cannot_be_read_is_not_replaced_in_silence(tmp_path):
+    def saver() -> Checkpoint:
+        return Checkpoint(tmp_path, every="1 epoch", monitor="val", keep=None)
+
+    fit(saver(), epochs=3, scores=[3.0, 1.0, 2.0])
+    (tmp_path / "step-00000008" / "manifest.json").write_text("{")
+    resumed = saver()
+    with pytest.warns(UserWarning, match="step-00000008, noted as the best .* cannot be read"):
+        fit(resumed, epochs=3, scores=[])
+    assert resumed.best_path == str(tmp_path / "step-00000012")
+
+
 def test_the_score_at_the_end_of_an_epoch_is_not_of_a_run_resumed_before_it(tmp_path):
     """The last step of the epoch is saved twice: when it ends, and with the score of the epoch."""
     best: list[str | None] = []

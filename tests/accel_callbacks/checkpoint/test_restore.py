@@ -676,9 +676,9 @@ def test_a_folder_of_another_library_is_told_apart(tmp_path, files, match):
             accel.load_state()
 
 
-@pytest.mark.parametrize(("foreign", "found"), [(4, True), (2, True), (1, False)])
+@pytest.mark.parametrize(("foreign", "found"), [(11, True), (9, True), (8, False), (1, False)])
 def test_the_newest_folders_of_another_library_are_looked_at(tmp_path, foreign, found):
-    for number in range(5):
+    for number in range(12):
         (tmp_path / f"checkpoint_{number}").mkdir()
     (tmp_path / f"checkpoint_{foreign}" / "optimizer.bin").write_bytes(b"")
     text = describe_foreign_folder(str(tmp_path))
