@@ -66,7 +66,7 @@ class Observer:
         return True
 
     def close(self, status: str, error: BaseException | None = None) -> Mapping[str, float]:
-        """End the run, and return values for its trackers; called too where ``open`` was not.
+        """End a run that was opened, and return values for its trackers.
 
         It is not collective, since an error may end the run on one rank alone.
 

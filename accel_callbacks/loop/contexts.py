@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -32,6 +33,7 @@ from accel_callbacks.strategy import Strategy
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
+    from accel_callbacks.callbacks.observer import Observer
     from accel_callbacks.checkpoint.borrowed_weights import BorrowedWeights
     from checkpoint_io import CheckpointReader
 
@@ -182,6 +184,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
         self._differences: list[str] = []
         self._accepted: CheckpointReader | None = None  # the last, which the restore asks for again
         self._boundary_exit: BoundaryExit | None = None  # None where no callback leaves the run
+        self._observing: list[Observer] = []
         self._stop_watching: Callable[[], None] = lambda: None
 
     def __enter__(self) -> TrainingRun:
@@ -342,8 +345,10 @@ class RunContext(AbstractContextManager[TrainingRun]):
         run.loaded_step = None  # consumed: a run after this one does not take it over
         with shared_failure("starting the trackers"):
             self._tracking.open(run)
-        observers = self._loop.observers
-        self._loop.dispatch.observe([observer for observer in observers if observer.open(run)])
+        for observer in self._loop.observers:
+            if observer.open(run):
+                self._observing.append(observer)
+        self._loop.dispatch.observe(self._observing)
 
     def _restore_newest(self) -> None:
         """Restore from the first callback that has a valid checkpoint."""
@@ -394,12 +399,24 @@ class RunContext(AbstractContextManager[TrainingRun]):
             raise cause from error
 
     def _close_observers(self, status: str, error: BaseException | None = None) -> None:
-        """Close the observers; the trackers get the values of a run that succeeds."""
+        """Close the observers, also where one of them raises."""
+        observing, self._observing = self._observing, []
         self._loop.dispatch.observe(())
-        for observer in self._loop.observers:
+        with ExitStack() as closing:
+            for observer in reversed(observing):  # the stack calls the last one first
+                closing.callback(self._close_observer, observer, status, error)
+
+    def _close_observer(self, observer: Observer, status: str, error: BaseException | None) -> None:
+        """Close an observer; the trackers get the values of a run that succeeds."""
+        try:
             values = observer.close(status, error)
+        except Exception:
             if error is None:
-                self._tracking.put(values, self._run.global_step)
+                raise
+            traceback.print_exc()  # raised is the error that ends the run
+            return
+        if error is None:
+            self._tracking.put(values, self._run.global_step)
 
 
 @contextmanager

@@ -108,6 +108,38 @@ def test_its_refusal_ends_the_save_and_leaves_nothing(tmp_path: Any) -> None:
     assert not list(tmp_path.rglob("manifest.json"))
 
 
+class Careless(Observer):
+    """Cannot be closed."""
+
+    def close(self, status: str, error: BaseException | None = None) -> dict[str, float]:
+        raise OSError("no space is left for its summary")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_all_are_closed_once_where_one_raises(
+    fails: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odometer = Odometer()
+    handles = [register_observer(lambda project, config: Careless())]
+    handles.append(register_observer(lambda project, config: odometer))
+    try:
+        accel = Accelerator(cpu=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    error = ValueError("of the script") if fails else OSError("no space is left for its summary")
+
+    def run() -> None:
+        with accel.run("road"):
+            if fails:
+                raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        run()
+    assert odometer.seen == ["open road", "failed" if fails else "success"]
+    assert ("no space is left" in capsys.readouterr().err) == fails
+
+
 def train_on_ranks(root: str, epochs: int, braking: int | None) -> tuple[int, list[str], str]:
     odometer, _, told = train(root, epochs, brake=int(os.environ["RANK"]) == braking)
     return odometer.batches, odometer.seen, told
