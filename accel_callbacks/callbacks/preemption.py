@@ -25,7 +25,7 @@ from accel_callbacks.errors import nearest
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
-    from accel_callbacks.loop.boundary_exit import BoundaryExit
+    from accel_callbacks.addons.resilience.boundary_exit import BoundaryExit
     from accel_callbacks.loop.run import TrainingRun
 
 __all__ = ["Preemption", "SignalCatcher", "parse_signals", "requeue_slurm"]
@@ -116,9 +116,9 @@ class Preemption(Callback):
         # One step later may be too late for the save.
         self.votes_at_once = grace_period is not None
         # Without a code the script goes on after its loops, so they end in order.
-        self.leaves_runs = exit_code is not None
+        self._leaves_runs = exit_code is not None
         self._run: TrainingRun | None = None
-        self.boundary_exit: BoundaryExit | None = None  # which accel.run sets
+        self._boundary_exit: BoundaryExit | None = None  # within accel.run alone
         self._told = False  # what goes on before the run can stop
         clouds = (notices,) if isinstance(notices, str) else notices
         self._notices = CloudNotices(clouds, metadata_address) if clouds else None
@@ -137,13 +137,18 @@ class Preemption(Callback):
 
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
         """Catch the signals."""
-        self._run, self.boundary_exit, self._told = run, None, False
+        self._run, self._boundary_exit, self._told = run, None, False
         self._catcher.install()
         if self._notices is not None and run.local_rank == 0:
             self._notices.start(lambda notice: self._catcher.announce(str(notice), notice.seconds))
 
     def on_fit_start(self, run: TrainingRun, model: Any) -> None:
         """Request a preemption for a signal received during a restore, or after the last run."""
+        # A loop outside of accel.run, and one of a foreign trainer, have no end to unwind to.
+        if self._leaves_runs and getattr(run, "prepared_at_start", None) is not None:
+            from accel_callbacks.addons.resilience.boundary_exit import BoundaryExit
+
+            self._boundary_exit = BoundaryExit(run)
         if self.received is not None:
             run.preempt(self.received)
 
@@ -158,8 +163,8 @@ class Preemption(Callback):
         self, run: TrainingRun, model: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Leave the evaluation on all ranks before this batch, if a signal was received."""
-        if self.boundary_exit is not None:
-            self.boundary_exit.before_batch(self.received)
+        if self._boundary_exit is not None:
+            self._boundary_exit.before_batch(self.received)
 
     on_test_batch_start = on_validation_batch_start
 
@@ -177,7 +182,7 @@ class Preemption(Callback):
 
     def teardown(self, run: TrainingRun, model: Any, stage: str) -> None:
         """Restore the original signal handlers."""
-        self._run = self.boundary_exit = None
+        self._run = self._boundary_exit = None
         if self._notices is not None:
             self._notices.stop()
         self._catcher.restore()
@@ -189,9 +194,9 @@ class Preemption(Callback):
         run, reason = self._run, str(self.received)
         if run is None or run.preempted:
             return
-        if self.boundary_exit is not None:
+        if self._boundary_exit is not None:
             run.preempt(reason)  # for the next vote, if it cannot be left here
-            self.boundary_exit.interrupt(reason)
+            self._boundary_exit.interrupt(reason)
         rest = "" if self._told or run.local_rank else _between_steps(run)
         if rest:
             self._told = True

@@ -24,10 +24,10 @@ from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.errors import RemoteError, ResumeError, nearest
 from accel_callbacks.logging import notice
-from accel_callbacks.loop.boundary_exit import BoundaryExit, RunLeft
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.loop.passes import Passes
 from accel_callbacks.loop.run import TrainingRun
+from accel_callbacks.loop.run_left import RunLeft
 from accel_callbacks.loop.step_boundary import StepBoundary
 from accel_callbacks.strategy import Strategy
 from accel_callbacks.warning import warn
@@ -183,7 +183,6 @@ class RunContext(AbstractContextManager[TrainingRun]):
         self._finder: Any = None  # the callback in whose folder that checkpoint is
         self._differences: list[str] = []
         self._accepted: CheckpointReader | None = None  # the last, which the restore asks for again
-        self._boundary_exit: BoundaryExit | None = None  # None where no callback leaves the run
         self._observing: list[Observer] = []
         self._stop_watching: Callable[[], None] = lambda: None
 
@@ -214,7 +213,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
                 return
             self._end(left)
         finally:
-            self._boundary_exit = self._training.left_state = None
+            self._training.left_state = None
             self._loop.keep_boundary = lambda: None
             self._run.prepared_at_start = None
         # A launcher ends the other ranks as soon as one has left with an exit code.
@@ -227,8 +226,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
         try:
             if left is not None:
                 self._loop.drop_passes()  # the resumed run does again what was left
-                if self._boundary_exit is not None:
-                    self._boundary_exit.go_back()
+                left.go_back()
                 StepBoundary(self._loop).carry_out({"preempt": (left.reason, left.rank)})
             self._finish()
         except BaseException as problem:
@@ -248,12 +246,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
         self._hold_folders()
         self._find()
         loop.begin_fit(self._restore)
-        if leaving := [c for c in run.callbacks if getattr(c, "leaves_runs", False)]:
-            self._boundary_exit = BoundaryExit(self._training, run)
-            for callback in leaving:
-                callback.boundary_exit = self._boundary_exit
-            loop.keep_boundary = self._boundary_exit.keep
-            loop.keep_boundary()
+        loop.keep_boundary()
 
     def _hold_folders(self) -> None:
         """Collective: take the leases of the folders to which this run writes."""

@@ -14,33 +14,19 @@ from torch.utils import _pytree
 
 from accel_callbacks import collectives
 from accel_callbacks.checkpoint.kept_tensors import KeptTensors, own_weights
+from accel_callbacks.loop.run_left import RunLeft
 
 if TYPE_CHECKING:
     from accel_callbacks.checkpoint.training_state import TrainingState
     from accel_callbacks.loop.run import TrainingRun
 
-__all__ = ["BoundaryExit", "RunLeft"]
+__all__ = ["BoundaryExit"]
 
 _LOOK_EVERY = 0.2  # seconds between two looks at the store in an evaluation
 _PATIENCE = (0.25, 1.0, 4.0)  # seconds that a rank waits for the others before a batch, by round
 _LONGEST = 30.0  # seconds, for batches that take long
 _POLL_EVERY = 0.01
 _State = tuple[dict[str, Any], dict[str, Any]]
-
-
-class RunLeft(SystemExit):
-    """Unwinds the script to the end of ``accel.run``.
-
-    A SystemExit, so that no handler of errors in the script takes it for one.
-
-    Args:
-        reason: of the preemption.
-        rank: the one that asked for it.
-    """
-
-    def __init__(self, reason: str, rank: int) -> None:
-        super().__init__(reason)
-        self.reason, self.rank = reason, rank
 
 
 class BoundaryExit:
@@ -56,12 +42,14 @@ class BoundaryExit:
     is in a collective; those behind go on to the batch of the one that is furthest.
 
     Args:
-        training: whose state is kept.
-        run: the run.
+        run: the run; its loop tells each boundary from now on, until the end of the run.
     """
 
-    def __init__(self, training: TrainingState, run: TrainingRun) -> None:
-        self._training, self._run = training, run
+    def __init__(self, run: TrainingRun) -> None:
+        self._training: TrainingState = run.accelerator.training_state
+        self._run = run
+        loop = self._training.loop
+        self._keep_others, loop.keep_boundary = loop.keep_boundary, self.keep
         self._kept: _State | None = None
         self._step = 0
         self._tensors = KeptTensors()
@@ -75,6 +63,7 @@ class BoundaryExit:
 
     def keep(self) -> None:
         """Keep the state of this boundary, at which all ranks are."""
+        self._keep_others()
         training = self._training
         self._kept, self._target = None, None
         self._batches = self._round = 0
@@ -121,14 +110,14 @@ class BoundaryExit:
         self._pace = self._came - before
         if collectives.world_size() == 1:
             if reason is not None and self._can_return():
-                raise RunLeft(reason, 0)
+                raise RunLeft(reason, 0, self.go_back)
             return
         if self._target is None and self._round < len(_PATIENCE):
             with suppress(dist.DistError):  # a store that is gone: the next collective says why
                 if self._asked is not None or self._is_asked(reason):
                     self._agree()
         if self._target is not None and self._asked and self._batches >= self._target:
-            raise RunLeft(*self._asked)
+            raise RunLeft(*self._asked, self.go_back)
 
     def interrupt(self, reason: str) -> None:
         """Leave the run of a single process, if it waits for a loader and the way back is open.
@@ -149,7 +138,7 @@ class BoundaryExit:
         if loop.outer in waiting and loop.worked and not loop.in_window:
             self.keep()
         if self._kept is not None and self._can_return():
-            raise RunLeft(reason, 0)
+            raise RunLeft(reason, 0, self.go_back)
 
     def _can_return(self) -> bool:
         """Return whether the tensors are still those of the boundary."""
