@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils import _pytree
 
 from accel_callbacks import collectives
-from accel_callbacks.checkpoint.kept_tensors import KeptTensors, own_weights
+from accel_callbacks.addons.resilience.kept_tensors import KeptTensors, own_weights
 from accel_callbacks.loop.run_left import RunLeft
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from accel_callbacks.checkpoint.kept_tensors import KeptTensors
+from accel_callbacks.addons.resilience.kept_tensors import KeptTensors
 
 
 def assign(weight: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ class KeptTensors:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.checkpoint.kept_tensors import KeptTensors
+        >>> from accel_callbacks.addons.resilience.kept_tensors import KeptTensors
         >>> weight, kept = torch.zeros(4), KeptTensors()
         >>> kept.keep([weight], [weight])
         >>> before = kept.unchanged()
