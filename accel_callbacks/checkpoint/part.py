@@ -83,6 +83,22 @@ class Load:
         report: the names that are not restored.
         indices: the prepared objects to restore, by section.
         plans: what a part has found out, by its name.
+
+    Example:
+        >>> from accel_callbacks import Accelerator
+        >>> from accel_callbacks.checkpoint import CheckpointPart
+        >>> class Told(CheckpointPart):
+        ...     name = "told"
+        ...
+        ...     def capture(self):
+        ...         return {"told": 1}, {}
+        ...
+        ...     def restore(self, load):
+        ...         print(load.selected["told"], load.reader.path)
+        >>> accel = Accelerator(cpu=True)
+        >>> accel.training_state.register(Told())
+        >>> _ = accel.load_state(accel.save_state("memory://doc-load/c"))
+        1 memory://doc-load/c
     """
 
     reader: CheckpointReader
@@ -134,7 +150,7 @@ class CheckpointPart:
 
     Example:
         >>> from accel_callbacks import Accelerator
-        >>> from accel_callbacks.checkpoint.part import CheckpointPart
+        >>> from accel_callbacks.checkpoint import CheckpointPart
         >>> class Seen(CheckpointPart):
         ...     name = "seen"
         ...     count = 0

@@ -25,6 +25,7 @@ PACKAGES = {
     "accel_callbacks.tuning": "Search of a batch size and a learning rate",
     "accel_callbacks.offload": "Models larger than memory",
     "accel_callbacks.engines": "How ranks share a model",
+    "accel_callbacks.checkpoint": "What an owner saves of its own",
     "accel_callbacks.precision": "In which types a model computes",
     "accel_callbacks.tracking": "Trackers of an Accelerator",
     "accel_callbacks.journal": "What happened in each step of a run",

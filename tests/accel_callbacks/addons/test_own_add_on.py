@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_callbacks import Accelerator
 from accel_callbacks.callbacks import Checkpoint, Observer, register_observer
-from accel_callbacks.checkpoint.part import CheckpointPart, Load, Sections
+from accel_callbacks.checkpoint import CheckpointPart, Load
+from accel_callbacks.checkpoint.part import Sections
 
 EPOCHS = 2
 
