@@ -426,6 +426,7 @@ def test_a_disk_without_locks_is_read_back(
 def test_names_are_cut_to_the_room_of_a_record(tmp_path: Path) -> None:
     with Lease(tmp_path, run_name="\u00e9" * 5000, run_id="x" * 100) as lease:
         written = json.loads((tmp_path / LEASE).read_text())
+        assert written["format"] == 1, "other versions read it too"
         assert written["run_name"].startswith("\u00e9" * 100)
         assert len((tmp_path / LEASE).read_bytes()) == 2048
         lease.check()
