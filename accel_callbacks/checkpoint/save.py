@@ -72,7 +72,7 @@ def save_state(
     loop = training.loop
     if not _may_save(loop):
         return _rehearse(training)
-    with _stopped_training(loop, options.began):
+    with _pause(loop, options.began):
         loop.run.votes.wait()  # with the save, nothing else is under way between the ranks
         if not loop.saves.make_room(options.when_busy if options.async_save else "wait"):
             return ""
@@ -103,8 +103,7 @@ def _rehearse(training: TrainingState) -> str:
     A callback may change as its state is saved, a hook may draw, and a stream may draw ahead.
     """
     training.loop.run.votes.wait()
-    if training.loop.window.is_open:
-        training.strategy.states.reduce_gradients()
+    _complete_gradients(training)
     with shared_failure("save_state"):
         shared, _ = training.capture()
         training.loop.fire("on_save_checkpoint", shared)
@@ -112,7 +111,7 @@ def _rehearse(training: TrainingState) -> str:
 
 
 @contextmanager
-def _stopped_training(loop: Loop, began: float | None) -> Iterator[None]:
+def _pause(loop: Loop, began: float | None) -> Iterator[None]:
     """Count the time for which a save stops training, and end the loans of leases after it."""
     start = loop.run.save_began = time.perf_counter() if began is None else began
     try:
@@ -128,6 +127,12 @@ def return_leases(loop: Loop) -> None:
         loop.leases.return_lent()
 
 
+def _complete_gradients(training: TrainingState) -> None:
+    """Put into ``parameter.grad`` what FSDP holds back inside of a window."""
+    if training.loop.window.is_open:
+        training.strategy.states.reduce_gradients()
+
+
 def _url(target: str | CheckpointFolder, name: str | None, step: int) -> str:
     if isinstance(target, str):
         return target
@@ -139,9 +144,7 @@ def _capture(
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Return the state as the hooks leave it, shared and of this rank, and its metadata."""
     loop = training.loop
-    if loop.window.is_open:
-        # Inside of a window FSDP holds gradients back that parameter.grad does not show.
-        training.strategy.states.reduce_gradients()
+    _complete_gradients(training)
     with shared_failure("save_state"):
         require_saved(training, "save_state")
         require_prepared_steps(training)

@@ -127,7 +127,7 @@ def find_executable_batch_size(
             if group_is_aborted():
                 resolve_topology(anew=True)  # joins a new group, with all ranks
             with shared_failure("reduce_batch_size_fn"):
-                size = _reduced(reduce_batch_size_fn, size)
+                size = _next_size(reduce_batch_size_fn, size)
             size = _smallest(size)
         raise RuntimeError(
             "No executable batch size found, reached zero: memory runs out with every size "
@@ -227,7 +227,7 @@ def _wait_for_outcomes() -> None:
         time.sleep(0.02 if waiting else 0)
 
 
-def _reduced(reduce: Callable[..., int] | None, size: int) -> int:
+def _next_size(reduce: Callable[..., int] | None, size: int) -> int:
     """Return the next size to try.
 
     Raises:
