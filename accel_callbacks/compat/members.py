@@ -282,7 +282,7 @@ class LoaderMembers(_Lent):
     @member
     def slice_fn(self: Any) -> Any:
         """The function that slices the part of one process from a batch, None without one."""
-        return getattr(self._source, "_slice", None)
+        return getattr(self, "_slice_fn", None)
 
     @member
     def torch_device_mesh(self: Any) -> Any:

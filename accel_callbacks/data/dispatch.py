@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from accel_callbacks.collectives.nested import leaves, map_leaves, map_tensors
 from accel_callbacks.data.loader import DataLoaderShard
-from accel_callbacks.data.order import Generators, Record
+from accel_callbacks.data.order import Record
 from accel_callbacks.data.shard import ShareSource
-from accel_callbacks.data.sources import Delivery, Setting, Source, State
+from accel_callbacks.data.sources import Delivery, Setting, Source
 from accel_callbacks.data.stream import StreamSource
 from accel_callbacks.errors import RemoteError
 from accel_callbacks.errors.text import published_text
@@ -31,7 +31,6 @@ __all__ = [
     "AlreadySent",
     "CollatePieces",
     "DataLoaderDispatcher",
-    "DispatchSource",
     "Receiver",
     "Sender",
     "WholeShares",
@@ -40,6 +39,11 @@ __all__ = [
 _ALIGNED = 16  # bytes; a tensor of any dtype can start at a multiple
 _HEAD = 6  # integers in a header, before one for each part: kind, new structure, four numbers
 _BATCH, _END = 0, 1
+# The options of torch's loader on ranks that read nothing.
+_IDLE: dict[str, Any] = {
+    **dict.fromkeys(("worker_init_fn", "multiprocessing_context", "prefetch_factor")),
+    **{"num_workers": 0, "timeout": 0, "persistent_workers": False, "pin_memory": False},
+}
 
 
 @dataclass(frozen=True)
@@ -240,26 +244,6 @@ class Receiver:
         return _unpack(self._layout, data.cpu()), numbers[:4], numbers[4:]
 
 
-class DataLoaderDispatcher(DataLoaderShard):
-    """A prepared loader whose dataset is read by the main process only, for all processes.
-
-    Made by ``Accelerator.prepare`` with ``DataLoaderConfiguration(dispatch_batches=True)``. It
-    gives each process the samples that it would have read itself, and resumes in the same way. It
-    is meant for data that only one process can reach: reading is as slow as on one process, and
-    every batch is sent.
-
-    Example:
-        >>> from torch.utils.data import DataLoader
-        >>> from accel_callbacks import Accelerator, DataLoaderConfiguration
-        >>> from accel_callbacks.data.dispatch import DataLoaderDispatcher
-        >>> config = DataLoaderConfiguration(dispatch_batches=True)
-        >>> accel = Accelerator(cpu=True, dataloader_config=config)
-        >>> loader = accel.prepare(DataLoader(range(3), batch_size=2))
-        >>> isinstance(loader, DataLoaderDispatcher), [batch.tolist() for batch in loader]
-        (True, [[0, 1], [2]])
-    """
-
-
 class CollatePieces:
     """Collate the part of each rank separately, as that rank itself would have done.
 
@@ -335,176 +319,84 @@ class WholeShares(ShareSource):
             yield [share.indices if self._batched else share.indices[0] for share in shares]
 
 
-class DispatchSource(Source):
-    """The batches that rank 0 reads for this rank.
+class DataLoaderDispatcher(DataLoaderShard):
+    """A prepared loader whose dataset is read by the main process only, for all processes.
+
+    Made by ``Accelerator.prepare`` with ``DataLoaderConfiguration(dispatch_batches=True)``. It
+    gives each process the samples that it would have read itself, and resumes in the same way. It
+    is meant for data that only one process can reach: reading is as slow as on one process, and
+    every batch is sent.
 
     Args:
-        inner: yields the parts of all ranks (:class:`WholeShares`, or a stream opened for every
-            rank); read on rank 0.
-        loader: the user's.
+        source: yields the parts of all ranks (:class:`WholeShares`, or a stream opened for every
+            rank); a stream is read on rank 0 only.
         setting: the rank and the options.
+        origin: the user's loader.
+        **options: those of a :class:`DataLoaderShard`.
 
     Raises:
         ValueError: the setting has another number of processes than the process group.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> from accel_callbacks import Accelerator, DataLoaderConfiguration
+        >>> from accel_callbacks.data.dispatch import DataLoaderDispatcher
+        >>> config = DataLoaderConfiguration(dispatch_batches=True)
+        >>> accel = Accelerator(cpu=True, dataloader_config=config)
+        >>> loader = accel.prepare(DataLoader(range(3), batch_size=2))
+        >>> isinstance(loader, DataLoaderDispatcher), [batch.tolist() for batch in loader]
+        (True, [[0, 1], [2]])
     """
 
-    def __init__(self, inner: Source, loader: DataLoader[Any], setting: Setting) -> None:
+    def __init__(
+        self, source: Source, *, setting: Setting, origin: DataLoader[Any], **options: Any
+    ) -> None:
         world = dist.get_world_size() if dist.is_initialized() else 1
         if setting.world_size * setting.copies != world:
             raise ValueError(
                 f"dispatch_batches=True sends batches to the {world} processes that there are: "
                 f"leave num_processes={setting.world_size} out."
             )
-        self._inner = inner
         self._world, self._copies = setting.world_size, setting.copies
         self._alone = world == 1
         # Not the rank of the setting: all ranks of the first model have its 0.
         self._reads = self._alone or dist.get_rank() == 0
         # Ready batches are not sliced.
-        self._slice = None if loader.batch_sampler is None else setting.slice_fn
-        self._pinned = loader.pin_memory and torch.accelerator.is_available()
-        self._problem: Exception | None = None
-        self._position = 0
+        self._slice_fn = None if origin.batch_sampler is None else setting.slice_fn
+        self._pinned = origin.pin_memory and torch.accelerator.is_available()
+        self._problem: Exception | None = None  # of the start of a pass, sent with its first batch
+        # Ranks that read nothing start no workers.
+        super().__init__(source, origin=origin, **(options if self._reads else options | _IDLE))
 
-    @property
-    def sampler(self) -> Any:
-        """The sampler that the order comes from, ``None`` for a stream."""
-        return getattr(self._inner, "sampler", None)
-
-    @sampler.setter
-    def sampler(self, sampler: Any) -> None:
-        """Take the order from another one, from the next pass on."""
-        self._inner.sampler = sampler  # type: ignore[attr-defined]
-
-    @property
-    def even_batches(self) -> bool:
-        """Fill the tail up with repetitions, from the next pass on."""
-        return self._inner.even_batches
-
-    @even_batches.setter
-    def even_batches(self, even: bool) -> None:
-        self._inner.even_batches = even
-
-    @property
-    def fresh_workers(self) -> bool:  # type: ignore[override]
-        """True if persistent workers of the last pass cannot be used for this one."""
-        return self._inner.fresh_workers
-
-    @property
-    def total_batch_size(self) -> int | None:
-        """Samples of a full global batch."""
-        return self._inner.total_batch_size
-
-    @property
-    def remainder(self) -> int:
-        """Samples of an epoch over its full global batches; -1 if unknown or dropped."""
-        return self._inner.remainder
-
-    def loader_options(self) -> dict[str, Any]:
-        """Return the arguments of the torch loader; those of ranks other than 0 read nothing."""
-        options = self._inner.loader_options()
-        if self._reads:
-            return options
-        idle: dict[str, Any] = dict.fromkeys(
-            ("worker_init_fn", "multiprocessing_context", "prefetch_factor")
-        )
-        idle |= {"num_workers": 0, "timeout": 0, "persistent_workers": False, "pin_memory": False}
-        return options | idle
-
-    def steps(self) -> int:
-        """Return the batches of an epoch; raise TypeError if they cannot be known."""
-        return self._inner.steps()
-
-    def remaining(self) -> int | None:
-        """Return the batches left in the current epoch, ``None`` if unknown."""
-        return None if self._problem else self._inner.remaining()
-
-    def first_batch(self) -> int:
-        """Return the index in the epoch of the first batch of this pass."""
-        if isinstance(self._inner, StreamSource):  # started on rank 0 only
-            return self._position // self._inner.total_batch_size
-        return 0 if self._problem else self._inner.first_batch()
-
-    def position_of(self, batches: int) -> int:
-        """Return the global samples before this batch of the current epoch."""
-        return 0 if self._problem else self._inner.position_of(batches)
-
-    def worker_generator(self, seed: int, epoch: int, position: int) -> torch.Generator:
-        """Return what the base seed of workers is drawn from, where it is not as in torch."""
-        return self._inner.worker_generator(seed, epoch, position)
-
-    def restore(self, state: State | None) -> None:
-        """Store where to resume; ``None`` is the beginning."""
-        self._inner.restore(state)
-
-    def problem(self, state: State | None) -> str | None:
-        """Return why a resume from this state cannot be exact, ``None`` if it is."""
-        return self._inner.problem(state)
-
-    @property
-    def generators(self) -> Generators:
-        """The generators that belong to the sampler or to the loader."""
-        return self._inner.generators
-
-    @property
-    def draws_order(self) -> bool:
-        """True if orders are drawn at random by the user's sampler."""
-        return self._inner.draws_order
-
-    @property
-    def base_seed_first(self) -> bool:
-        """True if a pass from its start first draws the base seed, as in a plain loop."""
-        return self._inner.base_seed_first
-
-    @property
-    def draws_base_seed(self) -> bool:
-        """True if torch's loader draws its base seed in the current pass as in a plain loop."""
-        return self._inner.draws_base_seed
-
-    def set_epoch(self, epoch: int) -> None:
-        """Call ``set_epoch`` of the sampler."""
-        self._inner.set_epoch(epoch)
-
-    def record(self) -> Record | None:
-        """Return what draws the order of the current pass again."""
-        return self._inner.record()
-
-    def problem_of(self, record: Record | None) -> str | None:
-        """Return why a resume from a record cannot be exact, ``None`` if it is."""
-        return self._inner.problem_of(record)
-
-    def begin(
-        self,
-        seed: int,
-        epoch: int,
-        position: int,
-        record: Record | None = None,
-        workers_start: bool = True,
+    def _start_source(
+        self, moves_on: bool, start: int | None, record: Record | None, workers_start: bool
     ) -> None:
-        """Prepare a pass; ranks other than 0 do not touch a stream."""
-        self._problem, self._position = None, position
-        self._begin(lambda: self._inner.begin(seed, epoch, position, record, workers_start))
-
-    def seek(self, position: int) -> None:
-        """Start the pass that was just begun at another position."""
-        self._position = position
-        if self._problem is None:
-            self._begin(lambda: self._inner.seek(position))
-
-    def _begin(self, begin: Callable[[], None]) -> None:
-        if not self._reads and isinstance(self._inner, StreamSource):
+        self._problem = None
+        if not self._reads and isinstance(self._source, StreamSource):
+            # Its dataset may be out of reach here: only the position is followed.
+            if moves_on:
+                self.epoch += 1
+                self.position = 0
+            if start is not None:
+                self.position = self._source.position_of(start)
             return
         try:
-            begin()
+            super()._start_source(moves_on, start, record, workers_start)
         except Exception as problem:
             if self._alone:
                 raise
-            self._problem = problem  # the other ranks wait for a batch, so deliver() sends it
+            self._problem = problem  # the other ranks wait for a batch, so _send() tells them
 
-    def deliver(self, items: Iterator[Any]) -> Iterator[tuple[Any, Delivery]]:
-        """Yield this rank's part of each batch, with its counts."""
+    def _extent(self) -> tuple[int | None, int]:
+        if self._problem is not None:
+            return None, 0
+        if isinstance(self._source, StreamSource):
+            return None, self.position // self._source.total_batch_size
+        return super()._extent()
+
+    def _deliver(self, items: Iterator[Any]) -> Iterator[tuple[Any, Delivery]]:
         if self._alone:
-            for item, delivery in self._inner.deliver(items):
+            for item, delivery in self._source.deliver(items):
                 yield self._pieces(item)[0], delivery
         elif self._reads:
             yield from self._send(items)
@@ -516,7 +408,7 @@ class DispatchSource(Source):
         try:
             if self._problem is not None:
                 raise self._problem
-            for number, (item, delivery) in enumerate(self._inner.deliver(items), start=1):
+            for number, (item, delivery) in enumerate(self._source.deliver(items), start=1):
                 pieces = self._pieces(item)
                 ended = delivery.is_last(number)
                 last = -1 if ended is None else int(ended)
@@ -545,12 +437,12 @@ class DispatchSource(Source):
 
     def _pieces(self, item: Any) -> list[Any]:
         """Return the part of each rank, sliced from one batch if there is a ``slice_fn``."""
-        if self._slice is None:
+        if self._slice_fn is None:
             return list(item)
         batch, sizes = item
         ends = [sum(sizes[: rank + 1]) for rank in range(self._world)]
         return [
-            self._slice(
+            self._slice_fn(
                 batch, slice(end - size, end), process_index=rank, num_processes=self._world
             )
             for rank, (end, size) in enumerate(zip(ends, sizes, strict=True))

@@ -346,8 +346,8 @@ class DataLoaderShard(DataLoader[Any]):
             self._skip_pass, self.finished = False, True
             return
         self._begin()
-        # Both after the start of the pass, as a resume or a view that skips moves its first batch.
-        self._batches, first = self._source.remaining(), self._source.first_batch()
+        # After the start of the pass, as a resume or a view that skips moves its first batch.
+        self._batches, first = self._extent()
         self._settle_stream()
         position = self.position
         self._first, self.batch_index = first, first - 1
@@ -361,7 +361,7 @@ class DataLoaderShard(DataLoader[Any]):
         if self._has_own_iter:
             pairs = self._changed(self._opened_late(generator))
         else:
-            pairs = self._source.deliver(self._items(generator))
+            pairs = self._deliver(self._items(generator))
         if self._feed is not None:
             pairs = self._feed(pairs)
         if self.num_workers:
@@ -394,6 +394,14 @@ class DataLoaderShard(DataLoader[Any]):
                 if items is not None:
                     _shut_down(items, owner, at_once=at_once)
             self._torch_iterator = None
+
+    def _extent(self) -> tuple[int | None, int]:
+        """Return the batches left in the epoch, None if unknown, and the index of the first."""
+        return self._source.remaining(), self._source.first_batch()
+
+    def _deliver(self, items: Iterator[Any]) -> Iterator[tuple[Any, Delivery]]:
+        """Yield this rank's batches with their counts, from torch's iterator."""
+        return self._source.deliver(items)
 
     def _wait_for(self, pairs: Iterator[tuple[Any, Delivery]]) -> Iterator[tuple[Any, Delivery]]:
         """Yield the pairs, with ``waits`` True until each has come."""
@@ -460,7 +468,7 @@ class DataLoaderShard(DataLoader[Any]):
 
     def _opened_late(self, generator: torch.Generator | None) -> Iterator[tuple[Any, Delivery]]:
         """Yield the batches, with torch's iterator made where the first is asked for."""
-        yield from self._source.deliver(self._items(generator))
+        yield from self._deliver(self._items(generator))
 
     def _changed(self, pairs: Iterator[tuple[Any, Delivery]]) -> Iterator[tuple[Any, Delivery]]:
         """Yield the batches as the ``__iter__`` of a class of the user's changes them."""
@@ -486,21 +494,24 @@ class DataLoaderShard(DataLoader[Any]):
         self._synchronize()
         drawn = self._workers_known or self._drawn_early is not None
         workers_start = self._iterator is None and not drawn
-        self._source.begin(self.seed, self.epoch, self.position, record, workers_start)
+        self._start_source(moves_on, start, record, workers_start)
+
+    def _start_source(
+        self, moves_on: bool, start: int | None, record: Record | None, workers_start: bool
+    ) -> None:
+        """Begin the pass: in the epoch, in the next one, or at a batch of it."""
+        source = self._source
+        source.begin(self.seed, self.epoch, self.position, record, workers_start)
         if moves_on:
-            self._source.finish()
+            source.finish()
             self.epoch += 1
             self.position = 0
-            self._source.begin(self.seed, self.epoch, 0, None, self._iterator is None)
+            source.begin(self.seed, self.epoch, 0, None, self._iterator is None)
         if start is not None:
-            self._seek(start)
-
-    def _seek(self, start: int) -> None:
-        """Start at a batch of the epoch."""
-        position = self._source.position_of(start)
-        if position != self.position:
-            self.position = position
-            self._source.seek(position)
+            position = source.position_of(start)
+            if position != self.position:
+                self.position = position
+                source.seek(position)
 
     def _synchronize(self) -> None:
         """Set random generators to their state on rank 0, if ``rng_types`` names any."""

@@ -243,6 +243,7 @@ def prepare_loader(
         from accel_callbacks.data.dispatch import DataLoaderDispatcher
 
         kind = DataLoaderDispatcher
+        options["setting"] = setting
     if type(loader).__iter__ is not DataLoader.__iter__:
         from accel_callbacks.data.own_iter import class_with_iter
 
@@ -293,11 +294,11 @@ def _open_shares(loader: DataLoader[Any], setting: Setting) -> Source:
         source = ShareSource(loader, plan, *order)
         source.even_batches = config.even_batches
         return source
-    from accel_callbacks.data.dispatch import DispatchSource, WholeShares
+    from accel_callbacks.data.dispatch import WholeShares
 
     shares = WholeShares(loader, plan, *order, slices=setting.slice_fn is not None)
     shares.even_batches = config.even_batches
-    return DispatchSource(shares, loader, setting)
+    return shares
 
 
 def _open_stream(loader: DataLoader[Any], setting: Setting) -> Source:
@@ -325,12 +326,11 @@ def _open_stream(loader: DataLoader[Any], setting: Setting) -> Source:
     shards.even = config.even_batches
     if not every_rank:
         return StreamSource(loader, shards, seeded=config.seeds_orders, copies=setting.copies)
-    from accel_callbacks.data.dispatch import CollatePieces, DispatchSource
+    from accel_callbacks.data.dispatch import CollatePieces
 
     whole = setting.slice_fn is not None and batch_size is not None
     collate = CollatePieces(loader.collate_fn, whole=whole)
-    stream = StreamSource(loader, shards, collate, config.seeds_orders, setting.copies)
-    return DispatchSource(stream, loader, setting)
+    return StreamSource(loader, shards, collate, config.seeds_orders, setting.copies)
 
 
 def share_of(batch_size: int | None, setting: Setting) -> int | None:
