@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from accel_callbacks.collectives import full_tensor, is_sharded, shard_like
-from accel_callbacks.engines.deepspeed.zero_state import RowMesh, ZeroWeight, zero_weight
+from accel_callbacks.engines.deepspeed.zero_state import RowMesh, zero_weight
 from accel_callbacks.errors import ResumeError, nearest
 from accel_callbacks.gradients import local_part
 from accel_callbacks.models.offload.placeholder import AbsentWeight
@@ -61,14 +61,10 @@ class Averages:
     ) -> None:
         self.models = list(models)
         self._device = None if device is None else torch.device(device)
-        self._weights: list[torch.Tensor] = []  # tied ones once
-        self._zero: dict[int, ZeroWeight] = {}  # by index: those of which ZeRO keeps flat parts
-        self._rows: RowMesh | None = None  # in which these are saved
-        self._names: list[str] = []  # "<number of the model>.<first name>" of each weight
-        self._offloaded: set[str] = set()  # likewise
-        self._aliases: list[tuple[str, str, int]] = []  # model, name, index; all names of each
-        self._averages: list[torch.Tensor | None] = []  # None: swapped into the model
-        self._displaced: dict[int, torch.Tensor] = {}  # by index: weights swapped out of a model
+        self._weights: list[_Weight] = []  # tied ones once
+        self._offloaded: set[str] = set()  # "<number of the model>.<name>" of each
+        self._rows: RowMesh | None = None  # in which flat parts are saved
+        self._started = False
         for index, model in enumerate(self.models):
             self._register(str(index), model, use_buffers)
 
@@ -77,30 +73,27 @@ class Averages:
         if use_buffers:
             saved = model.state_dict(keep_vars=True)
             named += [(n, b) for n, b in model.named_buffers(remove_duplicate=False) if n in saved]
-        indices = {id(tensor): i for i, tensor in enumerate(self._weights)}
+        known = {id(weight.tensor): weight for weight in self._weights}
         for name, tensor in named:
             if not tensor.is_floating_point() and not tensor.is_complex():
                 continue
             if isinstance(tensor, AbsentWeight):
                 self._offloaded.add(f"{number}.{name}")
                 continue
-            if id(tensor) not in indices:
-                indices[id(tensor)] = len(self._weights)
-                if (flat := zero_weight(tensor)) is not None:
-                    self._zero[len(self._weights)] = flat
-                self._weights.append(tensor)
-                self._names.append(f"{number}.{name}")
-            self._aliases.append((number, name, indices[id(tensor)]))
+            if id(tensor) not in known:
+                known[id(tensor)] = _Weight(tensor, f"{number}.{name}")
+                self._weights.append(known[id(tensor)])
+            known[id(tensor)].aliases.append((number, name))
 
     @property
     def available(self) -> bool:
         """True once there is an average, after the first update or load."""
-        return bool(self._averages)
+        return self._started
 
     @property
     def applied(self) -> bool:
         """True while the models hold the averages: all of them or, after an error, some."""
-        return bool(self._displaced)
+        return any(weight.displaced is not None for weight in self._weights)
 
     @torch.no_grad()
     def update(self, rule: Rule, only: Callable[[torch.Tensor], bool] | None = None) -> None:
@@ -111,39 +104,23 @@ class Averages:
             only: selects the weights; all if ``None``.
         """
         self.restore()
-        if not self._averages:
-            self._averages = [self._new_average(index) for index in range(len(self._weights))]
+        if not self._started:
+            for weight in self._weights:
+                weight.average = weight.copy(self._device)
+            self._started = True
             return
         groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        current_weights = list(map(self._live, range(len(self._weights)))) if self._zero else None
-        for weight, live, average in zip(
-            self._weights, current_weights or self._weights, self._averages, strict=True
-        ):
-            if average is not None and (only is None or only(weight)):
-                source, target = local_part(live), local_part(average)
+        for weight in self._weights:
+            if weight.average is not None and (only is None or only(weight.tensor)):
+                # Each step comes here: value() would make a new tensor of each weight.
+                live = weight.tensor if weight.flat is None else weight.flat.part()
+                source, target = local_part(live), local_part(weight.average)
                 kind = (source.device, source.dtype, target.device, target.dtype)
                 averaged, current = groups.setdefault(kind, ([], []))
                 averaged.append(target)
                 current.append(source)
         for averaged, current in groups.values():
             _apply_rule(rule, averaged, current)
-
-    def _live(self, index: int) -> torch.Tensor:
-        """Return a weight as it is now: a DTensor, or the flat part that ZeRO keeps of it."""
-        return self._zero[index].part() if index in self._zero else self._weights[index].detach()
-
-    def _put(self, index: int, value: torch.Tensor) -> None:
-        """Set a weight to a value of the form of :meth:`_live`."""
-        if index in self._zero:
-            self._zero[index].write(value)
-        else:
-            _write(self._weights[index], value)
-
-    def _new_average(self, index: int) -> torch.Tensor:
-        """Copy a weight in the dtype and to the device of the averages."""
-        weight = self._live(index)
-        dtype = torch.float32 if weight.dtype in _LOW_PRECISION else weight.dtype
-        return weight.to(device=self._device or weight.device, dtype=dtype, copy=True)
 
     # --- swapping -----------------------------------------------------------------------------
 
@@ -155,16 +132,16 @@ class Averages:
         another precision. An error or Ctrl-C on the way restores the weights.
         """
         try:
-            for index in range(len(self._weights)):
-                average = self._averages[index]
-                if index in self._displaced or average is None:
+            for weight in self._weights:
+                average = weight.average
+                if weight.displaced is not None or average is None:
                     continue
-                weight = self._live(index)
+                value = weight.value()
                 # From here on an interrupt loses nothing: restore() takes the weight from here.
-                self._displaced[index] = weight.to(average.device, copy=True)
-                self._put(index, average)
-                if average.dtype == weight.dtype:
-                    self._averages[index] = None  # the model holds it, so free this copy
+                weight.displaced = value.to(average.device, copy=True)
+                weight.write(average)
+                if average.dtype == value.dtype:
+                    weight.average = None  # the model holds it, so free this copy
         except BaseException:
             self.restore()
             raise
@@ -172,24 +149,24 @@ class Averages:
     @torch.no_grad()
     def restore(self) -> None:
         """Put the weights back into the models; does nothing if they are there."""
-        for index in list(self._displaced):
-            if self._averages[index] is None:
-                self._averages[index] = self._new_average(index)
-            self._put(index, self._displaced[index])
-            del self._displaced[index]
+        for weight in self._weights:
+            if weight.displaced is not None:
+                if weight.average is None:
+                    weight.average = weight.copy(self._device)
+                weight.write(weight.displaced)
+                weight.displaced = None
 
     def displaced_weights(self, model: str) -> dict[str, torch.Tensor]:
         """Return the weights of a model, by its number, while it holds the averages.
 
         Collective under ZeRO stage 3.
         """
-        indices = {index: None for number, _, index in self._aliases if number == model}
-        saved = {i: self._saved(i, self._displaced[i]) for i in indices if i in self._displaced}
-        return {
-            name: saved[index]
-            for number, name, index in self._aliases
-            if number == model and index in saved
-        }
+        displaced: dict[str, torch.Tensor] = {}
+        for weight in self._weights:
+            names = [name for number, name in weight.aliases if number == model]
+            if names and weight.displaced is not None:
+                displaced |= dict.fromkeys(names, self._whole(weight, weight.displaced))
+        return displaced
 
     # --- state --------------------------------------------------------------------------------
 
@@ -198,27 +175,25 @@ class Averages:
 
         Collective under ZeRO stage 3.
         """
-        if not self._averages:
+        if not self._started:
             return {}
         return {
-            name: self._saved(index, self._live(index) if average is None else average)
-            for index, (name, average) in enumerate(zip(self._names, self._averages, strict=True))
+            weight.key: self._whole(
+                weight, weight.value() if weight.average is None else weight.average
+            )
+            for weight in self._weights
         }
 
-    def _saved(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """Return a value of the form of :meth:`_live` as it is saved: with the weight's shape."""
-        if index not in self._zero:
+    def _whole(self, weight: _Weight, value: torch.Tensor) -> torch.Tensor:
+        """Return a value of a weight as it is saved: with the weight's shape."""
+        if weight.flat is None:
             return value.detach()
-        return self._mesh().rows(self._zero[index].whole(value))
+        return self._mesh().rows(weight.flat.whole(value))
 
     def _mesh(self) -> RowMesh:
         if self._rows is None:
             self._rows = RowMesh(torch.distributed.get_world_size())
         return self._rows
-
-    def _shape(self, index: int) -> tuple[int, ...]:
-        whole = self._zero[index] if index in self._zero else self._weights[index]
-        return tuple(whole.shape)
 
     def of_model(self, number: int, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the saved averages of the model with this number, under all names of its weights.
@@ -231,8 +206,12 @@ class Averages:
             ResumeError: they are those of other weights.
         """
         self._check(state)
-        names = self._names
-        return {name: state[names[i]] for key, name, i in self._aliases if key == str(number)}
+        return {
+            name: state[weight.key]
+            for weight in self._weights
+            for key, name in weight.aliases
+            if key == str(number)
+        }
 
     def parts(self, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return new sharded tensors, for saved averages of sharded weights to be read into.
@@ -244,24 +223,33 @@ class Averages:
             By name; nothing of averages that do not fit, which :meth:`load` refuses.
         """
         parts = {}
-        for index, (name, weight) in enumerate(zip(self._names, self._weights, strict=True)):
-            saved = state.get(name)
+        for weight in self._weights:
+            saved = state.get(weight.key)
             if saved is None or isinstance(saved, torch.Tensor):
                 continue
-            if tuple(saved.shape) != self._shape(index):
+            if tuple(saved.shape) != weight.shape:
                 continue
-            if index in self._zero:
-                parts[name] = self._mesh().empty(saved.shape, saved.dtype)
-            elif is_sharded(weight):
-                place = self._device or weight.device
-                parts[name] = torch.empty_like(weight.detach(), dtype=saved.dtype, device=place)
+            if weight.flat is not None:
+                parts[weight.key] = self._mesh().empty(saved.shape, saved.dtype)
+            elif is_sharded(weight.tensor):
+                like, place = weight.value(), self._device or weight.tensor.device
+                parts[weight.key] = torch.empty_like(like, dtype=saved.dtype, device=place)
         return parts
 
     def _check(self, state: Mapping[str, Any]) -> None:
-        for index, name in enumerate(self._names):
-            _check_saved(name, self._shape(index), state)
-        if unknown := sorted(state.keys() - set(self._names) - self._offloaded):
-            hint = nearest(unknown[0], self._names)
+        for weight in self._weights:
+            name = weight.key
+            if name not in state:
+                hint = nearest(name, state)
+                raise ResumeError(f"the checkpoint has no average of {name!r}.{hint}")
+            if tuple(state[name].shape) != weight.shape:
+                raise ResumeError(
+                    f"{name!r} has shape {weight.shape} in the model and its average "
+                    f"{tuple(state[name].shape)} in the checkpoint."
+                )
+        names = [weight.key for weight in self._weights]
+        if unknown := sorted(state.keys() - set(names) - self._offloaded):
+            hint = nearest(unknown[0], names)
             raise ResumeError(f"the average of {unknown[0]!r} is only in the checkpoint.{hint}")
 
     @torch.no_grad()
@@ -271,22 +259,17 @@ class Averages:
         Raises:
             ResumeError: they are those of other weights.
         """
-        if not state:
-            self._averages, self._displaced = [], {}
-            return
-        self._check(state)
-        self._displaced = {}  # a load during an evaluation has restored the weights already
-        if not self._averages:
-            self._averages = [None] * len(self._weights)
-        for index, name in enumerate(self._names):
-            target = self._averages[index]
-            if target is None:
-                target = self._averages[index] = self._new_average(index)
-            if index in self._zero:
-                whole = full_tensor(state[name])
-                target.copy_(self._zero[index].part_of(whole.to(target.device)))
-            else:
-                _write(target, shard_like(state[name], target))
+        if state:
+            self._check(state)
+        for weight in self._weights:
+            weight.displaced = None  # a load during an evaluation has restored the weights already
+            if not state:
+                weight.average = None
+                continue
+            if weight.average is None:
+                weight.average = weight.copy(self._device)
+            _write(weight.average, weight.part_of(state[weight.key], weight.average))
+        self._started = bool(state)
 
     @torch.no_grad()
     def copy_to(self, model: torch.nn.Module, number: str) -> None:
@@ -295,32 +278,77 @@ class Averages:
         Raises:
             ValueError: the model lacks a weight, or has one of another shape.
         """
-        targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        state = self.state()
-        names = [name for name in self._names if name.startswith(f"{number}.")]
-        for name in names:
-            weight = name.partition(".")[2]
-            if weight not in targets or _whole_shape(targets[weight]) != state[name].shape:
-                difference = "has no" if weight not in targets else "has another shape of"
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        targets = {name: _Weight(tensor, name) for name, tensor in tensors.items()}
+        prefix = f"{number}."
+        state = {
+            name.removeprefix(prefix): value
+            for name, value in self.state().items()
+            if name.startswith(prefix)
+        }
+        for name, value in state.items():
+            if name not in targets or targets[name].shape != tuple(value.shape):
+                difference = "has no" if name not in targets else "has another shape of"
                 raise ValueError(
-                    f"{type(model).__name__} {difference} {weight!r}: copy into a model that is "
-                    f"built like the one that was trained.{nearest(weight, targets)}"
+                    f"{type(model).__name__} {difference} {name!r}: copy into a model that is "
+                    f"built like the one that was trained.{nearest(name, targets)}"
                 )
-        for name in names:
-            target, value = targets[name.partition(".")[2]], state[name]
-            flat = zero_weight(target)
-            if flat is not None:
-                whole = full_tensor(value)
-                flat.write(flat.part_of(whole.to(target.device)))
-            elif is_sharded(value) and not is_sharded(target):
-                target.data.copy_(full_tensor(value))
-            else:
-                _write(target, value)
+        for name, value in state.items():
+            whole = value if is_sharded(tensors[name]) else full_tensor(value)
+            targets[name].write(targets[name].part_of(whole, tensors[name]))
 
 
-def _whole_shape(tensor: torch.Tensor) -> torch.Size:
-    flat = zero_weight(tensor)
-    return tensor.shape if flat is None else flat.shape
+class _Weight:
+    """A weight, its average and, while the model holds that, the weight itself.
+
+    This rank keeps each of them in the same form: a tensor, a DTensor, or the flat part of ZeRO
+    stage 3.
+
+    Args:
+        tensor: the parameter or buffer.
+        key: its name in a checkpoint.
+
+    Attributes:
+        aliases: number of the model and name, for each of its names; tied weights have several.
+        flat: its part under ZeRO stage 3, else None.
+        average: None before the first update, and while the model holds it.
+        displaced: the weight, while the model holds the average.
+    """
+
+    def __init__(self, tensor: torch.Tensor, key: str) -> None:
+        self.tensor, self.key = tensor, key
+        self.aliases: list[tuple[str, str]] = []
+        self.flat = zero_weight(tensor)
+        self.average: torch.Tensor | None = None
+        self.displaced: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole weight."""
+        return tuple(self.tensor.shape if self.flat is None else self.flat.shape)
+
+    def value(self) -> torch.Tensor:
+        """Return what the model holds now, in its own memory."""
+        return self.tensor.detach() if self.flat is None else self.flat.part()
+
+    def write(self, value: torch.Tensor) -> None:
+        """Set what the model holds."""
+        if self.flat is None:
+            _write(self.tensor, value)
+        else:
+            self.flat.write(value)
+
+    def copy(self, device: torch.device | None) -> torch.Tensor:
+        """Return a copy in the dtype of averages, on a device or where the weight is."""
+        value = self.value()
+        dtype = torch.float32 if value.dtype in _LOW_PRECISION else value.dtype
+        return value.to(device=device or value.device, dtype=dtype, copy=True)
+
+    def part_of(self, saved: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return what this rank keeps of a saved value; collective under ZeRO stage 3."""
+        if self.flat is None:
+            return shard_like(saved, like)
+        return self.flat.part_of(full_tensor(saved).to(like.device))
 
 
 def _apply_rule(rule: Rule, averaged: list[torch.Tensor], current: list[torch.Tensor]) -> None:
@@ -341,13 +369,3 @@ def _apply_rule(rule: Rule, averaged: list[torch.Tensor], current: list[torch.Te
 def _write(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy through ``.data``, so that autograd's version check passes in a pending backward."""
     local_part(target).data.copy_(local_part(source))
-
-
-def _check_saved(name: str, shape: tuple[int, ...], state: Mapping[str, Any]) -> None:
-    if name not in state:
-        raise ResumeError(f"the checkpoint has no average of {name!r}.{nearest(name, state)}")
-    if tuple(state[name].shape) != shape:
-        raise ResumeError(
-            f"{name!r} has shape {shape} in the model and its average "
-            f"{tuple(state[name].shape)} in the checkpoint."
-        )

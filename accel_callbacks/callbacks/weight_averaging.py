@@ -131,26 +131,13 @@ class Averaging(ResumableState, ABC):
             averages.apply()
 
     def on_validation_end(self, run: TrainingRun, model: Any) -> None:
-        """Restore the weights."""
-        self._swap_out_after_evaluation(run)
-
-    on_test_start, on_test_end = on_validation_start, on_validation_end
-
-    def _swap_out_after_evaluation(self, run: TrainingRun) -> None:
         """Restore the weights, unless this evaluation is nested in another one."""
         if not run.open_evaluations:
             self._swap_out()
 
-    def _swap_out(self) -> None:
-        if self._swapped_in and self._averages is not None:
-            self._averages.restore()
-        self._swapped_in = False
-
-    # An evaluation that raised fires no end hook: the next training hook restores the weights.
-
-    def on_train_epoch_start(self, run: TrainingRun, model: Any) -> None:
-        """Restore the weights after an evaluation that raised."""
-        self._swap_out_after_evaluation(run)
+    on_test_start, on_test_end = on_validation_start, on_validation_end
+    # An evaluation that raised fires no end hook: the next hook of training restores the weights.
+    on_train_epoch_start = on_validation_end
 
     def on_train_batch_start(
         self, run: TrainingRun, model: Any, batch: Any, batch_idx: int
@@ -158,10 +145,10 @@ class Averaging(ResumableState, ABC):
         """Restore the weights after an evaluation that raised."""
         # Without a loader and `accumulate`, a batch begins with its backward, after the forward.
         if run.iterating or run.accelerator.loop.own_batches.in_block:
-            self._swap_out_after_evaluation(run)
+            self.on_validation_end(run, model)
 
     def on_before_backward(self, run: TrainingRun, model: Any, loss: torch.Tensor) -> None:
-        """Restore the weights after an evaluation that raised, if no batch began before."""
+        """Restore the weights after an evaluation that raised in the middle of a batch."""
         if self._swapped_in and not run.open_evaluations:
             self._swap_out()
             warn(
@@ -169,9 +156,10 @@ class Averaging(ResumableState, ABC):
                 "averaged weights: call zero_grad() and compute this batch again.",
             )
 
-    def on_exception(self, run: TrainingRun, model: Any, exception: BaseException) -> None:
-        """Restore the weights, if an evaluation raised."""
-        self._swap_out()
+    def _swap_out(self) -> None:
+        if self._swapped_in and self._averages is not None:
+            self._averages.restore()
+        self._swapped_in = False
 
     def teardown(self, run: TrainingRun, model: Any, stage: str) -> None:
         """Restore the weights; ``copy_to`` and ``applied`` still work afterwards."""
@@ -228,14 +216,11 @@ class Averaging(ResumableState, ABC):
         if not self.evaluate_with_average or not state.get("average"):
             return {}
         averages = self._averages_of(models)
-        places = [
-            next((i for i, m in enumerate(models) if m is averaged), None)
-            for averaged in averages.models
-        ]
         return {
             place: averages.of_model(number, state["average"])
-            for number, place in enumerate(places)
-            if place is not None
+            for number, averaged in enumerate(averages.models)
+            for place, model in enumerate(models)
+            if model is averaged
         }
 
     def parts_to_read(
@@ -292,8 +277,15 @@ class Averaging(ResumableState, ABC):
 
     def on_save_checkpoint(self, run: TrainingRun, model: Any, checkpoint: dict[str, Any]) -> None:
         """Save the weights of the models even while they hold the average."""
-        if self._averages is not None and self._averages.applied:
-            _insert_displaced(self._averages, run.models, checkpoint["models"])
+        averages = self._averages
+        if averages is None or not averages.applied:
+            return
+        for number, averaged in enumerate(averages.models):
+            index = next(i for i, prepared in enumerate(run.models) if prepared is averaged)
+            weights = checkpoint["models"].get(str(index))
+            if weights is not None:
+                displaced = averages.displaced_weights(str(number)).items()
+                weights.update({name: tensor for name, tensor in displaced if name in weights})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average, the number of updates and the step of the last one."""
@@ -342,19 +334,6 @@ def _parameter_ids(optimizers: list[torch.optim.Optimizer]) -> set[int]:
         for group in optimizer.param_groups
         for p in group["params"]
     }
-
-
-def _insert_displaced(
-    averages: Averages, models: list[torch.nn.Module], saved: dict[str, Any]
-) -> None:
-    """Replace the averages in the state dicts of models by the weights that they displaced."""
-    for number, model in enumerate(averages.models):
-        weights = saved.get(
-            str(next(i for i, candidate in enumerate(models) if candidate is model))
-        )
-        if weights is not None:
-            displaced = averages.displaced_weights(str(number)).items()
-            weights.update({name: tensor for name, tensor in displaced if name in weights})
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
