@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -204,18 +204,15 @@ steps, and action="rollback" goes back to the last checkpoint.
         if self._rollback_reason is not None or not self._is_due(run, optimizer):
             self._discard_step()
             return
-        check: StepCheck | None = self._check_step(run, optimizer)
-        if check is not None and check.waits and self.action != "skip":
-            check, self._unread = self._unread, check
-        if check is not None:
-            self._act(run, check, before_step=True)
-
-    def _check_step(self, run: TrainingRun, optimizer: torch.optim.Optimizer) -> StepCheck:
         norms = self._norms.pop(id(optimizer), None)
         if norms is None and "gradients" in self.check:
             norms = measure_gradients(optimizer)
         self._loss_read = True
-        return self._make_check(run, optimizer, norms)
+        check: StepCheck | None = self._make_check(run, optimizer, norms)
+        if check is not None and check.waits and self.action != "skip":
+            check, self._unread = self._unread, check
+        if check is not None:
+            self._act(run, check, before_step=True)
 
     def _make_check(
         self, run: TrainingRun, optimizer: torch.optim.Optimizer, norms: GradientNorms | None
@@ -264,6 +261,7 @@ steps, and action="rollback" goes back to the last checkpoint.
             run.skip_step(text)
 
     def _count_try(self, text: str) -> None:
+        """Raise if there were too many rollbacks for one more."""
         if self.rollbacks >= self.max_rollbacks:
             raise FloatingPointError(f"{text}, after {self.rollbacks} rollbacks. {_ADVICE}")
 
@@ -424,24 +422,46 @@ def _norms(parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(torch._foreach_norm(parts, torch.inf))
 
 
-class StepCheck(Protocol):
-    """A check of one step, whose result is on its way to the host."""
+class StepCheck:
+    """What a step is judged by, reduced over the ranks and on its way to the host.
 
-    step: int
+    Args:
+        step: the step about to be taken, from 1.
+        numbers: on the device.
+        operation: how they are reduced, ``"max"`` or ``"sum"``.
+        collective: reduce over the ranks, all of which must make the check.
+    """
+
+    def __init__(
+        self, step: int, numbers: torch.Tensor, operation: str, *, collective: bool
+    ) -> None:
+        self.step = step
+        self._device = numbers.device
+        self._ranks = collectives.world_size() if collective else 1
+        if self._ranks > 1:
+            numbers = collectives.reduce(numbers, operation)
+        self._numbers = HostCopy(numbers)
 
     @property
     def waits(self) -> bool:
         """True if reading the result now would block on the device."""
+        return self._device.type != "cpu"
 
     def is_bad(self) -> bool:
         """Return whether the step is bad on any rank; waits for the device."""
+        raise NotImplementedError
 
     def describe(self, known: Mapping[int, str]) -> str:
-        """Describe what is bad, with names of parameters by their ``id``."""
+        """Describe what is bad.
+
+        Args:
+            known: names of parameters by their ``id``.
+        """
+        raise NotImplementedError
 
 
-class FiniteCheck:
-    """A check of one step's loss and gradients, reduced over the ranks and read later.
+class FiniteCheck(StepCheck):
+    """A check that one step's loss and gradients are finite.
 
     Args:
         step: the step about to be taken, from 1.
@@ -461,30 +481,19 @@ class FiniteCheck:
         overflow: torch.Tensor | None = None,
         collective: bool = True,
     ) -> None:
-        self.step = step
         self._loss, self._gradients = loss, gradients
-        self._device = device = device_of(loss, gradients)
+        device = device_of(loss, gradients)
         no = torch.zeros((), dtype=torch.bool, device=device)
         loss_flag = no if loss is None else ~loss.isfinite()
         gradient_flag = no if gradients is None else gradients.is_bad(device)
         if overflow is not None:
             gradient_flag = gradient_flag & ~overflow.to(device)
         flags = torch.stack([loss_flag, gradient_flag]).int()
-        if collective and collectives.world_size() > 1:
-            flags = collectives.reduce(flags, "max")
-        self._flags = HostCopy(flags)
-
-    @property
-    def waits(self) -> bool:
-        """True if reading the result now would block on the device."""
-        return self._device.type != "cpu"
+        super().__init__(step, flags, "max", collective=collective)
 
     def is_bad(self) -> bool:
         """Return whether loss or gradients are not finite on any rank; waits for the device."""
-        return any(self._read())
-
-    def _read(self) -> list[bool]:
-        return [bool(flag) for flag in self._flags.read().tolist()]
+        return bool(self._numbers.read().any())
 
     def describe(self, known: Mapping[int, str]) -> str:
         """Describe the values that are not finite.
@@ -492,7 +501,7 @@ class FiniteCheck:
         Args:
             known: names of parameters by their ``id``; the first few are in the text.
         """
-        loss_bad, gradients_bad = self._read()
+        loss_bad, gradients_bad = self._numbers.read().tolist()
         parts = []
         if loss_bad:
             value = float("nan") if self._loss is None else float(self._loss)
@@ -552,7 +561,7 @@ def roll_back(
     schedulers, and the options of the parameter groups (learning rates) are kept.
 
     Args:
-        accel: the Accelerator of the run.
+        training: the state of the run, ``accel.training_state``.
         newest_step: skip checkpoints of later steps.
         avoid: ids of further checkpoints to skip.
 
@@ -577,8 +586,13 @@ def roll_back(
     training.loop.saves.wait()
     avoided: list[str] = []
     target = first_answer(training.loop.observers, "rollback_target", training.loop.run.global_step)
+    if target == "":
+        return RolledBack(None, avoided)
     if target is not None:
-        return RolledBack(_restore_from(training, target), avoided)
+        saver = next(iter(training.loop.savers), None)
+        storage_options = None if saver is None else saver.storage_options
+        restore = partial(restore_from, training, target)
+        return RolledBack(_restore(training, restore, storage_options), avoided)
     for saver in training.loop.savers:
         root, storage_options = saver.resume_root(training.loop.run)
         candidates = _find_candidates(root, storage_options, newest_step, avoid)
@@ -625,15 +639,6 @@ def _find_candidates(
     return collectives.broadcast_object(candidates)
 
 
-def _restore_from(training: TrainingState, path: str) -> str | None:
-    """Restore the checkpoint that an observer names, ``""`` for none."""
-    if not path:
-        return None
-    saver = next(iter(training.loop.savers), None)
-    options = None if saver is None else saver.storage_options
-    return _restore(training, partial(restore_from, training, path), options)
-
-
 def _restore(
     training: TrainingState,
     restore: Callable[..., str | None],
@@ -643,31 +648,27 @@ def _restore(
     sections = ["models", "precision"]
     sections += ["optimizers"] if training.optimizers else []
     sections += ["registered"] if training.registered.names else []
-    options_before = [{**group} for group in _param_groups(training)]
     options = LoadOptions(Selection(sections), storage_options=storage_options)
-    path = restore(options=options)
-    if path is None:
-        return None
-    # Loading has replaced the group dicts; give the new ones the learning rates of before.
-    for group, before in zip(_param_groups(training), options_before, strict=True):
-        group.update({name: value for name, value in before.items() if name != "params"})
-    with unwrapped_failure():
-        _restore_callbacks(training, open_one(path, storage_options))
+    with keep_options(training):
+        path = restore(options=options)
+    if path is not None:
+        with unwrapped_failure():
+            _restore_callbacks(training, open_one(path, storage_options))
     return path
 
 
 @contextmanager
 def keep_options(training: TrainingState) -> Iterator[None]:
     """Keep the options of the parameter groups, such as learning rates, over a restore."""
-    options = [{**group} for group in _param_groups(training)]
+
+    def groups() -> list[dict[str, Any]]:
+        return [group for optimizer in training.optimizers for group in optimizer.param_groups]
+
+    options = [{**group} for group in groups()]
     yield
     # Loading replaces the dicts of the groups.
-    for group, before in zip(_param_groups(training), options, strict=True):
+    for group, before in zip(groups(), options, strict=True):
         group.update({name: value for name, value in before.items() if name != "params"})
-
-
-def _param_groups(training: TrainingState) -> list[dict[str, Any]]:
-    return [group for optimizer in training.optimizers for group in optimizer.param_groups]
 
 
 def _restore_callbacks(training: TrainingState, reader: CheckpointReader) -> None:

@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from accel_callbacks import collectives
 from accel_callbacks.callbacks.base import require_at_least
 from accel_callbacks.callbacks.non_finite import (
     GradientNorms,
     NonFinite,
     RolledBack,
+    StepCheck,
     device_of,
     keep_options,
 )
 from accel_callbacks.checkpoint.host_state import Undo, capture
-from accel_callbacks.host_copy import HostCopy
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
@@ -303,8 +302,8 @@ class SpikeGuard(NonFinite):
         }
 
 
-class _SpikeCheck:
-    """The loss and the norm of the gradients of one step, of all ranks, read later."""
+class _SpikeCheck(StepCheck):
+    """The mean loss and the norm of the gradients of one step, of all ranks."""
 
     def __init__(
         self,
@@ -318,28 +317,19 @@ class _SpikeCheck:
         judge: Callable[[list[float], list[deque[float]]], list[str]],
         history: list[deque[float]],
     ) -> None:
-        self.step, self._judge, self._history = step, judge, history
-        norms = [] if gradients is None else gradients.norms
-        self._device = device = device_of(loss, gradients)
-        # One that is not finite on any rank is not finite in the sum.
+        self._judge, self._history = judge, history
+        device = device_of(loss, gradients)
         dtype = torch.float64 if device.type == "cpu" else torch.float32
         squares = torch.zeros((), device=device, dtype=dtype)
-        for group in norms:
+        for group in [] if gradients is None else gradients.norms:
             squares = squares + group.to(device, dtype).square().sum()
         if loss_scale is not None:
             squares = squares / loss_scale.to(device, dtype).square()
         is_overflow = squares.new_zeros(()) if overflow is None else overflow.to(device, dtype)
         value = squares.new_zeros(()) if loss is None else loss.to(dtype)
+        # One that is not finite on any rank is not finite in the sum.
         numbers = torch.stack([value, squares, is_overflow])
-        self._ranks = collectives.world_size() if collective else 1
-        if self._ranks > 1:
-            numbers = collectives.reduce(numbers, "sum")
-        self._numbers = HostCopy(numbers)
-
-    @property
-    def waits(self) -> bool:
-        """True if reading the result now would block on the device."""
-        return self._device.type != "cpu"
+        super().__init__(step, numbers, "sum", collective=collective)
 
     def values(self) -> list[float]:
         """Return the mean loss and the norm; of one that overflowed under fp16 that of before."""
@@ -348,15 +338,19 @@ class _SpikeCheck:
         before = norms[-1] if norms else 0.0
         return [loss / self._ranks, before if overflows else math.sqrt(squares)]
 
+    def _spikes(self) -> list[str]:
+        """Return a clause for each value that is a spike; waits for the device."""
+        return self._judge(self.values(), self._history)
+
     def is_bad(self) -> bool:
         """Return whether one of them is a spike; waits for the device."""
-        return bool(self._judge(self.values(), self._history))
+        return bool(self._spikes())
+
+    def describe(self, known: Mapping[int, str]) -> str:
+        """Describe the spike."""
+        return f"step {self.step}: {', and '.join(self._spikes())}"
 
     def remember(self) -> None:
         """Add the values to those that later ones are compared with."""
         for series, value in zip(self._history, self.values(), strict=True):
             series.append(value)
-
-    def describe(self, known: Mapping[int, str]) -> str:
-        """Describe the spike."""
-        return f"step {self.step}: {', and '.join(self._judge(self.values(), self._history))}"
