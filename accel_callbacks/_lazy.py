@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
 import sys
 from collections.abc import Callable, Mapping
 from importlib.machinery import PathFinder
@@ -32,6 +34,7 @@ def lazy_names(
             if not is_module(name):
                 _refuse_import(package, name)
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        _require_own_packages()
         value = getattr(importlib.import_module(f".{homes[name]}", package), name)
         setattr(sys.modules[package], name, value)
         return value
@@ -45,6 +48,25 @@ def lazy_names(
         return sorted({*vars(sys.modules[package]), *homes})
 
     return get, names
+
+
+def _require_own_packages() -> None:
+    """Refuse a file or folder beside the script that has the name of one of our packages.
+
+    All names of the library are looked up here, so that nothing else asks for it.
+    """
+    root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    for name in ("checkpoint_io", "loggers"):
+        spec = importlib.util.find_spec(name)
+        # A namespace package has no file, only folders.
+        places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
+        found = next(filter(None, places), None)
+        if found is None or os.path.dirname(os.path.realpath(found)) != os.path.join(root, name):
+            raise ImportError(
+                f"accel_callbacks needs its own package {name!r}, but `import {name}` finds "
+                f"{found or 'nothing'}. Rename that file or folder (or remove the package that "
+                f"brought it), or start the script from another folder; ours is in {root}."
+            )
 
 
 def _refuse_import(package: str, name: str) -> None:

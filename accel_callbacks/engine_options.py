@@ -21,7 +21,7 @@ from accel_callbacks.plugins.engine_request import EngineRequest
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.precision import AORecipeKwargs
 from accel_callbacks.strategy import Strategy
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.plugins.deepspeed import DeepSpeedPlugins

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-# The same file is in each of the three packages, which do not import each other for it.
 __all__ = [
     "absolute",
     "advised",

@@ -9,7 +9,6 @@ from types import FrameType
 __all__ = ["warn"]
 
 # No user's line is in these: this library, what it is called through, and what starts threads.
-# The same file is in each of the three packages, which do not import each other for it.
 _INTERNAL = {
     *("accel_callbacks", "checkpoint_io", "loggers"),
     *("torch", "lightning", "pytorch_lightning", "transformers"),

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from loggers.local_files import absolute
-from loggers.warning import warn
+from checkpoint_io.local_files import absolute
+from checkpoint_io.warning import warn
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,9 +12,10 @@ from operator import index
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from checkpoint_io.local_files import absolute
+from checkpoint_io.warning import warn
 from loggers.base import NullTracker, RunInfo, Status, Tracker, check_status
 from loggers.config import TrackerConfig
-from loggers.local_files import absolute
 from loggers.multimedia.convert import (
     Channels,
     as_audio,
@@ -28,7 +29,6 @@ from loggers.multimedia.convert import (
 from loggers.queue import Pump
 from loggers.registry import ConfiguredTracker, TrackerSpec
 from loggers.values import flatten, order_before_reads, plain_config
-from loggers.warning import warn
 from loggers.worker import (
     Guard,
     Media,

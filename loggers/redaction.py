@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-# The same file is in accel_callbacks and in loggers, which do not import each other for it.
 __all__ = ["HIDDEN", "redacted"]
 
 HIDDEN = "(set, not shown)"

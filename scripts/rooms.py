@@ -26,16 +26,16 @@ ROWS = (
     ("checkpoint", "engines", "launch"),
     ("options", "strategy", "models", "data", "parts"),
     ("plugins", "distributed", "collectives", "errors"),
-    ("checkpoint_io", "loggers"),
+    ("loggers", "checkpoint_io"),
 )
 #: Files of the root, by the room that they are drawn as.
 ROOT_FILES = {
     **dict.fromkeys(("options", "engine_options"), "options"),
     **dict.fromkeys(("optimizer", "scheduler", "gradients", "memory"), "parts"),
     **dict.fromkeys(("logging", "placeholder"), "parts"),
-    **dict.fromkeys(("warning", "local_files", "host_copy", "terminal_text"), "errors"),
-    **dict.fromkeys(("_siblings", "_lazy", "launch_memory"), "errors"),
-    **dict.fromkeys(("recurrence", "redaction"), "errors"),
+    **dict.fromkeys(("host_copy", "terminal_text"), "errors"),
+    **dict.fromkeys(("_lazy", "launch_memory"), "errors"),
+    **dict.fromkeys(("recurrence",), "errors"),
     **dict.fromkeys(("state", "local_sgd", "journal", "offload", "tuning"), "accelerator"),
     **dict.fromkeys(("as_accelerate", "utils"), "compat"),
 }

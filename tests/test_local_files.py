@@ -7,24 +7,11 @@ import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-import accel_callbacks.local_files
-import checkpoint_io.local_files
-import loggers.local_files
-
-COPIES = {
-    module.__name__: module
-    for module in (
-        accel_callbacks.local_files,
-        checkpoint_io.local_files,
-        loggers.local_files,
-    )
-}
-every_copy = pytest.mark.parametrize("files", COPIES.values(), ids=COPIES.keys())
+from checkpoint_io import local_files as files
 
 
 @pytest.fixture
@@ -72,12 +59,12 @@ class Refusing:
     ],
 )
 def test_paths_of_windows_are_split(windows: None, path: str, folder: str, name: str) -> None:
-    assert checkpoint_io.local_files.split_path(path) == (folder, name)
-    assert checkpoint_io.local_files.base_name(path) == name
+    assert files.split_path(path) == (folder, name)
+    assert files.base_name(path) == name
 
 
 def test_a_backslash_is_a_letter_elsewhere() -> None:
-    assert checkpoint_io.local_files.split_path("runs/a\\b/") == ("runs/", "a\\b")
+    assert files.split_path("runs/a\\b/") == ("runs/", "a\\b")
 
 
 @pytest.mark.parametrize(
@@ -95,21 +82,20 @@ def test_a_backslash_is_a_letter_elsewhere() -> None:
     ],
 )
 def test_file_urls_of_windows_name_paths(windows: None, url: str, path: str | None) -> None:
-    assert checkpoint_io.local_files.local_path(url) == path
+    assert files.local_path(url) == path
 
 
 def test_a_file_url_of_a_backslashed_path_has_its_last_name(windows: None) -> None:
-    assert checkpoint_io.local_files.base_name(r"file:///C:\runs\step-1") == "step-1"
+    assert files.base_name(r"file:///C:\runs\step-1") == "step-1"
 
 
 def test_a_drive_is_a_name_elsewhere() -> None:
-    assert checkpoint_io.local_files.local_path("file:///C:/runs") == "/C:/runs"
+    assert files.local_path("file:///C:/runs") == "/C:/runs"
 
 
-@every_copy
 @pytest.mark.parametrize("code", [5, 32])
 def test_a_rename_waits_for_a_program_that_has_the_file_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: ModuleType, code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     (tmp_path / "new").write_text("new")
     (tmp_path / "old").write_text("old")
@@ -122,9 +108,8 @@ def test_a_rename_waits_for_a_program_that_has_the_file_open(
     assert len(pauses) == 3
 
 
-@every_copy
 def test_a_file_that_stays_open_is_an_error_with_advice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: ModuleType
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call, pauses = Refusing(os.replace, 1000, refused(32)), []
     monkeypatch.setattr(os, "replace", call)
@@ -143,7 +128,7 @@ def test_a_missing_right_is_not_waited_for(
     call = Refusing(os.replace, 1000, refused(code))
     monkeypatch.setattr(os, "replace", call)
     with pytest.raises(PermissionError) as got:
-        checkpoint_io.local_files.replace(tmp_path / "new", tmp_path)  # a folder
+        files.replace(tmp_path / "new", tmp_path)  # a folder
     assert "another program" not in str(got.value)
     assert call.calls == 1
 
@@ -153,12 +138,11 @@ def test_a_folder_that_may_not_be_made_is_not_called_open(
 ) -> None:
     monkeypatch.setattr(os, "makedirs", Refusing(os.makedirs, 1, refused(5)))
     with pytest.raises(PermissionError) as got:
-        checkpoint_io.local_files.make_folders(str(tmp_path / "a"))
+        files.make_folders(str(tmp_path / "a"))
     assert "another program" not in str(got.value)
 
 
 def test_a_removal_waits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = checkpoint_io.local_files
     (tmp_path / "a").touch()
     monkeypatch.setattr(os, "unlink", Refusing(os.unlink, 2, refused(32)))
     monkeypatch.setattr(files.time, "sleep", lambda seconds: None)
@@ -170,7 +154,7 @@ def test_a_removal_waits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_path_that_is_too_long_for_windows_is_named_so(code: int, length: int) -> None:
     path = "/" + "a" * (length - 1)
     with pytest.raises(FileNotFoundError, match=f"{length} characters.*LongPathsEnabled"):
-        with checkpoint_io.local_files.advised(path):
+        with files.advised(path):
             raise refused(code, errno.ENOENT)
 
 
@@ -178,14 +162,13 @@ def test_a_path_that_is_too_long_for_windows_is_named_so(code: int, length: int)
 def test_a_missing_file_is_not_called_too_long(code: int | None, length: int) -> None:
     error = refused(code, errno.ENOENT)
     with pytest.raises(FileNotFoundError) as got:
-        with checkpoint_io.local_files.advised("/" + "a" * (length - 1)):
+        with files.advised("/" + "a" * (length - 1)):
             raise error
     assert got.value is error
 
 
-@every_copy
 def test_a_sync_on_a_mac_goes_to_the_disk_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: ModuleType
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
     monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
@@ -195,10 +178,7 @@ def test_a_sync_on_a_mac_goes_to_the_disk_itself(
     assert calls == [(7, 51)]
 
 
-@every_copy
-def test_a_filesystem_that_refuses_the_full_sync_is_synced(
-    monkeypatch: pytest.MonkeyPatch, files: ModuleType
-) -> None:
+def test_a_filesystem_that_refuses_the_full_sync_is_synced(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def refuses(*args: object) -> None:

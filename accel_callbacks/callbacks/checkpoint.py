@@ -21,9 +21,9 @@ from accel_callbacks.checkpoint.open import open_folder
 from accel_callbacks.checkpoint.project import path_in
 from accel_callbacks.checkpoint.resume_source import ResumeSource, reached
 from accel_callbacks.distributed.failures import shared_failure
-from accel_callbacks.local_files import absolute, base_name, split_path
 from accel_callbacks.logging import notice
-from accel_callbacks.warning import warn
+from checkpoint_io.local_files import absolute, base_name, split_path
+from checkpoint_io.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun

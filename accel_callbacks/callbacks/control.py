@@ -14,8 +14,8 @@ from accel_callbacks.callbacks.group_rates import first_rate, set_learning_rate
 from accel_callbacks.callbacks.observer import first_answer
 from accel_callbacks.distributed.rng import capture_rng, devices_of, restore_rng
 from accel_callbacks.errors import nearest
-from accel_callbacks.local_files import base_name, local_path
 from accel_callbacks.logging import notice
+from checkpoint_io.local_files import base_name, local_path
 
 if TYPE_CHECKING:
     from accel_callbacks.addons.steering.mailbox import Command, Mailbox

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_callbacks.callbacks.base import Callback, require_at_least
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_callbacks import collectives
 from accel_callbacks.callbacks.base import Callback
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = ["FlopCounter", "matmul_precision", "peak_flops_of"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from accel_callbacks.distributed.topology import process_rank
 from accel_callbacks.errors import nearest
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = ["Monitor"]
 

@@ -27,7 +27,7 @@ from accel_callbacks.gradients import local_part
 from accel_callbacks.host_copy import HostCopy
 from accel_callbacks.logging import notice
 from accel_callbacks.terminal_text import listed
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun

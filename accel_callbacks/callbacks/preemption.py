@@ -22,7 +22,7 @@ from accel_callbacks.callbacks.cloud_notice import CloudNotices
 from accel_callbacks.callbacks.interval import Interval
 from accel_callbacks.distributed.stack import place_of_thread
 from accel_callbacks.errors import nearest
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.addons.resilience.boundary_exit import BoundaryExit

@@ -12,9 +12,9 @@ import torch
 
 from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.checkpoint.project import path_in
-from accel_callbacks.local_files import absolute, local_path
 from accel_callbacks.plugins.profiler import ProfileKwargs
-from accel_callbacks.warning import warn
+from checkpoint_io.local_files import absolute, local_path
+from checkpoint_io.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun

@@ -15,7 +15,7 @@ from accel_callbacks.callbacks.averaged_weights import Averages, Rule
 from accel_callbacks.callbacks.base import ResumableState, require_at_least
 from accel_callbacks.logging import notice
 from accel_callbacks.models.compile import original
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun

@@ -17,7 +17,7 @@ from accel_callbacks import collectives
 from accel_callbacks.distributed.abort import abort_connections, exempt_group
 from accel_callbacks.distributed.heartbeat import is_disconnect
 from accel_callbacks.logging import notice
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 if TYPE_CHECKING:
     from checkpoint_io import BackgroundSaver, SaveJob

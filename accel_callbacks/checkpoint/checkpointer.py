@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.checkpoint.async_save import check_when_busy
 from accel_callbacks.checkpoint.open import describe_foreign_folder, open_folder
 from accel_callbacks.checkpoint.part import LoadOptions
@@ -121,7 +120,6 @@ class Checkpointer:
             checkpoint_io.LeaseError: another run has the folder; nothing was committed.
             RemoteError: a hook or the state of a callback failed on another rank; likewise.
         """
-        require_neighbor("checkpoint_io")
         chosen = SaveOptions(**options)
         check_when_busy(chosen.when_busy)
         return save_state(self.training, target, chosen)
@@ -157,7 +155,6 @@ class Checkpointer:
         remote_failure.raise_in("save_model")
         training = self.training
         training.loop.require_loaded("save_model")
-        require_neighbor("checkpoint_io")
         import checkpoint_io
 
         state = training.strategy.states.weights_to_write(model)
@@ -230,7 +227,6 @@ class Checkpointer:
             )
         if verify not in _VERIFY:
             raise ValueError(f"verify={verify!r} is unknown: use one of {_VERIFY}.")
-        require_neighbor("checkpoint_io")
         refuse_aborted_group("load_state")
         self.training.loop.require_own_weights("load_state")
         options = LoadOptions(Selection(only, rename), strict, verify, progress, storage_options)

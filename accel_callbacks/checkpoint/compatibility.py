@@ -14,7 +14,7 @@ from accel_callbacks.checkpoint.selection import Selection
 from accel_callbacks.checkpoint.training_state import TrainingState
 from accel_callbacks.errors import ResumeError, nearest
 from accel_callbacks.placeholder import unwritable
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 if TYPE_CHECKING:
     from checkpoint_io import Manifest

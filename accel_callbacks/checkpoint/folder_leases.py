@@ -10,11 +10,10 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks import collectives
-from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.errors import RemoteError
 from accel_callbacks.logging import notice
 from accel_callbacks.options import OnConflict
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
@@ -145,7 +144,6 @@ class FolderLeases:
 
     def _find(self, folders: list[Folder], run: TrainingRun) -> list[tuple[str, Lease]]:
         """Return the leases that are not held yet, in the order of their folders for all jobs."""
-        require_neighbor("checkpoint_io")
         from checkpoint_io import Lease
 
         for url, storage_options in folders:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from accel_callbacks import collectives
-from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.checkpoint.async_save import SaveGroup, TrainingGroup
 from accel_callbacks.errors import RemoteError
 from accel_callbacks.errors.text import published_text
@@ -55,7 +54,6 @@ def open_folder(root: str, storage_options: Mapping[str, Any] | None = None) -> 
 
     What a kill has left there is a notice, once, instead of a warning: no line is at fault.
     """
-    require_neighbor("checkpoint_io")
     import checkpoint_io
 
     noticed: set[str] = set()
@@ -169,7 +167,6 @@ def open_one(url: str, storage_options: Mapping[str, Any] | None = None) -> Chec
     Raises:
         LoadFailed: a rank cannot open it.
     """
-    require_neighbor("checkpoint_io")
     import checkpoint_io
 
     def read() -> CheckpointReader:

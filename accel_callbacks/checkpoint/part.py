@@ -13,7 +13,7 @@ from accel_callbacks.checkpoint.in_place_reads import InPlaceReads
 from accel_callbacks.checkpoint.resume_source import ResumeSource
 from accel_callbacks.checkpoint.selection import Selection
 from accel_callbacks.errors import ResumeError
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 if TYPE_CHECKING:
     from checkpoint_io import CheckpointReader, TensorView

@@ -14,9 +14,9 @@ from accel_callbacks.checkpoint.async_save import SaveCallbacks
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.topology import Topology
 from accel_callbacks.errors import nearest
-from accel_callbacks.local_files import absolute, base_name
 from accel_callbacks.loop.run import TrainingRun
 from accel_callbacks.options import OnConflict
+from checkpoint_io.local_files import absolute, base_name
 
 if TYPE_CHECKING:
     from checkpoint_io import CheckpointFolder, CheckpointInfo

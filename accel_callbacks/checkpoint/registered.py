@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accel_callbacks.collectives import map_tensors
 from accel_callbacks.errors import ResumeError
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = ["PreHooks", "Registered"]
 

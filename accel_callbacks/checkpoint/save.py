@@ -16,10 +16,10 @@ from accel_callbacks.checkpoint.tensor_file import save_tensors, save_text, writ
 from accel_callbacks.checkpoint.trained_parameters import require_prepared_steps, require_saved
 from accel_callbacks.checkpoint.training_state import ExtraFiles, TrainingState
 from accel_callbacks.distributed.failures import shared_failure
-from accel_callbacks.local_files import split_path
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapter, adapters_of
-from accel_callbacks.warning import warn
+from checkpoint_io.local_files import split_path
+from checkpoint_io.warning import warn
 
 if TYPE_CHECKING:
     from checkpoint_io import CheckpointFolder, SaveJob

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from accel_callbacks.local_files import (
+from checkpoint_io.local_files import (
     advised,
     local_path,
     make_folders,

@@ -12,7 +12,7 @@ from accel_callbacks.checkpoint.training_state import TrainingState
 from accel_callbacks.collectives.nested import is_container, leaves
 from accel_callbacks.gradients import local_part
 from accel_callbacks.terminal_text import listed
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = ["require_prepared_steps", "require_saved", "unsaved_parameters"]
 

@@ -17,13 +17,13 @@ from accel_callbacks.checkpoint.registered import PreHooks, Registered
 from accel_callbacks.checkpoint.tensor_file import writable_folder
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.distributed.rng import capture_rng, devices_of
-from accel_callbacks.local_files import local_path
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.optimizer import AcceleratedOptimizer
 from accel_callbacks.precision import Precision
 from accel_callbacks.scheduler import AcceleratedScheduler
 from accel_callbacks.strategy import Strategy
 from accel_callbacks.tracking.trackers import Tracking
+from checkpoint_io.local_files import local_path
 
 __all__ = ["ExtraFiles", "TrainingState", "numbered", "without_frozen"]
 

@@ -18,12 +18,12 @@ import checkpoint_io
 from accel_callbacks.cli.ckpt_copy import copy, place_of, refuse_held
 from accel_callbacks.cli.ckpt_deepspeed import DeepSpeedEntry, deepspeed_entry, unread
 from accel_callbacks.cli.parser import CommandError
-from accel_callbacks.local_files import split_path
 from accel_callbacks.terminal_text import age_of, printable, shape_of, size_of, table, to_json
 from checkpoint_io import Manifest
 from checkpoint_io.folder import remove_all, remove_checkpoint
 from checkpoint_io.format import MANIFEST, save_id_of
 from checkpoint_io.loader import manifest_of
+from checkpoint_io.local_files import split_path
 from checkpoint_io.storage import Store, open_store, protocol_of
 from checkpoint_io.weights import deepspeed_folder, open_weights, sizes_of
 

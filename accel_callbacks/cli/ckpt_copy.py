@@ -18,12 +18,12 @@ import numpy as np
 
 import checkpoint_io
 from accel_callbacks.cli.parser import CommandError
-from accel_callbacks.local_files import base_name, local_path, split_path
 from accel_callbacks.terminal_text import printable, size_of
 from checkpoint_io import Manifest
 from checkpoint_io.folder import extra_files
 from checkpoint_io.format import MANIFEST, parse_manifest, same_manifest, save_id_of, temporary_name
 from checkpoint_io.loader import Bytes, Source, Want, check_sizes, manifest_of
+from checkpoint_io.local_files import base_name, local_path, split_path
 from checkpoint_io.storage import Store, open_store, protocol_of
 
 WINDOW = 32 << 20

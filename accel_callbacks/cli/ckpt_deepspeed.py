@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import checkpoint_io
-from accel_callbacks.local_files import local_path
 from accel_callbacks.terminal_text import size_of
-from checkpoint_io.local_files import base_name
+from checkpoint_io.local_files import base_name, local_path
 from checkpoint_io.storage import open_store
 from checkpoint_io.weights import DeepSpeedSource, deepspeed_folder, sizes_of
 

@@ -28,8 +28,8 @@ from accel_callbacks.launch.machine import Machine, detect_machine
 from accel_callbacks.launch.resolve import Resolved, refuse_unbuilt, resolve_settings
 from accel_callbacks.launch.settings import all_options, find
 from accel_callbacks.plugins.option import Option, SettingsError
-from accel_callbacks.redaction import redacted
 from accel_callbacks.terminal_text import printable, table
+from loggers.redaction import redacted
 
 _Values = dict[str, Any]
 _Answer = TypeVar("_Answer")

@@ -12,8 +12,8 @@ from typing import Any
 
 from accel_callbacks import __version__
 from accel_callbacks.cli.parser import CommandError, CommandParser
-from accel_callbacks.redaction import redacted
 from accel_callbacks.terminal_text import printable
+from loggers.redaction import redacted
 
 PACKAGES = (
     "numpy",

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from accel_callbacks.cli.parser import CommandError, CommandParser, natural_int
-from accel_callbacks.local_files import split_path
 from accel_callbacks.terminal_text import printable, size_of
+from checkpoint_io.local_files import split_path
 
 _CONFIG = "config.json"
 _FILES = (

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks.cli.parser import CommandError, CommandParser
-from accel_callbacks.local_files import replace
 from accel_callbacks.terminal_text import printable, size_of, table
+from checkpoint_io.local_files import replace
 
 if TYPE_CHECKING:
     from accel_callbacks.addons.journal import Attempt, Journal

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks.cli.parser import CommandError, CommandParser, suggestion
-from accel_callbacks.local_files import split_path
 from accel_callbacks.terminal_text import printable, table
+from checkpoint_io.local_files import split_path
 
 if TYPE_CHECKING:
     from accel_callbacks.addons.journal.runs import RunSummary

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.collectives.group import explained
 
 __all__ = ["class_of", "copy_part", "full_tensor", "gather_sharded", "is_sharded", "shard_like"]
@@ -148,7 +147,6 @@ def copy_part(
         >>> target
         tensor([0., 1., 0.])
     """
-    require_neighbor("checkpoint_io")
     from checkpoint_io.weights import Destination, Rows, WeightInfo
 
     shape = tuple(target.shape)

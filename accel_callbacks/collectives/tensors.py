@@ -33,7 +33,7 @@ from accel_callbacks.collectives.nested import (
 from accel_callbacks.collectives.object_exchange import exchange, send_object
 from accel_callbacks.collectives.sharded import full_tensor, is_sharded
 from accel_callbacks.errors import nearest
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = [
     "NestedTensorWarning",

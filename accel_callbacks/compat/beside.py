@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 
 from accel_callbacks import collectives
 from accel_callbacks.distributed.failures import shared_failure
-from accel_callbacks.local_files import local_path, replace, split_path, sync_folder
 from checkpoint_io import CheckpointConflictError
+from checkpoint_io.local_files import local_path, replace, split_path, sync_folder
 from checkpoint_io.storage.local import folder_lock
 
 __all__ = ["PREFIX", "remove_leftovers", "save_beside"]

@@ -22,9 +22,9 @@ from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.data.order import draws_at_random
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.errors import ResumeError
-from accel_callbacks.local_files import local_path
 from accel_callbacks.strategy.optimizer_state import parameter_names
-from accel_callbacks.warning import warn
+from checkpoint_io.local_files import local_path
+from checkpoint_io.warning import warn
 
 __all__ = ["place_of_accelerate", "restore"]
 

@@ -28,7 +28,7 @@ from accel_callbacks.models.offload.sizes import (
     get_max_layer_size,
 )
 from accel_callbacks.terminal_text import listed
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = ["infer_auto_device_map"]
 

@@ -20,7 +20,7 @@ from accel_callbacks.launch.environment import changed_environment
 from accel_callbacks.launch.machine import gpu_drivers, nvidia_smi
 from accel_callbacks.launch.peer_access import nccl_workarounds
 from accel_callbacks.terminal_text import listed
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = [
     "CPUInformation",

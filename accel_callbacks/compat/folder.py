@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 
-from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.compat.tensors import (
     set_module_tensor_to_device,
 )
-from accel_callbacks.local_files import make_folders, replace
 from accel_callbacks.models.offload.assignment import Place, device_of
 from accel_callbacks.models.offload.placeholder import is_absent
 from accel_callbacks.models.offload.source import (
@@ -29,6 +27,7 @@ from accel_callbacks.models.offload.source import (
     WeightReadError,
     unreadable,
 )
+from checkpoint_io.local_files import make_folders, replace
 
 __all__ = [
     "OffloadedWeightsLoader",
@@ -78,7 +77,6 @@ def offload_weight(
         >>> offload_weight(torch.ones(2), "scale", tempfile.mkdtemp(), {})["scale"]["shape"]
         [2]
     """
-    require_neighbor("checkpoint_io")
     import xxhash
 
     from checkpoint_io.format.safetensors import host_pieces
@@ -156,7 +154,6 @@ class _AsCorrupt:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Replace the error."""
         if isinstance(error, WeightReadError):
-            require_neighbor("checkpoint_io")
             from checkpoint_io import CorruptCheckpointError
 
             raise CorruptCheckpointError(str(error)) from None
@@ -288,7 +285,6 @@ def names_in(path: str) -> dict[int, str]:
 
 
 def _header(path: str) -> Mapping[str, StoredTensor]:
-    require_neighbor("checkpoint_io")
     from checkpoint_io.format.safetensors import DTYPES
     from checkpoint_io.storage.local import LocalStore
     from checkpoint_io.weights.safetensors import read_header

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.checkpoint.in_place_reads import InPlaceReads, place_optimizer_state
 from accel_callbacks.checkpoint.open import process_group
 from accel_callbacks.checkpoint.project import path_in
@@ -24,9 +23,9 @@ from accel_callbacks.checkpoint.training_state import without_frozen
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.process_control import synchronize
 from accel_callbacks.errors import ResumeError
-from accel_callbacks.local_files import local_path
 from accel_callbacks.models.from_pretrained import weights_on_rank_0
 from accel_callbacks.strategy.optimizer_state import parameter_names
+from checkpoint_io.local_files import local_path
 
 if TYPE_CHECKING:
     from accel_callbacks.accelerator import Accelerator
@@ -146,7 +145,6 @@ def load_fsdp_model(
         >>> bool(model.weight == 0)
         False
     """
-    require_neighbor("checkpoint_io")
     import checkpoint_io
 
     bare = accelerator.strategy.unwrap(model)
@@ -233,7 +231,6 @@ def load_fsdp_optimizer(
         >>> optimizer.param_groups[0]["lr"]
         0.5
     """
-    require_neighbor("checkpoint_io")
     import checkpoint_io
 
     strategy, inner = accelerator.strategy, _bare(optimizer)
@@ -283,7 +280,6 @@ def merge_fsdp_weights(
             "safe_serialization=False means pickle, which runs code when it is loaded: leave it "
             "out; any safetensors reader opens model.safetensors."
         )
-    require_neighbor("checkpoint_io")
     from checkpoint_io.weights import merge_weights
 
     with synchronize("merge_fsdp_weights"):
@@ -326,7 +322,6 @@ def _folder(place: str | os.PathLike[str], name: str, index: int) -> str:
 
 
 def _save(url: str, state: dict[str, Any]) -> None:
-    require_neighbor("checkpoint_io")
     import checkpoint_io
 
     checkpoint_io.save(url, state, group=process_group())

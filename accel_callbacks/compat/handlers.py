@@ -13,7 +13,7 @@ from accel_callbacks.compat.stand_in import StandIn
 from accel_callbacks.options import resolve_config
 from accel_callbacks.plugins import base, parallelism, parallelism_handlers
 from accel_callbacks.plugins import compile as compiling
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = ["KwargsHandler", "ParallelismConfig", "TorchContextParallelConfig", "TorchDynamoPlugin"]
 

@@ -12,7 +12,7 @@ from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.option import Block, SettingsError, launched, options_of
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.parallelism_handlers import TorchTensorParallelConfig
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = ["MegatronLMPlugin"]
 

@@ -37,7 +37,7 @@ from accel_callbacks.compat.check import (
     status_of,
 )
 from accel_callbacks.compat.names import home_of
-from accel_callbacks.local_files import remove, replace, sync_file
+from checkpoint_io.local_files import remove, replace, sync_file
 
 __all__ = ["Finding", "Migration", "ScriptFile", "UnreadableError", "migrate_script", "read_script"]
 

@@ -63,7 +63,7 @@ _OTHER_NAMES = {
         for name in ("tpu_command_launcher", "tpu_command_parser")
     },
     "on_main_process": "accel_callbacks.tracking.general_tracker:on_main_process",
-    # Not among the homes: they import `loggers`, which a file beside the script may hide.
+    # Not among the homes: they import `loggers`, which few scripts need.
     **{
         name: f"{_ROOM}.trackers:{name}"
         for name in (

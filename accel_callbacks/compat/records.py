@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = ["LOGGERS", "log_warnings"]
 

@@ -22,7 +22,7 @@ from accel_callbacks.tracking.general_tracker import (
 )
 from accel_callbacks.tracking.media import table_of
 from accel_callbacks.tracking.trackers import chosen_trackers
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = [
     "LOGGER_TYPE_TO_CLASS",

@@ -30,15 +30,15 @@ from accel_callbacks.addons.trainer.trainer_folder import (
 )
 from accel_callbacks.addons.trainer.trainer_mirror import folder_of, mirror_of
 from accel_callbacks.distributed.failures import shared_failure
-from accel_callbacks.local_files import base_name, local_path, replace, sync_folder
 from accel_callbacks.logging import notice
-from accel_callbacks.warning import warn
 from checkpoint_io import (
     CheckpointError,
     CorruptCheckpointError,
     keep_last,
 )
 from checkpoint_io.folder.sealed import check_seal, seal_folder
+from checkpoint_io.local_files import base_name, local_path, replace, sync_folder
+from checkpoint_io.warning import warn
 
 __all__ = ["amend_trainer", "amend_trainer_utils", "amend_training_args"]
 

@@ -47,14 +47,14 @@ from accel_callbacks.distributed.topology import (
     own_accelerator,
     select_device,
 )
-from accel_callbacks.local_files import local_path
 from accel_callbacks.optimizer import AcceleratedOptimizer as _AcceleratedOptimizer
 from accel_callbacks.options import resolve_config
 from accel_callbacks.plugins import fsdp
 from accel_callbacks.plugins.base import KwargsHandler
 from accel_callbacks.plugins.precision import AutocastKwargs, GradScalerKwargs
 from accel_callbacks.tracking.media import Keywords
-from accel_callbacks.warning import warn
+from checkpoint_io.local_files import local_path
+from checkpoint_io.warning import warn
 
 __all__ = [
     "AcceleratedOptimizer",
@@ -369,7 +369,7 @@ class Accelerator(AcceleratorMembers, accelerator.Accelerator):
                 )
             options["dataloader_config"] = loaders = DataLoaderConfiguration(split_batches=True)
         if options.get("log_with") is not None:
-            # Imported here, because it imports `loggers`, which a file beside the script may hide.
+            # Imported here, because it imports `loggers`, which few runs need.
             from accel_callbacks.compat.trackers import check_folder, registered
 
             options["log_with"] = registered(options["log_with"])
@@ -624,7 +624,7 @@ class Accelerator(AcceleratorMembers, accelerator.Accelerator):
         Raises:
             ValueError: ``log_with`` has no tracker of this name.
         """
-        # Imported here, because it imports `loggers`, which a file beside the script may hide.
+        # Imported here, because it imports `loggers`, which few runs need.
         from accel_callbacks.compat.trackers import named_tracker
 
         hub, _ = self._media(None)

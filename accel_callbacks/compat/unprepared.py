@@ -10,7 +10,7 @@ import torch
 from accel_callbacks.checkpoint.trained_parameters import unsaved_parameters
 from accel_callbacks.checkpoint.training_state import TrainingState
 from accel_callbacks.terminal_text import listed
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = ["UnpreparedParameters", "is_unprepared", "register_unprepared"]
 

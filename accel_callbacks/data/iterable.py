@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from accel_callbacks.data.sampler import call_set_epoch, mix_seed
 from accel_callbacks.data.shard import fill_up, split_evenly
 from accel_callbacks.data.stream_checks import WorkerQuestions, checksum, may_divide
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = ["CollateShare", "IterableDatasetShard", "IterableShards", "Part", "Piece", "has_state"]
 

@@ -20,7 +20,7 @@ from accel_callbacks.data.sources import Delivery, Source
 from accel_callbacks.distributed.processes import end_workers_at_exit, stopped_workers
 from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.errors import ResumeError
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = ["DataLoaderShard", "LoopEvents", "NoEvents", "keep_workers", "stop_workers"]
 

@@ -35,7 +35,7 @@ from accel_callbacks.data.sampler import (
     with_inner,
 )
 from accel_callbacks.data.sources import Delivery, Source, check_even, split_size
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = [
     "BatchPlan",

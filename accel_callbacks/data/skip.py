@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accel_callbacks.data.loader import DataLoaderShard
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = ["LOADER_OPTIONS", "SkipBatchSampler", "SkipDataLoader", "skip_first_batches"]
 

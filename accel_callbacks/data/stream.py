@@ -24,7 +24,7 @@ from accel_callbacks.data.sampler import mix_seed
 from accel_callbacks.data.shard import ready_kept
 from accel_callbacks.data.sources import Delivery, Source, State, check_even
 from accel_callbacks.data.stream_checks import compared_over_ranks, compared_over_workers
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = ["StreamSource", "leads_to"]
 

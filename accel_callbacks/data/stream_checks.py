@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from accel_callbacks import collectives
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = [
     "WorkerQuestions",

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from accel_callbacks import collectives
-from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.collectives import BoundedStore
 from accel_callbacks.distributed.abort import abort_all_groups
 from accel_callbacks.distributed.heartbeat import Heartbeat, start_join_heartbeat, stop_heartbeat
@@ -125,7 +124,7 @@ def join_group(
     # destroy_process_group().
     importlib.import_module("torch.distributed.nn.functional")
     timeout = options.timeout or dist.distributed_c10d.default_pg_timeout
-    with _imported_meanwhile("checkpoint_io"):
+    with _imported_meanwhile("checkpoint_io.folder.folder"):
         store = _rendezvous(url, rank, world, timeout, env)
         connect(backend, store, rank, world, options.timeout, env)
     return backend
@@ -245,14 +244,13 @@ def _interface_advice(text: str, env: Mapping[str, str]) -> str:
 
 @contextmanager
 def _imported_meanwhile(name: str) -> Iterator[None]:
-    """Import one of our packages on a thread, while the block waits for the other ranks.
+    """Import one of our modules on a thread, while the block waits for the other ranks.
 
     A run needs it, and all ranks would wait for the slowest import there.
     """
 
     def run() -> None:
         with suppress(ImportError):  # raised again where the package is needed
-            require_neighbor(name)
             importlib.import_module(name)
 
     if name in sys.modules:

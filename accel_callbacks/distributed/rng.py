@@ -17,7 +17,7 @@ from accel_callbacks.collectives import all_objects, broadcast_object, rank, wor
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.topology import process_data_rank
 from accel_callbacks.errors import nearest
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = [
     "RNGType",

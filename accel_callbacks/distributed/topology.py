@@ -43,7 +43,7 @@ from accel_callbacks.distributed.rank_warnings import (
     show_warnings_plainly,
 )
 from accel_callbacks.errors.rank_report import install_excepthook
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.plugins.distributed_type import DistributedType

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from accel_callbacks import collectives
 from accel_callbacks.gradients import local_part
 from accel_callbacks.terminal_text import listed
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = ["ReplicaAgreement"]
 

@@ -19,7 +19,7 @@ from accel_callbacks.gradients import clip_norm, clip_value, parameters_of
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.strategy.base import SetUp, Strategy
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.strategy.state_access import StateAccess

@@ -29,8 +29,8 @@ from accel_callbacks.errors.text import (
     shows_all_frames,
     whole_text,
 )
-from accel_callbacks.local_files import replace
 from accel_callbacks.recurrence import fingerprint, reason_to_recur, step_of
+from checkpoint_io.local_files import replace
 
 __all__ = ["CONSEQUENCES", "install_excepthook", "is_default_hook", "report_error"]
 

@@ -13,8 +13,8 @@ from typing import Any
 from accel_callbacks.errors import nearest
 from accel_callbacks.errors.removed import REMOVED, advice
 from accel_callbacks.launch.settings import all_options
-from accel_callbacks.local_files import remove, replace, sync_file, sync_folder
 from accel_callbacks.plugins.option import Option, SettingsError, shown
+from checkpoint_io.local_files import remove, replace, sync_file, sync_folder
 
 __all__ = [
     "GONE",

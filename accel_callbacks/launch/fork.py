@@ -33,7 +33,7 @@ from accel_callbacks.launch.environment import (
 from accel_callbacks.launch.fork_safety import isolated_launcher
 from accel_callbacks.launch.interface import gloo_variables
 from accel_callbacks.launch.launch_folder import launch_folder
-from accel_callbacks.local_files import replace
+from checkpoint_io.local_files import replace
 
 __all__ = ["ErrorReports", "ForkPlan", "ForkedWorker", "LineBuffered", "PackedResult", "run_forked"]
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.checkpoint.open import together, unwrapped_failure
 from accel_callbacks.checkpoint.part import LoadOptions
 from accel_callbacks.checkpoint.restore import find, restore_from, restore_newest
@@ -30,7 +29,7 @@ from accel_callbacks.loop.run import TrainingRun
 from accel_callbacks.loop.run_left import RunLeft
 from accel_callbacks.loop.step_boundary import StepBoundary
 from accel_callbacks.strategy import Strategy
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.callbacks.observer import Observer
@@ -116,7 +115,6 @@ class Evaluate(AbstractContextManager["Evaluate"]):
         # Few runs evaluate a checkpoint, and it imports the room of offloaded weights.
         from accel_callbacks.checkpoint.borrowed_weights import BorrowedWeights
 
-        require_neighbor("checkpoint_io")
         refuse_aborted_group("evaluate")
         loop, options = self._training.loop, self._storage_options
         loop.settle()

@@ -19,7 +19,7 @@ from accel_callbacks.loop.loop import Loop
 from accel_callbacks.precision import Precision
 from accel_callbacks.strategy import Strategy
 from accel_callbacks.strategy.optimizer_state import find_unsaved, parameter_names
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.input_checksums import InputChecksums

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = ["LocalMetrics"]
 

@@ -20,7 +20,7 @@ from accel_callbacks.logging import notice
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.loop.run import length_of
 from accel_callbacks.loop.step_boundary import StepBoundary
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.undecided_pass import UndecidedPass

@@ -11,7 +11,7 @@ from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.errors import ResumeError
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.loop.run import length_of
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = ["read_on"]
 

@@ -11,9 +11,6 @@ from fnmatch import fnmatchcase
 from types import SimpleNamespace
 from typing import Any
 
-from accel_callbacks._siblings import require_neighbor
-from accel_callbacks.redaction import HIDDEN, redacted
-
 __all__ = ["RunIdentity", "config_fields"]
 
 #: Settings that say how far to train, or how to start: another value is no other run.
@@ -82,7 +79,6 @@ class RunIdentity:
         keys = (may_change,) if isinstance(may_change, str) else tuple(may_change)
         if config is None or (isinstance(config, Mapping) and not config):
             return cls(name, {}, keys)
-        require_neighbor("loggers")
         from loggers import plain_config
 
         return cls(name, plain_config(config), keys)
@@ -167,6 +163,8 @@ def _same(old: Any, new: Any) -> bool:
 def _short(value: Any, key: str) -> str:
     if value is _ABSENT:
         return "(absent)"
+    from loggers.redaction import HIDDEN, redacted
+
     shown = redacted(value, key)
     text = HIDDEN if shown == HIDDEN else repr(shown)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from accel_callbacks import collectives
 from accel_callbacks.distributed.votes import Agreed
 from accel_callbacks.loop.loop import Loop
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = ["StepBoundary"]
 

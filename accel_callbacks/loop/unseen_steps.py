@@ -8,7 +8,7 @@ import torch
 
 from accel_callbacks.gradients import parameters_of
 from accel_callbacks.strategy import Strategy
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.loop import Loop

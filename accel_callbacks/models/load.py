@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.engines.deepspeed.zero_state import (
     RowsOfModel,
@@ -18,7 +17,7 @@ from accel_callbacks.engines.deepspeed.zero_state import (
 from accel_callbacks.models.absent_weights import absent_weights
 from accel_callbacks.models.compile import original
 from accel_callbacks.terminal_text import listed
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = ["load_checkpoint_in_model"]
 
@@ -197,7 +196,6 @@ def _load(
     mapped: bool = False,
 ) -> list[str]:
     """Load on this rank; return the names of the model that the checkpoint does not have."""
-    require_neighbor("checkpoint_io")
     import checkpoint_io
 
     missing, unexpected = checkpoint_io.load_model(

@@ -18,7 +18,7 @@ from accel_callbacks.plugins.deepspeed_config import (
     fill,
 )
 from accel_callbacks.plugins.option import Block, launched
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = [
     "DeepSpeedPlugin",

@@ -13,7 +13,6 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from accel_callbacks.errors import nearest
-from accel_callbacks.redaction import redacted
 
 __all__ = [
     "Block",
@@ -41,7 +40,10 @@ def shown(value: Any) -> str:
         return f"a {type(value).__name__} of {len(value)}"
     if isinstance(value, int) and abs(value) > _LARGEST:
         return "an integer of more than 64 bits"
-    value = redacted(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        from loggers.redaction import redacted  # imports all of loggers, and errors are rare
+
+        value = redacted(value)
     text = ascii(value[:80] if isinstance(value, (str, bytes)) else value)
     return text if len(text) <= 60 else f"{text[:56]}..."
 

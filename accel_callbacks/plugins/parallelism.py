@@ -19,7 +19,7 @@ from accel_callbacks.plugins.parallelism_handlers import (
     TorchTensorParallelConfig,
     TorchTensorParallelPlugin,
 )
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = ["AXES", "ParallelismConfig"]
 

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import torch
 
 from accel_callbacks.errors import nearest
-from accel_callbacks.local_files import absolute
 from accel_callbacks.plugins.base import KwargsHandler
-from accel_callbacks.warning import warn
+from checkpoint_io.local_files import absolute
+from checkpoint_io.warning import warn
 
 __all__ = ["ProfileKwargs", "profiling"]
 

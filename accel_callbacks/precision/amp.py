@@ -13,7 +13,7 @@ from accel_callbacks.collectives import map_tensors
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.precision import AutocastKwargs
 from accel_callbacks.precision.base import Precision, PreparedForward, PreparedMethod
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = ["BF16", "Autocast"]
 

@@ -17,7 +17,7 @@ from accel_callbacks.plugins.precision import AORecipeKwargs
 from accel_callbacks.precision.amp import BF16
 from accel_callbacks.precision.float8_gather import Float8Shard, share_scales
 from accel_callbacks.strategy.base import GatherCast, Strategy
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = ["FP8"]
 

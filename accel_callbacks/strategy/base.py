@@ -21,7 +21,7 @@ from accel_callbacks.plugins.distributed_type import DistributedType
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.strategy.checks import refuse_empty
 from accel_callbacks.strategy.data_ranks import DataRanks
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.plugins.engine_request import EngineRequest

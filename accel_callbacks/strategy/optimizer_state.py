@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.errors import ResumeError, nearest
 from accel_callbacks.gradients import parameters_of
 
@@ -158,7 +157,6 @@ def find_unsaved(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> 
     }
     if _is_plain(tree):  # as almost all are, for which nothing is imported
         return None
-    require_neighbor("checkpoint_io")
     from checkpoint_io import UnsupportedStateError
     from checkpoint_io.format.tree import TreeEncoder
 

@@ -16,7 +16,6 @@ from enum import Enum
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.callbacks.dispatch.dispatcher import in_hook
 from accel_callbacks.errors import nearest
 from accel_callbacks.logging import notice
@@ -27,7 +26,7 @@ from accel_callbacks.tracking.general_tracker import (
     on_main_process,
 )
 from accel_callbacks.tracking.window_row import WindowRow
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.checkpoint.folder_leases import Folder, FolderLeases
@@ -466,8 +465,7 @@ def _print_losses(hub: TrackerHub) -> None:
 
 @functools.cache
 def _loggers() -> ModuleType:
-    """Return the package `loggers`, unless a file of the user shadows it."""
-    require_neighbor("loggers")
+    """Return the package `loggers`, which a run without trackers does not import."""
     import loggers
 
     return loggers

@@ -7,8 +7,8 @@ import posixpath
 import tempfile
 from contextlib import suppress
 
+from checkpoint_io.local_files import advised, local_path, remove
 from loggers.file_names import file_name
-from loggers.local_files import advised, local_path, remove
 from loggers.trackers.line_file import filesystem, write_object
 
 __all__ = ["MediaFolder", "Scratch"]

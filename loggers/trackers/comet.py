@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from checkpoint_io.local_files import base_name, local_path
 from loggers.base import RunInfo, Scalar, Status
-from loggers.local_files import base_name, local_path
 from loggers.trackers.tool import ItemTracker, as_float, local_folder, run_name
 from loggers.values import flat_config
 

@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from checkpoint_io.warning import warn
 from loggers.base import RunInfo, Scalar, Status
 from loggers.trackers.line_file import LineFile, read_lines
 from loggers.trackers.tool import LineTracker
-from loggers.warning import warn
 
 __all__ = ["CSVTracker", "read_csv"]
 

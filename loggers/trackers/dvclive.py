@@ -10,9 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from checkpoint_io.local_files import remove, replace
 from loggers.base import RunInfo, Scalar, Status, Tracker
 from loggers.file_names import portable_path
-from loggers.local_files import remove, replace
 from loggers.trackers.tool import ItemTracker, local_folder, run_name
 from loggers.values import stored_config
 

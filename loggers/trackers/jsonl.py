@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
+from checkpoint_io.local_files import base_name
 from loggers.base import RunInfo, Scalar, Status
-from loggers.local_files import base_name
 from loggers.multimedia.encode import figure_png, histogram, png, video_file, wav
 from loggers.multimedia.files import MediaFolder
 from loggers.trackers.line_file import LineFile, read_lines

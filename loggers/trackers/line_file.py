@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from loggers.local_files import (
+from checkpoint_io.local_files import (
     advised,
     base_name,
     local_path,

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from checkpoint_io.local_files import base_name, local_path
 from loggers.base import RunInfo, Scalar, Status, Tracker
-from loggers.local_files import base_name, local_path
 from loggers.trackers.tool import ItemTracker, as_float, local_folder, run_name
 from loggers.values import flat_config, plain_config
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
+from checkpoint_io.local_files import local_path
 from loggers.base import RunInfo, Scalar, Status
-from loggers.local_files import local_path
 from loggers.multimedia.encode import figure_image, gif, pil_image
 from loggers.trackers.tool import ToolTracker, local_folder, run_name, tool_of
 from loggers.values import plain_config

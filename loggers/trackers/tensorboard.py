@@ -10,8 +10,8 @@ from glob import escape as glob_escape
 from glob import glob
 from typing import TYPE_CHECKING, Any
 
+from checkpoint_io.local_files import local_path
 from loggers.base import RunInfo, Scalar, Status
-from loggers.local_files import local_path
 from loggers.multimedia.encode import figure_png, gif, markdown, png, size_of_png, wav
 from loggers.trackers.event_file import open_summary_writer
 from loggers.trackers.tool import ContinuingTracker, as_float, opened

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from checkpoint_io.local_files import local_path
+from checkpoint_io.warning import warn
 from loggers.base import RunInfo, Scalar, Status, Tracker, check_status
-from loggers.local_files import local_path
 from loggers.multimedia.encode import figure_image, gif, named_images, wav
 from loggers.multimedia.files import Scratch
 from loggers.trackers.line_file import LineFile, open_lines
-from loggers.warning import warn
 
 if TYPE_CHECKING:
     import numpy as np

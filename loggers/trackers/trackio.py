@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from checkpoint_io.local_files import base_name
 from loggers.base import RunInfo, Scalar, Status
-from loggers.local_files import base_name
 from loggers.multimedia.encode import figure_image, gif, named_images
 from loggers.trackers.tool import ToolTracker, as_float, run_name, tool_of
 from loggers.values import plain_config

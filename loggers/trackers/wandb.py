@@ -17,8 +17,8 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from checkpoint_io.local_files import base_name, local_path
 from loggers.base import RunInfo, Scalar, Status
-from loggers.local_files import base_name, local_path
 from loggers.multimedia.encode import figure_png, gif, histogram, png, wav
 from loggers.multimedia.files import Scratch
 from loggers.trackers.tool import ToolTracker, tool_of

@@ -179,7 +179,7 @@ def test_a_warning_names_the_line_of_the_user(tmp_path, cause, text):
 def test_a_warning_without_a_line_of_the_user_names_none_of_ours():
     import threading
 
-    from accel_callbacks.warning import warn
+    from checkpoint_io.warning import warn
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

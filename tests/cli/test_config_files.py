@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 
-from accel_callbacks import local_files
 from accel_callbacks.launch.config_file import (
     expanded,
     find_config,
@@ -21,6 +20,7 @@ from accel_callbacks.launch.config_file import (
 )
 from accel_callbacks.launch.resolve import resolve_settings
 from accel_callbacks.plugins.option import SettingsError
+from checkpoint_io import local_files
 
 SAMPLE = Path(__file__).resolve().parents[2] / "examples" / "configs" / "accel.yaml"
 # What `accelerate config` of 1.15 writes for two GPUs, before each block is added to it.

@@ -10,7 +10,7 @@ import pytest
 from accel_callbacks.callbacks.dispatch.instances import shown
 from accel_callbacks.cli.main import main
 from accel_callbacks.loop.run_identity import RunIdentity
-from accel_callbacks.redaction import HIDDEN, redacted
+from loggers.redaction import HIDDEN, redacted
 
 FILE = """
 num_processes: 2

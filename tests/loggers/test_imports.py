@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-HEAVY = ("torch", "numpy", "tensorboard", "wandb", "fsspec", "accel_callbacks", "checkpoint_io")
+HEAVY = ("torch", "numpy", "tensorboard", "wandb", "fsspec", "accel_callbacks")
 
 
 def _run(code: str, *args: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import loggers.local_files
+import checkpoint_io.local_files
 import loggers.multimedia.files
 from loggers import JSONLTracker, RunInfo, read_jsonl
 from loggers.file_names import file_name, portable_path
@@ -104,7 +104,7 @@ def file_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
         raise error
 
     monkeypatch.setattr(os, "replace", refuses)
-    monkeypatch.setattr(loggers.local_files, "_PAUSES", (0,))
+    monkeypatch.setattr(checkpoint_io.local_files, "_PAUSES", (0,))
 
 
 def test_a_log_that_is_open_elsewhere_stays_as_it_was(tmp_path: Path, file_in_use: None) -> None:

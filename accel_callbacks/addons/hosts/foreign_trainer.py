@@ -10,7 +10,7 @@ from accel_callbacks.addons.hosts.host import ForeignHost, ForeignRun
 from accel_callbacks.callbacks.dispatch.dispatcher import Entry
 from accel_callbacks.callbacks.dispatch.ledger import Ledger
 from accel_callbacks.callbacks.foreign import adapt
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = ["HostedCallback"]
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks.callbacks.base import Callback
-from accel_callbacks.local_files import base_name
 from accel_callbacks.tracking.trackers import chosen_trackers
+from checkpoint_io.local_files import base_name
 from loggers import RunInfo, TrackerHub
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from accel_callbacks.local_files import replace
+from checkpoint_io.local_files import replace
 
 __all__ = ["VARIABLE", "leave_note", "read_note"]
 

@@ -11,8 +11,8 @@ from typing import Any
 import xxhash
 
 from accel_callbacks.addons.journal.format import JournalError
-from accel_callbacks.redaction import redacted
 from loggers import plain_config
+from loggers.redaction import redacted
 
 __all__ = ["mark_problem", "pack_mark", "plain_mark", "unpack_marks"]
 

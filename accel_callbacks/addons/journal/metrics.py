@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from accel_callbacks.addons.journal.reader import Journal
-from accel_callbacks.local_files import base_name, split_path
+from checkpoint_io.local_files import base_name, split_path
 from loggers import read_jsonl
 
 __all__ = ["metrics_of", "project_of", "records_of"]

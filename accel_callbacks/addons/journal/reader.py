@@ -25,7 +25,7 @@ from accel_callbacks.addons.journal.format import (
 )
 from accel_callbacks.addons.journal.marks import unpack_marks
 from accel_callbacks.checkpoint.project import path_in
-from accel_callbacks.local_files import local_path
+from checkpoint_io.local_files import local_path
 
 __all__ = ["Attempt", "Journal"]
 

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.addons.journal.format import SKIPPED
 from accel_callbacks.callbacks.observer import Observer
 from accel_callbacks.errors import LostRankError
-from accel_callbacks.local_files import local_path
 from accel_callbacks.logging import notice
 from accel_callbacks.precision.base import StepFinding
+from checkpoint_io.local_files import local_path
 
 if TYPE_CHECKING:
     from accel_callbacks.addons.journal.writer import JournalWriter
@@ -84,7 +83,6 @@ class Recorder(Observer):
 
     def open(self, run: TrainingRun) -> bool:
         """Collective: begin the files of a new attempt, once the identity of the run is known."""
-        require_neighbor("loggers")
         from accel_callbacks.addons.journal.facts import process_began, start_facts
         from accel_callbacks.addons.journal.format import Header
         from accel_callbacks.addons.journal.launch_note import leave_note
@@ -419,7 +417,6 @@ def _options_of(run: TrainingRun) -> dict[str, Any]:
 
 def _lease_of(folder: str, run: TrainingRun) -> Lease | None:
     """Return a lease by which others see that the run goes on, None if it cannot be had."""
-    require_neighbor("checkpoint_io")
     from checkpoint_io import Lease, LeaseError
 
     lease = Lease(folder, run_id=run.run_id, run_name=run.name)

@@ -19,7 +19,7 @@ from xxhash import xxh32_hexdigest
 from accel_callbacks.addons.journal.format import JournalError
 from accel_callbacks.addons.journal.reader import Attempt, Journal
 from accel_callbacks.addons.journal.replay_request import VARIABLE, ReplayRequest
-from accel_callbacks.redaction import HIDDEN
+from loggers.redaction import HIDDEN
 
 __all__ = [
     "Difference",

@@ -16,7 +16,7 @@ from accel_callbacks.addons.journal.goodput import Goodput
 from accel_callbacks.addons.journal.metrics import metrics_of, project_of
 from accel_callbacks.addons.journal.reader import Journal
 from accel_callbacks.addons.journal.state import state_of
-from accel_callbacks.local_files import base_name, local_path, split_path
+from checkpoint_io.local_files import base_name, local_path, split_path
 from loggers import flat_config
 
 __all__ = ["RunSummary", "differing_settings", "journal_folders", "summary_of"]

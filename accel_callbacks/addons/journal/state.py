@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from accel_callbacks.addons.journal.format import JournalError
 from accel_callbacks.checkpoint.project import path_in
-from accel_callbacks.local_files import local_path
+from checkpoint_io.local_files import local_path
 
 if TYPE_CHECKING:
     from accel_callbacks.addons.journal.reader import Attempt, Journal

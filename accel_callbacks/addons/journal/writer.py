@@ -22,7 +22,7 @@ from accel_callbacks.addons.journal.format import (
 )
 from accel_callbacks.addons.journal.marks import pack_mark, plain_mark
 from accel_callbacks.checkpoint.project import path_in
-from accel_callbacks.local_files import advised, base_name, local_path
+from checkpoint_io.local_files import advised, base_name, local_path
 from loggers import RunInfo, Scalar, Status, Tracker
 from loggers.trackers.line_file import PRIVATE, LineFile, filesystem, open_lines
 

@@ -26,7 +26,7 @@ from accel_callbacks.addons.lightning.trainer_parts import (
     logger_facade,
 )
 from accel_callbacks.loop.run import length_of
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.addons.hosts.host import Missing, Part
 from accel_callbacks.addons.lightning.packages import LightningPackage
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.addons.lightning.trainer import TrainerFacade
@@ -242,7 +241,6 @@ def remove_saved(path: str, run_id: str) -> None:
         >>> checkpoint_io.CheckpointFolder("memory://doc-removal").latest() is None
         True
     """
-    require_neighbor("checkpoint_io")
     from checkpoint_io import CheckpointError, read_manifest
     from checkpoint_io.folder import remove_checkpoint
     from checkpoint_io.storage import open_store

@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks import collectives
-from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.addons.resilience.peer_copies import Holding, copy_files, holding_of
 from accel_callbacks.checkpoint.async_save import SaveCallbacks, SaveGroup, is_dispensable
 from accel_callbacks.checkpoint.open import LoadFailed, open_newest, open_one
 from accel_callbacks.checkpoint.resume_source import reached
 from accel_callbacks.launch_memory import VARIABLE, free_bytes, refusal_of_memory
-from accel_callbacks.local_files import base_name, local_path
 from accel_callbacks.logging import notice
 from accel_callbacks.terminal_text import size_of
-from accel_callbacks.warning import warn
+from checkpoint_io.local_files import base_name, local_path
+from checkpoint_io.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
@@ -76,7 +75,6 @@ class MemorySnapshots:
     """
 
     def __init__(self, root: str, machines: Sequence[int]) -> None:
-        require_neighbor("checkpoint_io")
         self._root = root
         self._machines = machines
         self._leaders = sorted(set(machines))

@@ -14,7 +14,7 @@ from accel_callbacks.addons.selftest.check import Check, Lab
 from accel_callbacks.addons.selftest.checks import CHECKS
 from accel_callbacks.addons.selftest.runner import Outcome, run_checks
 from accel_callbacks.distributed.topology import destroy_topology, process_rank
-from accel_callbacks.local_files import replace
+from checkpoint_io.local_files import replace
 
 __all__ = ["main"]
 

@@ -11,7 +11,7 @@ from accel_callbacks.addons.journal.reader import Journal
 from accel_callbacks.addons.journal.state import holder_of, state_of
 from accel_callbacks.addons.steering.mailbox import CONTROL, require_private
 from accel_callbacks.checkpoint.project import path_in
-from accel_callbacks.local_files import base_name, local_path
+from checkpoint_io.local_files import base_name, local_path
 
 __all__ = ["LivingRun", "living_run"]
 

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from accel_callbacks.local_files import advised, remove, replace
+from checkpoint_io.local_files import advised, remove, replace
 
 __all__ = [
     "ACTIONS",

@@ -6,10 +6,10 @@ import json
 import os
 import zipfile
 
-from accel_callbacks.local_files import base_name
 from accel_callbacks.logging import notice
 from checkpoint_io import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from checkpoint_io.folder.sealed import SEAL, check_seal
+from checkpoint_io.local_files import base_name
 from checkpoint_io.storage.local_read import open_regular
 from checkpoint_io.weights.safetensors import header_of
 

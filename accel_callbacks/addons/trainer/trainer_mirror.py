@@ -19,9 +19,7 @@ import torch
 from accel_callbacks.addons.trainer.trainer_folder import PREFIX, newest_whole, problem_of, step_of
 from accel_callbacks.callbacks.checkpoint import Keep
 from accel_callbacks.checkpoint.project import path_in
-from accel_callbacks.local_files import base_name, replace, sync_file, sync_folder
 from accel_callbacks.logging import notice
-from accel_callbacks.warning import warn
 from checkpoint_io import (
     CheckpointConflictError,
     CheckpointError,
@@ -30,9 +28,11 @@ from checkpoint_io import (
     CorruptCheckpointError,
 )
 from checkpoint_io.folder.sealed import SEAL, check_seal
+from checkpoint_io.local_files import base_name, replace, sync_file, sync_folder
 from checkpoint_io.storage.base import is_child_name
 from checkpoint_io.storage.local import folder_lock
 from checkpoint_io.storage.open import Store, open_store
+from checkpoint_io.warning import warn
 
 __all__ = ["VARIABLE", "Mirror", "folder_of", "mirror_of"]
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.addons.hosts.foreign_trainer import HostedCallback
 from accel_callbacks.addons.hosts.host import ForeignHost
 from accel_callbacks.callbacks.checkpoint import Checkpoint
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = ["TrainerEvents", "TransformersHost", "to_transformers"]
 
@@ -72,12 +71,10 @@ def to_transformers(callback: Any, *, trainer: Any = None) -> Any:
         to_transformers(Checkpoint(...), trainer=trainer), before trainer.train.
     """
     if isinstance(callback, str) or _is_tracker(callback):
-        require_neighbor("loggers")  # which a file beside the script may hide
         from accel_callbacks.addons.hosts.hosted_tracker import HostedTracker
 
         callback = HostedTracker(callback)
     elif isinstance(callback, Checkpoint):
-        require_neighbor("checkpoint_io")
         from accel_callbacks.addons.trainer.hosted_checkpoint import HostedCheckpoint
 
         callback = HostedCheckpoint(callback, trainer)

@@ -31,7 +31,7 @@ from accel_callbacks.callbacks.dispatch.registration import (
 )
 from accel_callbacks.errors import nearest
 from accel_callbacks.logging import notice
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = ["Dispatcher", "Entry", "Hook", "check_targets", "firing_plan", "in_hook", "in_order"]
 

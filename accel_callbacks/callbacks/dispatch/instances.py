@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from accel_callbacks.redaction import redacted
-
 __all__ = ["family", "numbered", "options_of", "paired", "remedy", "shown"]
 
 Options = Mapping[str, str]
@@ -99,6 +97,8 @@ def shown(options: Options, among: Iterable[Options]) -> str:
         >>> shown({"a": "1", "b": "2"}, [{"a": "1", "b": "2"}, {"a": "1", "b": "3"}])
         'b=2'
     """
+    from loggers.redaction import redacted  # imports all of loggers, and errors are rare
+
     others = list(among)
     differing = [
         name

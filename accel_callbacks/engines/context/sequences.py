@@ -16,7 +16,7 @@ from accel_callbacks import collectives
 from accel_callbacks.engines.checks import is_of_transformers
 from accel_callbacks.plugins.parallelism_handlers import TorchContextParallelConfig
 from accel_callbacks.strategy.base import Sequences
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = ["ContextParallel", "plain_attention", "token_order"]
 

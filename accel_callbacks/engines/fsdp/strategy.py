@@ -64,7 +64,7 @@ from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.precision import AutocastKwargs
 from accel_callbacks.strategy.base import GatherCast
 from accel_callbacks.strategy.checks import is_dispatched, is_plain
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = ["FSDP"]
 

@@ -12,7 +12,7 @@ import torch
 from accel_callbacks.errors import nearest
 from accel_callbacks.models.compile import regions
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = ["Unit", "find_units", "ignored_parameters"]
 

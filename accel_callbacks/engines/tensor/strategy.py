@@ -37,7 +37,7 @@ from accel_callbacks.models.initial_weights import InitialWeights, whole_paramet
 from accel_callbacks.plugins.engine_request import EngineRequest
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.strategy.checks import is_plain
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = [
     "TensorParallel",

@@ -22,7 +22,7 @@ from accel_callbacks.plugins.engine_request import EngineRequest
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.strategy.base import SetUp, Strategy
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.engines.xla.states import XLAStates

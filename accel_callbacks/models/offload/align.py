@@ -12,7 +12,7 @@ from accel_callbacks.collectives.nested import find_device
 from accel_callbacks.data.device import is_on, send_to_device
 from accel_callbacks.models.offload.assignment import Assignment
 from accel_callbacks.models.offload.placeholder import AbsentWeight
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = ["MOVERS", "AlignHook", "align", "guard_moves", "unalign"]
 

@@ -14,10 +14,9 @@ from typing import TypeAlias
 
 import torch
 
-from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.errors import nearest
 from accel_callbacks.models.offload.sizes import convert_file_size_to_int
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = ["Budget", "Device", "budgets_of", "get_max_memory"]
 
@@ -194,7 +193,6 @@ def _free_by_driver(index: int) -> int | None:
 
 def host_memory() -> int:
     """Return the bytes of the host's memory that this process can still take."""
-    require_neighbor("checkpoint_io")
     from checkpoint_io.memory import free_memory
 
     free = free_memory()

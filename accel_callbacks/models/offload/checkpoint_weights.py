@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.models.offload.assignment import Assigned, Assignment, Place, Weight, assign
 from accel_callbacks.models.offload.origins import detach, note
 from accel_callbacks.models.offload.placeholder import ON_DISK, AbsentWeight, on_meta, placeholder
@@ -16,7 +15,7 @@ from accel_callbacks.models.offload.source import Stored, StoredWeights
 from accel_callbacks.models.offload.spill import Spill
 from accel_callbacks.models.offload.units import blocks_of, cut_units
 from accel_callbacks.terminal_text import listed
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = ["load_spread"]
 
@@ -53,7 +52,6 @@ def load_spread(
         ValueError: the map does not cover the model, or a folder is needed.
         checkpoint_io.CheckpointError: weights are missing, damaged, or do not fit the model.
     """
-    require_neighbor("checkpoint_io")
     import checkpoint_io
     from checkpoint_io.weights import open_weights
 

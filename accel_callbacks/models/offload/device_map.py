@@ -23,7 +23,7 @@ from accel_callbacks.models.offload.sizes import (
 from accel_callbacks.models.offload.units import place_of
 from accel_callbacks.models.offload.weights import Weights
 from accel_callbacks.terminal_text import listed
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = [
     "check_device_map",

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.models.offload.contents import Filler, host_memory, lay_out
 from accel_callbacks.models.offload.device_copies import device_copies, pinned
 from accel_callbacks.models.offload.file_pages import is_supported
@@ -28,7 +27,7 @@ from accel_callbacks.models.offload.source import StoredWeights
 from accel_callbacks.models.offload.units import FetchUnit
 from accel_callbacks.models.offload.window import Traffic, Window, forks
 from accel_callbacks.placeholder import keepers
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 __all__ = [
     "Offload",
@@ -411,7 +410,6 @@ class _Progress:
 
 def _fit_page_cache(nbytes: int) -> bool:
     """Return whether files of this size are likely to stay in the page cache."""
-    require_neighbor("checkpoint_io")
     from checkpoint_io.memory import free_memory
 
     free = free_memory()

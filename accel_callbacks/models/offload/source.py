@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.models.offload import file_pages
 
 __all__ = [
@@ -184,7 +183,6 @@ class StoredWeights:
             ValueError: it is not in local safetensors files.
             checkpoint_io.CheckpointError: it is missing or damaged.
         """
-        require_neighbor("checkpoint_io")
         from checkpoint_io.weights import open_weights
 
         source = open_weights(checkpoint, 0, None)

@@ -9,7 +9,6 @@ from contextlib import suppress
 
 import torch
 
-from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.models.offload.source import StoredWeights
 
 __all__ = ["Spill", "spill"]
@@ -28,7 +27,6 @@ class Spill:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        require_neighbor("checkpoint_io")
         import xxhash
 
         from checkpoint_io.format.names import new_save_id

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
-from accel_callbacks._siblings import require_neighbor
 from accel_callbacks.models.compile import original, regions
 from accel_callbacks.models.offload.sizes import (
     AnyDtype,
@@ -257,7 +256,6 @@ class Weights:
             >>> Weights.of_checkpoint(path).nbytes
             24
         """
-        require_neighbor("checkpoint_io")
         from checkpoint_io.weights import open_weights
 
         source = open_weights(url, model_index, storage_options)

@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-import accel_callbacks.local_files
 import checkpoint_io
+import checkpoint_io.local_files
 from accel_callbacks import Accelerator, AcceleratorState, ResumeError
 from accel_callbacks.callbacks import Checkpoint
 
@@ -336,7 +336,7 @@ def test_a_saved_file_that_is_open_elsewhere_stays_as_it_was(tmp_path, monkeypat
         raise error
 
     monkeypatch.setattr(os, "replace", refuses)
-    monkeypatch.setattr(accel_callbacks.local_files, "_PAUSES", (0,))
+    monkeypatch.setattr(checkpoint_io.local_files, "_PAUSES", (0,))
     with pytest.raises(PermissionError, match="another program has the file open"):
         accel.save({"a": torch.zeros(2)}, tmp_path / "a.safetensors")
     assert os.listdir(tmp_path) == ["a.safetensors"]

@@ -502,10 +502,10 @@ def join_without_checkpoint_io() -> tuple[bool, bool]:
     for name in ours:
         del sys.modules[name]
     try:
-        before = "checkpoint_io" in sys.modules
+        before = "checkpoint_io.folder.folder" in sys.modules
         Accelerator(cpu=True, timeout=BOUND)
-        module = sys.modules.get("checkpoint_io")
-        return before, callable(getattr(module, "save", None))
+        module = sys.modules.get("checkpoint_io.folder.folder")
+        return before, callable(getattr(module, "CheckpointFolder", None))
     finally:
         for name in [one for one in sys.modules if one.startswith("checkpoint_io")]:
             del sys.modules[name]

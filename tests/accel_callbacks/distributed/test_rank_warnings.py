@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from accel_callbacks import Accelerator
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 from tests.accel_callbacks.distributed.test_failing_scripts import run_script
 
 pytestmark = pytest.mark.distributed
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.distributed
 SCRIPT = """
 import sys, time, warnings
 from accel_callbacks import Accelerator
-from accel_callbacks.warning import warn
+from checkpoint_io.warning import warn
 
 if "own" in sys.argv:
     warnings.showwarning = lambda message, *place: print("mine:", message, file=sys.stderr)

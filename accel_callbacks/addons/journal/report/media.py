@@ -11,7 +11,7 @@ from typing import Any
 
 from accel_callbacks.addons.journal.metrics import project_of, records_of
 from accel_callbacks.addons.journal.reader import Journal
-from accel_callbacks.local_files import local_path
+from checkpoint_io.local_files import local_path
 
 __all__ = ["pictures_of", "tables_of"]
 

@@ -19,7 +19,7 @@ from accel_callbacks.addons.journal.rank_means import rank_means
 from accel_callbacks.addons.journal.reader import Attempt, Journal
 from accel_callbacks.addons.journal.report.curves import curve_of
 from accel_callbacks.addons.journal.report.media import pictures_of, tables_of
-from accel_callbacks.local_files import base_name
+from checkpoint_io.local_files import base_name
 from loggers import flat_config
 
 __all__ = ["page_of", "report_page", "run_facts"]
