@@ -294,9 +294,9 @@ class Accelerator(ProcessControl, MediaLogging):
             # Imported here, because one process has nothing to compare.
             from accel_callbacks.loop.pass_ends import PassEnds
 
-            loop, strategy = self.loop, self.strategy
+            loop, gradients = self.loop, self.strategy.gradients
             loop.pass_ends = PassEnds(
-                loop.position, lambda: strategy.trains_together and loop.in_lockstep
+                loop.position, lambda: gradients.trains_together and loop.in_lockstep
             )
         self.loop.observers = observers
         self.passes = Passes(self.loop)
@@ -314,7 +314,7 @@ class Accelerator(ProcessControl, MediaLogging):
         self.loop.capture_random = lambda: self.training_state.random_state()
         self._first_steps = FirstSteps(self.loop, self.strategy, self.precision)
         self._step = StepEngine(
-            self.strategy,
+            self.strategy.gradients,
             self.precision,
             self.loop,
             self.optimizers,
@@ -1006,7 +1006,7 @@ class Accelerator(ProcessControl, MediaLogging):
             >>> with accel.no_sync(model):
             ...     accel.backward(model(torch.ones(1, 1)).sum())
         """
-        return self.strategy.no_sync(model)
+        return self.strategy.gradients.no_sync(model)
 
     def loss_parallel(self) -> AbstractContextManager[Any]:
         """Return a context for the loss of logits whose vocabulary is cut, and its backward.
@@ -1078,7 +1078,7 @@ class Accelerator(ProcessControl, MediaLogging):
             >>> with accel.trigger_sync_in_backward(model):
             ...     accel.backward(loss)
         """
-        return self.strategy.trigger_sync(model)
+        return self.strategy.gradients.trigger_sync(model)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Undo the loss scale and apply the window's normalizer to gradients, once a step.

@@ -80,8 +80,15 @@ class LocalSGD(AbstractContextManager["LocalSGD"]):
         self._trained.clear()
         self._note_trained()
         if self.enabled:
-            self._local = self.accelerator.strategy.no_sync(self.model)
-            self.accelerator.strategy.mark_unsynced(self.model)
+            strategy = self.accelerator.strategy
+            if strategy.sequences.shared:
+                raise ValueError(
+                    "LocalSGD does not work with cp_size or sp_size above 1: ranks that share a "
+                    "sequence must have the same weights. Use gradient_accumulation_steps to "
+                    "communicate less."
+                )
+            strategy.gradients.mark_unsynced(self.model)
+            self._local = strategy.gradients.no_sync(self.model)
         self._local.__enter__()
         return self
 

@@ -10,12 +10,12 @@ import torch
 
 from accel_callbacks.callbacks.dispatch.dispatcher import Hook
 from accel_callbacks.distributed.remote_failure import remote_failure
-from accel_callbacks.gradients import has_gradients, multiply_gradients
+from accel_callbacks.gradients import multiply_gradients
 from accel_callbacks.loop.first_steps import OptimizerWatch
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.precision import Precision
 from accel_callbacks.precision.base import StepFinding
-from accel_callbacks.strategy import Strategy
+from accel_callbacks.strategy import Gradients
 
 __all__ = ["AcceleratedOptimizer"]
 
@@ -47,17 +47,17 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         loop: Loop,
         precision: Precision,
         watch: OptimizerWatch | None = None,
-        strategy: Strategy | None = None,
+        gradients: Gradients | None = None,
     ) -> None:
         # Without Optimizer.__init__, because the state is that of the wrapped optimizer.
         self.optimizer = optimizer
         self._loop = loop
         self._precision = precision
         self._watch = watch
-        self._strategy = strategy
-        # Asked once, because most have nothing to forget, and zero_grad is on the hot path.
-        kind = Strategy if strategy is None else type(strategy)
-        self._drops_gradients = kind.drop_gradients is not Strategy.drop_gradients
+        self._gradients = gradients or Gradients()
+        # Asked once, because most have nothing to drop, and zero_grad is on the hot path.
+        kind = type(self._gradients)
+        self._drops_gradients = kind.drop_gradients is not Gradients.drop_gradients
         self._steps_plainly = type(precision).step is Precision.step
         self._settled_window = -1
         self.outcome: bool | StepFinding = True
@@ -102,7 +102,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         new.__dict__.update(
             self.__dict__,
             _watch=None,
-            _strategy=None,
+            _gradients=Gradients(),
             _drops_gradients=False,
             outcome=not self.step_was_skipped,
         )
@@ -218,18 +218,14 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             return
         for hook in loop.dispatch.hooks["on_before_zero_grad"]:
             hook(loop.run, loop.model, self)
-        if window.normalizer.pending and self._has_gradients():  # discarded without a step
+        # Discarded without a step.
+        if window.normalizer.pending and self._gradients.has_gradients(self.optimizer):
             window.normalizer.forget()
         self.optimizer.zero_grad(set_to_none)
-        if self._drops_gradients and self._strategy is not None:
-            self._strategy.drop_gradients(self.optimizer)
+        if self._drops_gradients:
+            self._gradients.drop_gradients(self.optimizer)
         if self._precision.scales_loss:
             self._precision.forget(self.optimizer)
-
-    def _has_gradients(self) -> bool:
-        if self._strategy is None:
-            return has_gradients(self.optimizer)
-        return self._strategy.has_gradients(self.optimizer)
 
     def train(self) -> None:
         """Switch a schedule-free optimizer to training mode."""

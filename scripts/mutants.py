@@ -82,7 +82,7 @@ scaler
 clipping
     accel_callbacks/loop/step.py
     accel_callbacks/gradients.py
-    accel_callbacks/strategy/base.py
+    accel_callbacks/strategy/gradients.py
     accel_callbacks/callbacks/gradient_norm.py
     tests/accel_callbacks/loop/test_step.py
     tests/accel_callbacks/loop/test_accumulation.py

@@ -300,7 +300,7 @@ def _can_change_requires_grad(run: TrainingRun) -> bool:
     """Return whether ``requires_grad`` may change after the model was prepared."""
     strategy = getattr(run.accelerator, "strategy", None)
     # There is none over a foreign trainer, which may wrap the model in DDP itself.
-    return strategy is not None and bool(strategy.allows_unfreezing)
+    return strategy is not None and strategy.gradients.allows_unfreezing
 
 
 def split_param_groups(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from accel_callbacks.strategy.base import Sequences as Sequences
     from accel_callbacks.strategy.base import Strategy as Strategy
     from accel_callbacks.strategy.data_ranks import DataRanks as DataRanks
+    from accel_callbacks.strategy.gradients import Gradients as Gradients
     from accel_callbacks.strategy.single_device import SingleDevice as SingleDevice
     from accel_callbacks.strategy.state_access import StateAccess as StateAccess
 
@@ -33,6 +34,7 @@ __all__ = [
     "DataRanks",
     "DeepSpeed",
     "EngineRequest",
+    "Gradients",
     "PipelineParallel",
     "Sequences",
     "SingleDevice",
@@ -51,6 +53,7 @@ _HOME = {
     "DeepSpeed": "deepspeed.strategy",
     "EngineRequest": ".plugins.engine_request",
     "FSDP": "fsdp.strategy",
+    "Gradients": ".strategy.gradients",
     "PipelineParallel": "pipeline.strategy",
     "Sequences": ".strategy.base",
     "SingleDevice": ".strategy.single_device",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -14,8 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_callbacks import collectives
 from accel_callbacks.distributed.topology import Topology
-from accel_callbacks.engines.replica_agreement import ReplicaAgreement
-from accel_callbacks.gradients import clip_norm, clip_value, parameters_of
+from accel_callbacks.engines.sharded_gradients import ShardedGradients
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.strategy.base import SetUp, Strategy
@@ -52,7 +50,6 @@ class Sharding(Strategy):
         self._sharded = WeakIdKeyDictionary()  # the parameters in place of those of the user
         # In order, which must be that of all ranks, as those of a set are not.
         self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, None] = WeakKeyDictionary()
-        self._agreement: ReplicaAgreement | None = None
         #: Whether each model had a plain state before its parameters were replaced.
         self._plain: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
 
@@ -64,10 +61,10 @@ class Sharding(Strategy):
         """The sharded models, in the same order on all ranks."""
         raise NotImplementedError
 
-    @property
-    def trains_together(self) -> bool:
-        """True once a model is sharded."""
-        return self.topology.world_size > 1 and bool(self._models)
+    @cached_property
+    def gradients(self) -> ShardedGradients:
+        """The gradients of shards."""
+        return ShardedGradients(lambda: self._models, self._shard_of, self.data, self._plainer)
 
     @cached_property
     def states(self) -> StateAccess:
@@ -101,32 +98,6 @@ class Sharding(Strategy):
             if shard is not whole and whole not in self._sharded:
                 self._sharded[whole] = shard
                 whole.grad = None  # an optimizer or a list of the user may keep it
-
-    @property
-    def _agrees(self) -> ReplicaAgreement | None:
-        """Compares the ranks of tensor parallelism at the first steps; None without it."""
-        if self._agreement is None and self.parallelism is not None and self.parallelism.tp_enabled:
-            self._agreement = ReplicaAgreement(self.data.mesh["tp"])
-        return self._agreement
-
-    def _watch_inputs(self, model: torch.nn.Module) -> None:
-        """Compare the inputs of evaluation over the ranks of tensor parallelism."""
-        agreement = self._agrees
-        if agreement is None:
-            return
-
-        # A function, which a copy of the model shares; a method would be copied with its mesh.
-        def compare(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-            agreement.check_inputs(module, args, kwargs)
-
-        model.register_forward_pre_hook(compare, with_kwargs=True)
-
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run the backward pass."""
-        agreement = self._agrees
-        if agreement is not None and not agreement.done:
-            agreement.check_loss(loss)
-        super().backward(loss, **kwargs)
 
     def setup(
         self,
@@ -167,62 +138,6 @@ class Sharding(Strategy):
         if isinstance(parameter, torch.Tensor):
             return self._sharded.get(parameter, parameter)  # type: ignore[no-untyped-call]
         return parameter
-
-    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if an optimizer holds none of the sharded parameters, and no gradient.
-
-        Raises:
-            RuntimeError: the step would train nothing.
-        """
-        if self._models and self._agrees is not None:
-            self._agrees.check_gradients(self._models)
-        if not self._models or self.has_gradients(optimizer):
-            return
-        if any(map(collectives.is_sharded, parameters_of([optimizer]))):
-            return
-        raise RuntimeError(
-            f"step: {type(optimizer).__name__} holds no parameter of a sharded model, and would "
-            "train nothing: make it of model.parameters() of the same object that is passed to "
-            "prepare(), and pass it to prepare() too."
-        )
-
-    def clip_grad_norm_(
-        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
-        """Clip by the total norm over all shards, and return it as a plain tensor."""
-        return clip_norm(map(self._shard_of, parameters), max_norm, norm_type)
-
-    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value_: float) -> None:
-        """Clip each gradient element to ``[-clip_value, clip_value]``."""
-        clip_value(map(self._shard_of, parameters), clip_value_)
-
-    def join(
-        self, models: Sequence[Any], follow: Callable[[Callable[[Any], Any]], None]
-    ) -> AbstractContextManager[None]:
-        """Refuse uneven inputs on several ranks.
-
-        Raises:
-            ValueError: a rank without a batch could not do its part of the forward.
-        """
-        if self.topology.world_size == 1:
-            return super().join(models, follow)
-        raise ValueError(
-            "join_uneven_inputs does not work with sharded models, of which each forward needs the "
-            f"parts of all ranks: let prepare() split the data evenly, or {self._plainer}."
-        )
-
-    def mark_unsynced(self, model: torch.nn.Module) -> None:
-        """Refuse to train ranks apart: each holds another part of the weights.
-
-        Raises:
-            ValueError: on several ranks.
-        """
-        if self.topology.world_size > 1:
-            raise ValueError(
-                "LocalSGD does not work with sharded models, of which each rank trains another "
-                "part: use gradient_accumulation_steps to communicate less, or "
-                f"{self._plainer}."
-            )
 
 
 # Whose fused kernels DTensors have.

@@ -70,7 +70,7 @@ class Accumulate(AbstractContextManager["Accumulate"]):
         for model in self._models or self._loop.models:
             # A model may be in the block around this one too, which goes on after it.
             if not any(model is held for held in window.block):
-                stack.enter_context(self._strategy.no_sync(model, in_window=True))
+                stack.enter_context(self._strategy.gradients.no_sync(model, in_window=True))
                 window.block.append(model)
                 stack.callback(window.block.remove, model)
         return stack

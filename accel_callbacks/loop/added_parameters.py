@@ -66,7 +66,7 @@ class AddedParameters:
                 if not reached:
                     continue
                 if id(parameter) in held:
-                    if self._strategy.averages(model):
+                    if self._strategy.gradients.averages(model):
                         apart.append(name)
                 # An optimizer of the script's own may train it.
                 elif stepped and torch.equal(before.get(id(parameter), sample[:0]), sample):

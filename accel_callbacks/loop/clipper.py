@@ -9,16 +9,16 @@ from typing import Any
 import torch
 
 from accel_callbacks.loop.bare_steps import BareSteps
-from accel_callbacks.strategy import Strategy
+from accel_callbacks.strategy import Gradients
 
 __all__ = ["CheckedClipping", "NotedClipping"]
 
 
 class CheckedClipping:
-    """Clips as a strategy does, and warns of a used-up iterator of parameters.
+    """Clips as the gradients of a strategy do, and warns of a used-up iterator of parameters.
 
     Args:
-        strategy: clips.
+        gradients: clips.
         bare_steps: compares gradients, which clipping changes.
         warn: warns once of a kind of mistake.
 
@@ -34,9 +34,9 @@ class CheckedClipping:
     """
 
     def __init__(
-        self, strategy: Strategy, bare_steps: BareSteps, warn: Callable[[str, str], None]
+        self, gradients: Gradients, bare_steps: BareSteps, warn: Callable[[str, str], None]
     ) -> None:
-        self._strategy = strategy
+        self._gradients = gradients
         self._bare_steps = bare_steps
         self._warn = warn
 
@@ -45,12 +45,12 @@ class CheckedClipping:
     ) -> torch.Tensor:
         """Clip by the total norm and return it."""
         with self._bare_steps.clipping():
-            return self._strategy.clip_grad_norm_(self._unused(parameters), max_norm, norm_type)
+            return self._gradients.clip_grad_norm_(self._unused(parameters), max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Clip each gradient element to ``[-clip_value, clip_value]``."""
         with self._bare_steps.clipping():
-            self._strategy.clip_grad_value_(self._unused(parameters), clip_value)
+            self._gradients.clip_grad_value_(self._unused(parameters), clip_value)
 
     def _unused(self, parameters: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
         """Return the parameters, none if they come from an iterator at its end."""
@@ -74,7 +74,7 @@ class NotedClipping:
     """
 
     def __init__(
-        self, clipping: Strategy | CheckedClipping, note: Callable[[torch.Tensor], None]
+        self, clipping: Gradients | CheckedClipping, note: Callable[[torch.Tensor], None]
     ) -> None:
         self.clipping = clipping
         self._note = note

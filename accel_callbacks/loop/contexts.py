@@ -452,7 +452,7 @@ def join_uneven_inputs(
     loop.withdraw_consumed_stop()
     loop.begin_training()
     try:
-        with loaders.even_batches(even_batches), strategy.join(list(joinables), follow):
+        with loaders.even_batches(even_batches), strategy.gradients.join(list(joinables), follow):
             # The sum of counts is a collective, which ranks that are done would not answer.
             counts.closed = strategy.topology.world_size > 1
             yield

@@ -17,7 +17,7 @@ from accel_callbacks.loop.clipper import CheckedClipping, NotedClipping
 from accel_callbacks.loop.gradient_watch import GradientWatch
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.precision import Precision
-from accel_callbacks.strategy import Strategy
+from accel_callbacks.strategy import Gradients, Strategy
 from accel_callbacks.strategy.optimizer_state import find_unsaved, parameter_names
 from checkpoint_io.warning import warn
 
@@ -48,13 +48,13 @@ class FirstSteps:
 
     Args:
         loop: has the gradient window and the prepared models.
-        strategy: runs backward.
+        strategy: its gradients run backward and clip.
         precision: may scale losses.
 
     Attributes:
-        run_backward: the backward of the strategy, noted as the Accelerator's own while it matters;
-            None where it is ``loss.backward()``.
-        clipping: the strategy, which clips, checked likewise.
+        run_backward: the backward of the strategy's gradients, noted as the Accelerator's own while
+            it matters; None where it is ``loss.backward()``.
+        clipping: the gradients, which clip, checked likewise.
         trains: a prepared optimizer has had gradients.
         bare_steps: watches optimizers that are not prepared.
         added_parameters: compares prepared models with what they were.
@@ -75,6 +75,7 @@ class FirstSteps:
     def __init__(self, loop: Loop, strategy: Strategy, precision: Precision) -> None:
         self.loop = loop
         self.strategy = strategy
+        self.gradients = strategy.gradients
         self.precision = precision
         self.in_backward = False
         self.bare_steps = BareSteps(loop, strategy, precision, self.warn, self._end_checks)
@@ -103,7 +104,7 @@ class FirstSteps:
         """Note the parameters of a model, and its calls if its gradients are averaged."""
         self.added_parameters.note(model)
         known = any(calls.model is model for calls in self._calls)
-        if self._watches and not known and self.strategy.averages(model):
+        if self._watches and not known and self.gradients.averages(model):
             # Imported here, because one process has nothing to compare.
             from accel_callbacks.loop.input_checksums import InputChecksums
 
@@ -147,7 +148,7 @@ class FirstSteps:
 
     def _backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         self.strategy.sequences.check_backward()
-        self.strategy.backward(loss, **kwargs)
+        self.gradients.backward(loss, **kwargs)
 
     def _noted_backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         for watch in self._watches:
@@ -165,15 +166,15 @@ class FirstSteps:
     def _begin_checks(self) -> None:
         self.bare_steps.renew()
         self.run_backward: Callable[..., None] | None = self._noted_backward
-        self._clip_by(CheckedClipping(self.strategy, self.bare_steps, self.warn))
+        self._clip_by(CheckedClipping(self.gradients, self.bare_steps, self.warn))
 
     def _end_checks(self) -> None:
         if not self._watches:
-            strategy = self.strategy
-            plain = type(strategy).backward is Strategy.backward
-            unshared = None if plain else strategy.backward
-            self.run_backward = self._backward if strategy.sequences.shared else unshared
-            self._clip_by(strategy)
+            gradients = self.gradients
+            plain = type(gradients).backward is Gradients.backward
+            unshared = None if plain else gradients.backward
+            self.run_backward = self._backward if self.strategy.sequences.shared else unshared
+            self._clip_by(gradients)
 
     def tell_norms(self, note: Callable[[torch.Tensor], None] | None) -> None:
         """Call a function with each norm that gradients are clipped by; with none, stop that."""
@@ -181,16 +182,16 @@ class FirstSteps:
         self._note_norm = note
         self._clip_by(clipping.clipping if isinstance(clipping, NotedClipping) else clipping)
 
-    def _clip_by(self, clipping: Strategy | CheckedClipping) -> None:
+    def _clip_by(self, clipping: Gradients | CheckedClipping) -> None:
         note = self._note_norm
-        self.clipping: Strategy | CheckedClipping | NotedClipping = (
+        self.clipping: Gradients | CheckedClipping | NotedClipping = (
             clipping if note is None else NotedClipping(clipping, note)
         )
 
     @property
     def in_sync(self) -> bool:
         """True unless a backward now would leave gradients on their rank, as in ``no_sync``."""
-        return all(self.strategy.averages(calls.model) for calls in self._calls)
+        return all(self.gradients.averages(calls.model) for calls in self._calls)
 
     def share_calls(self) -> None:
         """Tell all watches which models were called since this was last done."""
@@ -322,7 +323,7 @@ class OptimizerWatch:
         self._first.compare_weights()
         self._first.compare_inputs()
         if not closure:
-            self._first.strategy.check_step(optimizer)
+            self._first.gradients.check_step(optimizer)
         if self._passes:
             self._first.trains = True
             self._check_window()
@@ -413,7 +414,7 @@ class OptimizerWatch:
         """Warn of two steps in a row that changed nothing."""
         held = list(_trained(optimizer))
         loop = self._first.loop
-        idle = held and not closure and not self._first.strategy.has_gradients(optimizer)
+        idle = held and not closure and not self._first.gradients.has_gradients(optimizer)
         # A callback may have dropped the gradients, as Freeze does under DDP.
         dropped = self._passes and loop.dispatch.hooks["on_after_backward"]
         if not idle or dropped or not loop.models:

@@ -187,7 +187,7 @@ class Preparer:
                 return known
         watch = self._first_steps.watch(optimizer)
         prepared = AcceleratedOptimizer(
-            optimizer, self._loop, self._precision, watch, self._strategy
+            optimizer, self._loop, self._precision, watch, self._strategy.gradients
         )
         self._optimizers.append(prepared)
         return prepared

@@ -240,7 +240,7 @@ class TrainerAttributes:
         """
         strategy = getattr(self._host, "strategy", None)
         if isinstance(strategy, Strategy):
-            return strategy.join_norms(norms, norm_type)
+            return strategy.gradients.join_norms(norms, norm_type)
         return dict(norms)
 
     def next_step(self, optimizer: torch.optim.Optimizer) -> int:

@@ -15,7 +15,7 @@ from accel_callbacks.loop.first_steps import FirstSteps
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.optimizer import AcceleratedOptimizer
 from accel_callbacks.precision import Precision
-from accel_callbacks.strategy import Strategy
+from accel_callbacks.strategy import Gradients
 
 __all__ = ["StepEngine"]
 
@@ -24,7 +24,7 @@ class StepEngine:
     """Runs backward and clips gradients, as the gradient window and the precision ask for.
 
     Args:
-        strategy: leaves gradients on their rank in a window.
+        gradients: knows whether some wait for a step.
         precision: scales losses and unscales gradients.
         loop: has the gradient window and fires the hooks.
         optimizers: the prepared optimizers, a list that grows.
@@ -41,13 +41,13 @@ class StepEngine:
 
     def __init__(
         self,
-        strategy: Strategy,
+        gradients: Gradients,
         precision: Precision,
         loop: Loop,
         optimizers: Sequence[AcceleratedOptimizer],
         first_steps: FirstSteps,
     ) -> None:
-        self._strategy = strategy
+        self._gradients = gradients
         self._precision = precision
         self._loop = loop
         self._optimizers = optimizers
@@ -131,7 +131,7 @@ class StepEngine:
             )
         inside = window.position > 1 and not counts.pending
         inner = (prepared.optimizer for prepared in self._optimizers)
-        if inside and any(map(self._strategy.has_gradients, inner)):
+        if inside and any(map(self._gradients.has_gradients, inner)):
             raise ValueError(mixed)
         return counts.add(loss, normalizer, expected=window.divisor), 1
 

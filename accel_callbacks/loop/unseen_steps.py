@@ -96,7 +96,7 @@ class UnseenSteps:
                 f"by 1/{window.num_steps} of its gradients: set gradient_accumulation_steps=1, or "
                 "step a prepared optimizer after accel.backward()."
             )
-        if any(map(self._strategy.averages, self._loop.models)):
+        if any(map(self._strategy.gradients.averages, self._loop.models)):
             warn(
                 f"{name} steps within backward, before gradients are averaged over the {ranks} "
                 "processes, so that each trains a model of its own: step a prepared optimizer "

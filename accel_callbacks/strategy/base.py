@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
-from weakref import WeakSet
 
 import torch
 
 from accel_callbacks.data.device import Feed, device_feed
 from accel_callbacks.distributed.topology import Topology
-from accel_callbacks.gradients import has_gradients
 from accel_callbacks.logging import notice
 from accel_callbacks.models.compile import original, regions
 from accel_callbacks.plugins.base import Handlers
@@ -21,6 +19,7 @@ from accel_callbacks.plugins.distributed_type import DistributedType
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.strategy.checks import refuse_empty
 from accel_callbacks.strategy.data_ranks import DataRanks
+from accel_callbacks.strategy.gradients import Gradients
 from checkpoint_io.warning import warn
 
 if TYPE_CHECKING:
@@ -110,7 +109,7 @@ class Sequences:
 
 
 class Strategy(ABC):
-    """Wrap models and run backward for one way of distributing the work.
+    """Place and wrap models for one way of distributing the work.
 
     Args:
         topology: the rank and device of this process.
@@ -148,7 +147,6 @@ class Strategy(ABC):
         self.handlers = handlers or Handlers()
         self.parallelism = parallelism
         self.data = DataRanks.of(topology, parallelism, averages=self.has_gradient_sync)
-        self._apart: WeakSet[torch.nn.Module] = WeakSet()
         #: Set by `create_strategy`, where ranks share sequences.
         self.sequences = Sequences()
 
@@ -163,6 +161,11 @@ class Strategy(ABC):
             ValueError: options do not go together, or do not arrange all ranks.
         """
         return cls(run.topology, run.handlers, run.arranged)
+
+    @cached_property
+    def gradients(self) -> Gradients:
+        """The gradients of models: backward, averages over ranks, clipping."""
+        return Gradients()
 
     @cached_property
     def states(self) -> StateAccess:
@@ -193,16 +196,6 @@ class Strategy(ABC):
         """Return the options of this class that the engine trains by, None without any."""
         options = (*self.engine_plugins, *self.handlers.by_class.values())
         return next((plugin for plugin in options if isinstance(plugin, kind)), None)
-
-    @property
-    def trains_together(self) -> bool:
-        """True if no rank can take a step with a prepared model without the others."""
-        return False
-
-    @property
-    def allows_unfreezing(self) -> bool:
-        """True if parameters may be frozen and unfrozen after :meth:`setup`."""
-        return True
 
     def casts_to(self, precision: str) -> bool:
         """Return whether this strategy computes in a precision by itself, without autocast.
@@ -327,10 +320,6 @@ class Strategy(ABC):
         """
         return original(model)
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run the backward pass."""
-        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
-
     def mark_forward_methods(self, model: torch.nn.Module, names: Sequence[str]) -> None:
         """Make gradients synchronize after these methods of a wrapped model, as after its forward.
 
@@ -339,87 +328,3 @@ class Strategy(ABC):
             names: methods of the model as the user built it.
         """
         return None
-
-    def averages(self, model: torch.nn.Module) -> bool:
-        """Return whether a backward through this model would average its gradients now."""
-        return False
-
-    def no_sync(
-        self, model: torch.nn.Module, *, in_window: bool = False
-    ) -> AbstractContextManager[Any]:
-        """Return a context in which backward does not synchronize gradients.
-
-        Args:
-            model: a prepared model.
-            in_window: for all but the last backward of a gradient window, where an engine may
-                choose to synchronize a part of them each time.
-        """
-        return nullcontext()
-
-    def trigger_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which backward synchronizes after forwards in :meth:`no_sync`."""
-        return nullcontext()
-
-    def join(
-        self, models: Sequence[Any], follow: Callable[[Callable[[Any], Any]], None]
-    ) -> AbstractContextManager[None]:
-        """Return a context in which ranks may have unequal numbers of batches.
-
-        Args:
-            models: the wrapped models that are trained in it.
-            follow: called at its end, on all ranks, if some took fewer steps than others: with a
-                function that takes a state, the same on all ranks, and returns that of the rank
-                that took all steps; there it is the state itself.
-        """
-        return nullcontext()
-
-    def has_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether there are gradients that the optimizer would step with, or add up."""
-        return has_gradients(optimizer)
-
-    def drop_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Drop gradients for this optimizer that are not in ``parameter.grad`` yet."""
-        return None
-
-    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse one of the first steps of an optimizer, if it would train nothing.
-
-        Raises:
-            RuntimeError: the optimizer holds no parameter that is trained.
-        """
-        return None
-
-    def clip_grad_norm_(
-        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
-        """Clip by the total norm and return it."""
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-
-    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clip each gradient element to ``[-clip_value, clip_value]``."""
-        torch.nn.utils.clip_grad_value_(parameters, clip_value)
-
-    def join_norms(
-        self, norms: Mapping[str, torch.Tensor], norm_type: float
-    ) -> dict[str, torch.Tensor]:
-        """Collective where ranks have different layers: return the norms of all, by name.
-
-        Args:
-            norms: of the gradients here.
-            norm_type: the ``p`` of the norms; those of one name are parts of one.
-        """
-        return dict(norms)
-
-    def mark_unsynced(self, model: torch.nn.Module) -> None:
-        """Note that ranks may train this model without averaging from now on.
-
-        Raises:
-            ValueError: ranks share sequences, and each would train with other tokens.
-        """
-        if self.sequences.shared:
-            raise ValueError(
-                "LocalSGD does not work with cp_size or sp_size above 1: ranks that share a "
-                "sequence must have the same weights. Use gradient_accumulation_steps to "
-                "communicate less."
-            )
-        self._apart.add(model)

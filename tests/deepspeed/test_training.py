@@ -112,7 +112,7 @@ def _abandoned(layout: str, broken: bool) -> Any:
                 optimizer.step()
                 optimizer.zero_grad()
             break
-        assert accel.strategy.has_gradients(optimizer.optimizer)
+        assert accel.strategy.gradients.has_gradients(optimizer.optimizer)
         # as if nothing had been drawn
         loader.set_epoch(0)
     norms = []

@@ -365,7 +365,7 @@ def rounds_of(loop: str) -> list[int]:
         if loop == "rollout":
             with torch.no_grad():
                 model(model(inputs)[:, :5])
-        rounds.append(accel.strategy._units._rounds)
+        rounds.append(accel.strategy.gradients._units._rounds)
     return rounds
 
 

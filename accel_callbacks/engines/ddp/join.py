@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from accel_callbacks import collectives
 
-__all__ = ["joined"]
+__all__ = ["join_uneven"]
 
 
 class _Finish(Joinable):
@@ -44,7 +44,7 @@ class _FinishHook(JoinHook):
 
 
 @contextmanager
-def joined(
+def join_uneven(
     models: Sequence[Joinable],
     follow: Callable[[Callable[[Any], Any]], None],
     device: torch.device,
@@ -53,7 +53,7 @@ def joined(
 
     Args:
         models: the models to join; torch broadcasts their final weights to all ranks.
-        follow: see ``Strategy.join``.
+        follow: see ``Gradients.join``.
         device: of this rank.
     """
     if not models:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
-from weakref import ReferenceType, ref
 
 import torch
-import torch.distributed as dist
-from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_callbacks import collectives
@@ -21,8 +17,7 @@ from accel_callbacks.engines.checks import ignored_weights, refuse_distributed, 
 from accel_callbacks.engines.ddp.forward_methods import (
     DistributedDataParallel as PreparedDDP,
 )
-from accel_callbacks.engines.ddp.join import joined
-from accel_callbacks.engines.ddp.reduction import Reductions
+from accel_callbacks.engines.ddp.gradients import AveragedGradients
 from accel_callbacks.engines.shared_buffers import SharedBuffers
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.ddp import DDPCommunicationHookType as Hook
@@ -135,25 +130,18 @@ class DDP(Strategy):
         super().__init__(topology, handlers, parallelism)
         default = DistributedDataParallelKwargs()
         self.options = self.handlers.get(DistributedDataParallelKwargs, default)
-        self._group: ReferenceType[Any] | None = None  # that of the models
-        self._reductions = Reductions()
+
+    @cached_property
+    def gradients(self) -> AveragedGradients:
+        """The gradients of replicas."""
+        return AveragedGradients(self.options, self.topology.device)
 
     @cached_property
     def states(self) -> ReplicaStates:
         """The states of replicas."""
         from accel_callbacks.engines.ddp.states import ReplicaStates
 
-        return ReplicaStates(self.unwrap, self.topology.rank, self._apart)
-
-    @property
-    def allows_unfreezing(self) -> bool:
-        """True with ``find_unused_parameters``; without it DDP waits for each gradient."""
-        return bool(self.options.find_unused_parameters)
-
-    @property
-    def trains_together(self) -> bool:
-        """True once a model is averaged, unless ranks train it apart, as in LocalSGD."""
-        return self._group is not None and not self._apart
+        return ReplicaStates(self.unwrap, self.topology.rank, self.gradients.apart)
 
     def check(self, model: torch.nn.Module, num_steps: int = 1) -> None:
         """Refuse models that are distributed already, and windows with a static graph.
@@ -196,9 +184,8 @@ class DDP(Strategy):
         # Moved to the end of __dict__, so that it is freed after the reducer: a group whose last
         # reference is the reducer's can deadlock when it is freed.
         wrapped.process_group = wrapped.__dict__.pop("process_group")
-        self._group = ref(dist.group.WORLD)
         register_hook(wrapped, self.options)
-        self._reductions.watch(wrapped)
+        self.gradients.watch(wrapped)
         if frozen:
             wrapped.register_forward_pre_hook(_StillFrozen(frozen))
         return wrapped
@@ -212,20 +199,6 @@ class DDP(Strategy):
                 f"{self.topology.world_size}, and the process is rank {rank} of {world_size} "
                 "now: make a new Accelerator on all processes."
             )
-
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute gradients.
-
-        Raises:
-            RuntimeError: the models average in a process group that the script has destroyed.
-        """
-        if self._group is not None and (self._group() or self) is not dist.group.WORLD:
-            collectives.world_size()  # raises if there is no group
-            raise RuntimeError(
-                "backward: the process group of the prepared models was destroyed, and another one "
-                "made: make a new Accelerator, and prepare again, on all processes."
-            )
-        super().backward(loss, **kwargs)
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the replica inside the wrapper."""
@@ -248,42 +221,6 @@ class DDP(Strategy):
                 "has no other methods: pass the model itself to prepare()."
             )
 
-    def averages(self, model: torch.nn.Module) -> bool:
-        """Return False for models that DDP does not wrap, and in ``no_sync``."""
-        return isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
-
-    def no_sync(
-        self, model: torch.nn.Module, *, in_window: bool = False
-    ) -> AbstractContextManager[Any]:
-        """Return DDP's own ``no_sync`` for models that it wraps."""
-        if isinstance(model, DistributedDataParallel):
-            return model.no_sync()
-        return super().no_sync(model, in_window=in_window)
-
-    def trigger_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Prepare the reducer as a forward outside of ``no_sync`` would have done."""
-        if isinstance(model, DistributedDataParallel):
-            return _syncing(model)
-        return super().trigger_sync(model)
-
-    def join(
-        self, models: Sequence[Any], follow: Callable[[Callable[[Any], Any]], None]
-    ) -> AbstractContextManager[None]:
-        """Return torch's ``Join`` around the models that have gradients to average."""
-        averaged = [model for model in models if self._is_averaged(model)]
-        return joined(averaged, follow, self.topology.device)
-
-    def _is_averaged(self, model: Any) -> bool:
-        if isinstance(model, Joinable):
-            return True
-        is_module = isinstance(model, torch.nn.Module)
-        if is_module and not any(parameter.requires_grad for parameter in model.parameters()):
-            return False
-        raise TypeError(
-            f"join_uneven_inputs got a {type(model).__name__} that averages nothing between "
-            "processes: pass models as prepare() returned them."
-        )
-
 
 class _StillFrozen:
     """A forward hook that raises if a parameter is trained that was frozen at ``prepare``.
@@ -303,14 +240,3 @@ class _StillFrozen:
                     "DistributedDataParallelKwargs(find_unused_parameters=True), and freeze it "
                     "afterwards."
                 )
-
-
-@contextmanager
-def _syncing(model: DistributedDataParallel) -> Iterator[None]:
-    before = model.require_backward_grad_sync
-    model.require_backward_grad_sync = True
-    model.reducer.prepare_for_backward([])
-    try:
-        yield
-    finally:
-        model.require_backward_grad_sync = before

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -15,16 +15,15 @@ import torch.distributed as dist
 
 from accel_callbacks.distributed.topology import Topology, is_current
 from accel_callbacks.engines.deepspeed.build import building
-from accel_callbacks.engines.deepspeed.optimizer import EngineOptimizer, carry, engine_norm
+from accel_callbacks.engines.deepspeed.gradients import EngineGradients
+from accel_callbacks.engines.deepspeed.optimizer import EngineOptimizer, carry
 from accel_callbacks.engines.deepspeed.zero_agreement import ZeroAgreement
 from accel_callbacks.engines.deepspeed.zero_state import (
     RowMesh,
-    gradient_parts,
-    is_zero,
     zero_weight,
 )
 from accel_callbacks.engines.shared_buffers import SharedBuffers
-from accel_callbacks.gradients import clip_norm, has_gradients, parameters_of
+from accel_callbacks.gradients import parameters_of
 from accel_callbacks.logging import notice
 from accel_callbacks.models.compile import original
 from accel_callbacks.models.from_pretrained import ShardedByZero
@@ -108,8 +107,6 @@ class DeepSpeed(Strategy):
             lambda: strategy()._init_config(),  # type: ignore[union-attr]
         )
         self._untrained: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()  # engines
-        self._called: list[Any] = []  # engines since the last backward
-        self._boundary = True
         self._rows = RowMesh(topology.world_size)
         common = self.handlers.get(DistributedDataParallelKwargs, DistributedDataParallelKwargs())
         self._buffers = SharedBuffers(lambda buffer: False) if common.broadcast_buffers else None
@@ -127,6 +124,11 @@ class DeepSpeed(Strategy):
     def distributed_type(self) -> DistributedType:
         """``DistributedType.DEEPSPEED``."""
         return DistributedType.DEEPSPEED
+
+    @cached_property
+    def gradients(self) -> EngineGradients:
+        """The gradients that engines have."""
+        return EngineGradients(self._optimizers, self._agreement)
 
     @cached_property
     def states(self) -> ZeroStates:
@@ -299,7 +301,7 @@ class DeepSpeed(Strategy):
         carry(engine_optimizer.inner.param_groups, engine_optimizer.param_groups)
         self.plugins.filled[model] = filled
         self._optimizers[model] = engine_optimizer
-        engine.register_forward_pre_hook(self._note_call)
+        engine.register_forward_pre_hook(self.gradients.note_call)
         if self._buffers is not None and any(True for _ in model.buffers()):
             self._buffers.watch(engine)
         low = _LOW.get(self.precision)
@@ -315,10 +317,6 @@ class DeepSpeed(Strategy):
                 f"{plugin.zero_stage}; accel.deepspeed_config(model) shows what it was given"
             )
         return engine, engine_optimizer, scheduler
-
-    def _note_call(self, engine: Any, inputs: Any) -> None:
-        if torch.is_grad_enabled() and engine not in self._called:
-            self._called.append(engine)
 
     def _join(self) -> None:
         """Let DeepSpeed use the process group, making one for a single process."""
@@ -439,151 +437,6 @@ class DeepSpeed(Strategy):
     def _engines(self) -> list[Any]:
         trained = [optimizer.engine for optimizer in self._optimizers.values()]
         return [*trained, *self._untrained.values()]
-
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run the backward pass of the engine whose model was called.
-
-        Raises:
-            RuntimeError: several models were called since the last backward; or the window is full,
-                and there was no step.
-        """
-        seed = kwargs.pop("gradient", None)
-        if seed is not None:
-            loss = loss * seed if loss.dim() == 0 else (loss * seed).sum()
-        called, self._called = self._called, []
-        if not called:
-            called = [optimizer.engine for optimizer in self._optimizers.values()]
-        if len(called) != 1:
-            raise RuntimeError(
-                f"backward: {len(called)} models were called since the last backward, and "
-                "DeepSpeed runs it for one: call backward for the loss of each, or put the "
-                "models into one module."
-            )
-        engine = called[0]
-        optimizer = next(
-            optimizer for optimizer in self._optimizers.values() if optimizer.engine is engine
-        )
-        if optimizer.closed:
-            raise RuntimeError(
-                "backward: the gradients of a full window wait for a step, and DeepSpeed has "
-                "averaged them already: put the body of the loop into "
-                "`with accel.accumulate(model):`, or call optimizer.step() after each backward."
-            )
-        engine.set_gradient_accumulation_boundary(self._boundary)
-        optimizer.micro_batches += 1
-        optimizer.closed = self._boundary
-        self._agreement.start_backward(engine)
-        engine.backward(loss, **kwargs)
-        self._agreement.finish_backward(engine, self._boundary)
-
-    def averages(self, model: torch.nn.Module) -> bool:
-        """Return False: the engine averages gradients wherever they come from."""
-        return False
-
-    @contextmanager
-    def no_sync(self, model: torch.nn.Module, *, in_window: bool = False) -> Iterator[None]:
-        """Context manager: backward is not the last one of a window.
-
-        ZeRO may reduce gradients all the same.
-        """
-        before, self._boundary = self._boundary, False
-        try:
-            yield
-        finally:
-            self._boundary = before
-
-    @contextmanager
-    def trigger_sync(self, model: torch.nn.Module) -> Iterator[None]:
-        """Context manager: backward is the last one of a window."""
-        before, self._boundary = self._boundary, True
-        try:
-            yield
-        finally:
-            self._boundary = before
-
-    def join(
-        self, models: Sequence[Any], follow: Callable[[Callable[[Any], Any]], None]
-    ) -> AbstractContextManager[None]:
-        """Refuse uneven inputs.
-
-        Raises:
-            ValueError: always: a rank without a batch could not do its part of the step.
-        """
-        raise ValueError(
-            "join_uneven_inputs does not work with DeepSpeed: let prepare() split the data evenly."
-        )
-
-    def mark_unsynced(self, model: torch.nn.Module) -> None:
-        """Refuse to train ranks apart.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(
-            "LocalSGD does not work with DeepSpeed: use gradient_accumulation_steps to communicate "
-            "less, or train without the deepspeed_plugin."
-        )
-
-    def has_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether the engine holds gradients."""
-        if isinstance(optimizer, EngineOptimizer):
-            return optimizer.micro_batches > 0
-        return has_gradients(optimizer)
-
-    def _asked(self, parameters: Iterable[torch.Tensor]) -> list[EngineOptimizer]:
-        """Return the optimizers of the engines that parameters belong to.
-
-        Raises:
-            ValueError: some parameters of an engine are left out.
-        """
-        ids = {id(parameter) for parameter in parameters}
-        optimizers = []
-        for optimizer in self._optimizers.values():
-            trained = {id(p) for p in parameters_of([optimizer]) if p.requires_grad}
-            if not trained & ids:
-                continue
-            if missing := trained - ids:
-                raise ValueError(
-                    f"clipping: {len(missing)} of {len(trained)} trained parameters were left out, "
-                    "and DeepSpeed clips all of a model: pass model.parameters()."
-                )
-            optimizers.append(optimizer)
-        return optimizers
-
-    def clip_grad_norm_(
-        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
-        """Let the next step clip by the total norm, and return that norm.
-
-        Raises:
-            ValueError: DeepSpeed's configuration clips to another norm, or the norm is not 2.
-        """
-        parameters = list(parameters)
-        norms = []
-        for optimizer in self._asked(parameters):
-            if optimizer.clipping and optimizer.clipping != max_norm:
-                raise ValueError(
-                    f"clip_grad_norm_(max_norm={max_norm}) contradicts gradient_clipping="
-                    f"{optimizer.clipping} of DeepSpeed's configuration: make it 'auto' there, or "
-                    "leave the call out."
-                )
-            if not is_zero(optimizer.engine):
-                norms.append(clip_norm(parameters, max_norm, norm_type))
-                continue
-            if norm_type != 2.0:
-                raise ValueError(f"norm_type={norm_type}: ZeRO clips by the 2-norm alone.")
-            optimizer.set_clipping(float(max_norm))
-            norms.append(engine_norm(optimizer.engine))
-        if not norms:
-            return clip_norm(parameters, max_norm, norm_type)
-        return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
-
-    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clip each gradient element to ``[-clip_value, clip_value]``."""
-        for optimizer in self._asked(parameters):
-            scale = float(getattr(optimizer.engine.optimizer, "loss_scale", 1.0))
-            for part in gradient_parts(optimizer.engine):
-                part.clamp_(-clip_value * scale, clip_value * scale)
 
 
 # --- helpers of setting up --------------------------------------------------------------------

@@ -6,35 +6,31 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
-import torch.distributed as dist
 
 from accel_callbacks import collectives
 from accel_callbacks.collectives.sharded import class_of
 from accel_callbacks.distributed.rank_subset import needs_all_ranks, refuse_on_subset
 from accel_callbacks.distributed.topology import Topology
 from accel_callbacks.engines.checks import refuse_distributed, refuse_spread
+from accel_callbacks.engines.fsdp.gradients import FSDPGradients
 from accel_callbacks.engines.fsdp.groups import (
-    drop_held,
     gather_through,
-    has_held,
     is_idle,
     parameter_groups,
-    reducing,
     take_up_loaded,
 )
 from accel_callbacks.engines.fsdp.sharded_calls import (
     begin_at_root,
-    explain_backward,
     explain_forward,
     explain_layers,
     refuse_copies,
 )
-from accel_callbacks.engines.fsdp.unit_agreement import UnitAgreement
 from accel_callbacks.engines.fsdp.units import find_units, ignored_parameters
 from accel_callbacks.engines.sharding import Sharding
 from accel_callbacks.engines.shared_buffers import SharedBuffers
@@ -47,7 +43,6 @@ from accel_callbacks.engines.tensor.strategy import (
     share_cut,
     share_whole,
 )
-from accel_callbacks.gradients import has_gradients, local_part, parameters_of
 from accel_callbacks.logging import notice
 from accel_callbacks.models.absent_weights import absent_weights
 from accel_callbacks.models.activation_checkpointing import checkpoint_with
@@ -111,17 +106,10 @@ class FSDP(Sharding):
         super().__init__(topology, handlers, parallelism)
         self.engine_plugins = (self.options,)
         self._policy: Any = None
-        # By sharded model: units that stay gathered after a forward; FSDP's groups; parameters that
-        # are whole. The first two refer to the model, and must not keep it.
+        # By sharded model, the units that stay gathered after a forward; they must not keep it.
         self._lingering: WeakKeyDictionary[torch.nn.Module, list[ref[Any]]] = WeakKeyDictionary()
-        self._groups: WeakKeyDictionary[torch.nn.Module, list[ref[Any]]] = WeakKeyDictionary()
-        self._whole: WeakKeyDictionary[torch.nn.Module, list[torch.nn.Parameter]] = (
-            WeakKeyDictionary()
-        )
-        self._may_hold = False  # gradients where the optimizer does not see them
-        common = self.handlers.get(DistributedDataParallelKwargs, DistributedDataParallelKwargs())
-        self._buffers = SharedBuffers(self._is_cut_now) if common.broadcast_buffers else None
-        self._units = UnitAgreement(fills=common.find_unused_parameters)
+        shared = self._common.broadcast_buffers
+        self._buffers = SharedBuffers(self._is_cut_now) if shared else None
         for note in self.options.notes():
             warn(note)
 
@@ -134,6 +122,23 @@ class FSDP(Sharding):
     def distributed_type(self) -> DistributedType:
         """``DistributedType.FSDP``."""
         return DistributedType.FSDP
+
+    @property
+    def _common(self) -> DistributedDataParallelKwargs:
+        """The options of DDP that have a meaning here too."""
+        return self.handlers.get(DistributedDataParallelKwargs, DistributedDataParallelKwargs())
+
+    @cached_property
+    def gradients(self) -> FSDPGradients:
+        """The gradients of shards, and those that FSDP holds back."""
+        return FSDPGradients(
+            lambda: self._models,
+            self._shard_of,
+            self.data,
+            self._plainer,
+            holds_whole=bool(self.options.no_sync),
+            fills=self._common.find_unused_parameters,
+        )
 
     @property
     def _models(self) -> list[torch.nn.Module]:
@@ -246,9 +251,7 @@ class FSDP(Sharding):
             self._lingering[model] = [
                 ref(module) for module in model.modules() if _is_sharded(module)
             ]
-        self._groups[model] = list(map(ref, parameter_groups(model)))
-        self._units.watch(model)
-        self._watch_inputs(model)
+        self.gradients.watch(model)
         if self._buffers is not None and any(True for _ in model.buffers()):
             self._buffers.watch(model)
         needs_all_ranks(filter(_is_sharded, model.modules()))
@@ -337,7 +340,7 @@ class FSDP(Sharding):
         for parameter in whole:
             if not parameter.is_meta:
                 parameter.data = parameter.data.to(self.topology.device)
-        self._whole[model] = list(whole)
+        self.gradients.average_whole(model, whole)
 
     def _take_weights(
         self,
@@ -387,27 +390,7 @@ class FSDP(Sharding):
         pinned = getattr(policy, "pin_memory", True) and self.topology.device.type != "cpu"
         return CPUOffloadPolicy(pin_memory=pinned)
 
-    # --- the step -----------------------------------------------------------------------------
-
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute gradients; average those of parameters that are not sharded."""
-        for groups in self._groups.values():
-            for group in groups:
-                _admit_unfrozen(group())
-        try:
-            super().backward(loss, **kwargs)
-        except RuntimeError as error:
-            explain_backward(error)
-            raise
-        self._units.finish_backward()
-        for model, whole in self._whole.items():
-            trained = [parameter for parameter in whole if parameter.requires_grad]
-            if trained and all(group.reduce_grads for group in parameter_groups(model)):
-                assert self.parallelism is not None
-                assert self.data.mesh is not None
-                names = self.parallelism.fsdp_dim_names
-                mesh = self.parallelism.get_submesh(names, self.data.mesh.device_type)
-                _average(trained, self.data.copies, mesh)
+    # --- calls ----------------------------------------------------------------------------------
 
     def mark_forward_methods(self, model: torch.nn.Module, names: Sequence[str]) -> None:
         """Gather the weights for these methods too, and check that there are some."""
@@ -436,34 +419,6 @@ class FSDP(Sharding):
             module = unit()
             if module is not None and is_idle(module):
                 module.reshard()
-
-    def no_sync(
-        self, model: torch.nn.Module, *, in_window: bool = False
-    ) -> AbstractContextManager[Any]:
-        """Return a context in which each rank keeps whole gradients of its own.
-
-        In a window, unless the options say otherwise, gradients are reduced and sharded each time,
-        so that no rank holds whole ones; replicas exchange theirs at the end of the window only.
-        """
-        assert self.parallelism is not None
-        shards_each = in_window and not self.options.no_sync
-        if shards_each and not (self.parallelism.dp_replicate_enabled and _is_sharded(model)):
-            return nullcontext()
-        self._may_hold = True
-        return reducing(model, scatter=None if shards_each else False, all_reduce=False)
-
-    def trigger_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which backward reduces gradients."""
-        return reducing(model, scatter=True, all_reduce=True)
-
-    def has_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether there are gradients to step with, those held back by FSDP included."""
-        return has_gradients(optimizer) or has_held(self._models, _ids(optimizer))
-
-    def drop_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Drop the gradients that FSDP holds back until the end of a window."""
-        if self._may_hold:
-            drop_held(self._models, _ids(optimizer))
 
 
 def _default_parallelism(
@@ -494,10 +449,6 @@ def _is_of_fsdp(tensor: Any) -> bool:
 
 def _is_sharded(model: torch.nn.Module) -> bool:
     return hasattr(model, "_get_fsdp_state")
-
-
-def _ids(optimizer: torch.optim.Optimizer) -> set[int]:
-    return set(map(id, parameters_of([optimizer])))
 
 
 # --- precision --------------------------------------------------------------------------------
@@ -623,49 +574,3 @@ def _around_packed(model: torch.nn.Module, mesh: Any) -> dict[str, Any]:
     return {
         "shard_placement_fn": lambda parameter: Shard(1) if packed_dim(parameter) == 0 else None
     }
-
-
-def _admit_unfrozen(group: Any) -> None:
-    """Let FSDP reduce gradients of a group that was all frozen at its first forward."""
-    if getattr(group, "_orig_dtype", 0) is None and any(
-        parameter.sharded_param.requires_grad for parameter in group.fsdp_params
-    ):
-        group._init_mp_dtypes()
-
-
-@torch.no_grad()
-def _average(parameters: Sequence[torch.nn.Parameter], copies: int, mesh: Any) -> None:
-    """Collective: average gradients over data; a missing one is 0, unless it is so on all ranks.
-
-    The average of an average is itself, so this may run after each backward of a window.
-
-    Args:
-        parameters: whole on all ranks, or cut by tensor parallelism.
-        copies: number of ranks that read the same data.
-        mesh: the dimensions whose ranks have different losses: of other data, or other tokens.
-    """
-    for parameter in parameters:
-        part = local_part(parameter)
-        gradient = parameter.grad
-        if gradient is not None and any(
-            placement.is_partial() for placement in getattr(gradient, "placements", ())
-        ):
-            gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
-        local_gradient = torch.zeros_like(part) if gradient is None else local_part(gradient)
-        flat = torch.cat(
-            [local_gradient.flatten(), local_gradient.new_tensor([gradient is not None])]
-        )
-        if copies == 1:
-            dist.all_reduce(flat, group=collectives.group_for(flat))
-        else:
-            for dimension in range(mesh.ndim):
-                dist.all_reduce(flat, group=mesh.get_group(dimension))
-        if flat[-1] == 0:
-            continue
-        mean = (flat[:-1] / mesh.size()).view_as(part)
-        if gradient is None:
-            parameter.grad = torch.zeros_like(parameter)
-        elif gradient is not parameter.grad:
-            parameter.grad = gradient
-        assert parameter.grad is not None
-        local_part(parameter.grad).copy_(mean)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 
 from accel_callbacks import collectives
 from accel_callbacks.collectives.sharded import class_of
@@ -18,6 +17,7 @@ from accel_callbacks.engines.checks import is_of_transformers, refuse_distribute
 from accel_callbacks.engines.checks import refuse_spread as _refuse_spread
 from accel_callbacks.engines.fsdp.unit_agreement import UnitAgreement
 from accel_callbacks.engines.fsdp.units import find_units
+from accel_callbacks.engines.pipeline.gradients import StageGradients
 from accel_callbacks.engines.pipeline.rehearsal import Rehearsal
 from accel_callbacks.engines.pipeline.runner import (
     PipelineOptions,
@@ -38,12 +38,6 @@ from accel_callbacks.engines.tensor.strategy import (
     reduce_partial_gradients,
     required_plan,
     separate_dropout,
-)
-from accel_callbacks.gradients import (
-    combined_norm,
-    parameters_of,
-    scale_gradients,
-    total_norm,
 )
 from accel_callbacks.models.compile import refuse_scripted
 from accel_callbacks.models.initial_weights import whole_parameters_freed
@@ -174,6 +168,11 @@ class PipelineParallel(Sharding):
         arranged = run.arranged
         assert arranged is not None
         return cls(run.topology, run.handlers, arranged, run.fsdp)
+
+    @cached_property
+    def gradients(self) -> StageGradients:
+        """The gradients of all stages."""
+        return StageGradients(lambda: self._models, self._shard_of, self.data, self._plainer)
 
     @cached_property
     def states(self) -> StageStates:
@@ -370,51 +369,6 @@ class PipelineParallel(Sharding):
                         if is_parameter:  # an optimizer of the user holds it
                             tensor.data = tensor.data.new_empty(0)
                     slots[key] = empty[id(tensor)]
-
-    # --- training -------------------------------------------------------------------------------
-
-    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if an optimizer holds no parameter of a pipeline, and no gradient."""
-        optimizer_ids = set(map(id, parameters_of([optimizer])))
-        known = {id(p) for model in self._models for p in model.parameters()}
-        if not optimizer_ids & known:
-            super().check_step(optimizer)
-
-    def clip_grad_norm_(
-        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
-        """Clip by the total norm over all stages."""
-        parameters = [self._shard_of(parameter) for parameter in parameters]
-        of_stages = {id(p) for model in self._models for p in model.parameters()}
-        stage_parameters = [parameter for parameter in parameters if id(parameter) in of_stages]
-        rest = [parameter for parameter in parameters if id(parameter) not in of_stages]
-        norm = self._over_stages(total_norm(stage_parameters, norm_type), norm_type)
-        if rest:  # the same on all stages
-            norm = combined_norm([norm, total_norm(rest, norm_type)], norm_type)
-        scale_gradients(parameters, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        return norm
-
-    def _over_stages(self, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
-        total = norm.to(self.topology.device).double()
-        if norm_type == float("inf"):
-            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self._group)
-            return total.to(norm.dtype)
-        total = total.pow(norm_type)
-        dist.all_reduce(total, group=self._group)
-        return total.pow(1.0 / norm_type).to(norm.dtype)
-
-    def join_norms(
-        self, norms: Mapping[str, torch.Tensor], norm_type: float
-    ) -> dict[str, torch.Tensor]:
-        """Collective: return norms of the gradients of all stages; of one name, the total."""
-        gathered: list[Any] = [None] * self._ranks
-        local_norms = {name: float(norm) for name, norm in norms.items()}
-        dist.all_gather_object(gathered, local_norms, group=self._group)
-        parts: dict[str, list[torch.Tensor]] = {}
-        for stage_norms in gathered:
-            for name, norm in stage_norms.items():
-                parts.setdefault(name, []).append(torch.tensor(norm, device=self.topology.device))
-        return {name: combined_norm(several, norm_type) for name, several in parts.items()}
 
 
 def _shard(

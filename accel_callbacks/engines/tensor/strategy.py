@@ -122,7 +122,7 @@ class TensorParallel(Sharding):
         reduce_partial_gradients(model)
         separate_dropout(model, self.parallelism, mesh, self.topology.device)
         await_collectives(model)
-        self._watch_inputs(model)
+        self.gradients.watch_inputs(model)
         return model
 
 

@@ -11,7 +11,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_callbacks import Accelerator
-from accel_callbacks.engines import SingleDevice, StateAccess, Strategy, register_engine
+from accel_callbacks.engines import (
+    Gradients,
+    SingleDevice,
+    StateAccess,
+    Strategy,
+    register_engine,
+)
 from accel_callbacks.plugins.base import KwargsHandler
 
 BATCHES = 6
@@ -46,6 +52,17 @@ class CrateStates(StateAccess):
         return False
 
 
+class CrateGradients(Gradients):
+    """Gradients of torch; the number of backward passes."""
+
+    def __init__(self):
+        self.backwards = 0
+
+    def backward(self, loss, **kwargs):
+        self.backwards += 1
+        super().backward(loss, **kwargs)
+
+
 class Crates(Strategy):
     """Packs each model into a crate, and notes what it was asked."""
 
@@ -55,7 +72,10 @@ class Crates(Strategy):
         super().__init__(topology, handlers, parallelism)
         self.options = self.handlers.get(CrateKwargs)
         self.engine_plugins = (self.options,)
-        self.backwards = 0
+
+    @cached_property
+    def gradients(self):
+        return CrateGradients()
 
     @cached_property
     def states(self):
@@ -67,10 +87,6 @@ class Crates(Strategy):
     def unwrap(self, model):
         model = super().unwrap(model)
         return model.inside if isinstance(model, Crate) else model
-
-    def backward(self, loss, **kwargs):
-        self.backwards += 1
-        super().backward(loss, **kwargs)
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +142,7 @@ def test_an_own_engine_trains_as_plain_torch_does(scale):
     assert accel.strategy.name == "crates"
     assert isinstance(prepared[0], Crate)
     assert same(train(accel, *prepared), of_torch(scale))
-    assert accel.strategy.backwards == BATCHES
+    assert accel.strategy.gradients.backwards == BATCHES
 
 
 def test_a_run_of_an_own_engine_resumes(tmp_path):
@@ -134,7 +150,7 @@ def test_a_run_of_an_own_engine_resumes(tmp_path):
     accel, *prepared = accelerated()
     accel.load_state(path)
     assert same(train(accel, *prepared), of_torch())
-    assert accel.strategy.backwards == BATCHES - 3
+    assert accel.strategy.gradients.backwards == BATCHES - 3
 
 
 def test_its_checkpoints_are_those_of_any_engine(tmp_path):

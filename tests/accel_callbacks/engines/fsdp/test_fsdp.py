@@ -225,7 +225,7 @@ def abandoned(plugin: Any, layout: str = "fsdp") -> tuple[list[float], bool]:
                 optimizer.step()
                 optimizer.zero_grad()
             if rounds == 0 and number == 1:
-                held = accel.strategy.has_gradients(optimizer.optimizer)
+                held = accel.strategy.gradients.has_gradients(optimizer.optimizer)
                 break
     return flat(accel.unwrap_model(model)), held
 
@@ -308,10 +308,10 @@ def accumulated_by_hand(layout: str = "fsdp") -> tuple[list[bool], list[float]]:
         seen.append(all(p.grad is not None for p in model.parameters()))
         accel.backward(model(batch(accel, 2)[0]).square().sum())
     accel.backward(model(batch(accel, 3)[0]).square().sum())
-    seen.append(accel.strategy.has_gradients(optimizer.optimizer))
+    seen.append(accel.strategy.gradients.has_gradients(optimizer.optimizer))
     optimizer.step()
     optimizer.zero_grad()
-    seen.append(accel.strategy.has_gradients(optimizer.optimizer))
+    seen.append(accel.strategy.gradients.has_gradients(optimizer.optimizer))
     return seen, flat(accel.unwrap_model(model))
 
 
