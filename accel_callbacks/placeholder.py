@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
-__all__ = ["Placeholder", "keepers", "kept_elsewhere", "placeholders", "unwritable"]
-
-#: Of a model each returns the tensors in memory that hold the weights behind its placeholders.
-keepers: list[Callable[[torch.nn.Module], list[torch.Tensor]]] = []
+__all__ = ["Placeholder", "kept_elsewhere", "placeholders", "unwritable"]
 
 
 class Placeholder(torch.Tensor):
@@ -20,10 +17,15 @@ class Placeholder(torch.Tensor):
         """True if the weight is only read, and nothing writes to it."""
         raise NotImplementedError
 
+    def kept(self) -> torch.Tensor | None:
+        """Return the tensor in memory that holds the weight, None if there is none."""
+        raise NotImplementedError
+
 
 def kept_elsewhere(model: torch.nn.Module) -> list[torch.Tensor]:
     """Return the tensors in memory that hold the weights behind placeholders."""
-    return [tensor for keeper in keepers for tensor in keeper(model)]
+    tensors = [placeholder.kept() for _, placeholder in placeholders(model)]
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def placeholders(model: torch.nn.Module) -> Iterator[tuple[str, Placeholder]]:

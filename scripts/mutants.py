@@ -297,7 +297,6 @@ offload
     accel_callbacks/models/offload/device_copies.py
     accel_callbacks/models/offload/device_map.py
     accel_callbacks/models/offload/dispatch.py
-    accel_callbacks/models/offload/file_pages.py
     accel_callbacks/compat/folder.py
     accel_callbacks/compat/hooks.py
     accel_callbacks/models/offload/origins.py

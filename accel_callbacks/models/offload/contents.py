@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 
 from accel_callbacks.models.offload.device_copies import DeviceCopies, PinnedBuffers
-from accel_callbacks.models.offload.file_pages import PAGE, unmap_pages
 from accel_callbacks.models.offload.source import (
     Reader,
     Reads,
@@ -81,7 +80,6 @@ def lay_out(
     held: Collection[str],
     stored: StoredWeights,
     direct: bool,
-    mapped: bool = False,
 ) -> Contents:
     """Return the layout of the weights of a unit in its memory.
 
@@ -90,7 +88,6 @@ def lay_out(
         held: the names of those that are in host memory.
         stored: where the others are.
         direct: read past the page cache.
-        mapped: the memory may be made of the files' pages: host memory that is not pinned.
 
     Raises:
         ValueError: a weight is not stored, or has another shape.
@@ -110,7 +107,7 @@ def lay_out(
         on_disk[name] = entry
     same = {name: entry for name, entry in on_disk.items() if entry.dtype == wanted[name].dtype}
     rest = {name: entry for name, entry in on_disk.items() if name not in same}
-    reads = plan_reads(same, direct, mapped=mapped) if same else None
+    reads = plan_reads(same, direct) if same else None
     converted = plan_reads(rest, direct) if rest else None
     weights: dict[str, Weight] = {}
     position = from_files = 0 if reads is None else aligned_up(reads.nbytes)
@@ -169,7 +166,6 @@ class Filler:
         self._copies = copies
         self._desk = _Desk()
         self._reader: Reader | None = None  # the last one, for the message of one who waits
-        self._mapped: set[int] = set()  # addresses of memory that has pages of files in it
         self._raw_bytes = max((c.converted.nbytes for c in contents if c.converted), default=0)
         self._pinned_bytes = max((c.from_files for c in contents), default=0)
         self.staging_bytes = 0
@@ -227,7 +223,6 @@ class Filler:
         if self._desk.reader is None:
             self._desk.reader = Reader(self._stored, self._progress)
         self._reader = reader = self._desk.reader
-        self._unmap(contents, memory)
         if contents.reads is not None:
             reader.fill(contents.reads, memory)
         if contents.converted is not None:
@@ -237,27 +232,6 @@ class Filler:
                 stored = self._stored.tensors[name]
                 source = Weight(at, stored.dtype, stored.shape).of(raw)
                 contents.weights[name].of(memory).copy_(source)
-
-    def _unmap(self, contents: Contents, memory: torch.Tensor) -> None:
-        """Replace mapped pages by anonymous ones, except where files will be mapped."""
-        pages = () if contents.reads is None else contents.reads.pages
-        address, position = memory.data_ptr(), 0
-        if address in self._mapped:
-            nbytes = -(-memory.numel() // PAGE) * PAGE
-            for place, end in [*((page.place, page.end) for page in pages), (nbytes, nbytes)]:
-                unmap_pages(address + position, place - position)
-                position = end
-            self._mapped.discard(address)
-        if pages:
-            self._mapped.add(address)
-
-    def check(self, unit: int) -> None:
-        """Raise WeightReadError if a file whose pages are a unit's memory has been written to."""
-        reader, reads = self._reader, self._contents[unit].reads
-        if reader is None or reads is None or not reads.pages:
-            return
-        for path in {page.path for page in reads.pages}:
-            self._stored.check_unwritten(path, reader.mapped.get(path))
 
     def _raw(self, nbytes: int) -> torch.Tensor:
         """Return host memory of this thread, the same each time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
@@ -81,6 +81,18 @@ _SET_REQUIRES_GRAD = getattr(torch.Tensor.requires_grad, "__set__")  # noqa: B00
 _SET_GRAD = getattr(torch.Tensor.grad, "__set__")  # noqa: B009
 
 
+class Fetch(Protocol):
+    """The weight behind a placeholder."""
+
+    def __call__(self) -> torch.Tensor:
+        """Return the weight where its module runs."""
+        raise NotImplementedError
+
+    def held(self) -> torch.Tensor | None:
+        """Return the tensor in memory that holds it, None if it is in a file."""
+        raise NotImplementedError
+
+
 class AbsentWeight(Placeholder):
     """A weight that is not in memory: a tensor without values, which refuses to compute.
 
@@ -102,7 +114,7 @@ class AbsentWeight(Placeholder):
     weight_name: str
     weight_place: str
     weight_device: torch.device
-    weight_fetch: Callable[[], torch.Tensor] | None
+    weight_fetch: Fetch | None
     # Without the detours over __torch_function__, and over the metaclass of parameters.
     is_trained: bool  # requires_grad
     is_parameter: bool
@@ -146,6 +158,10 @@ class AbsentWeight(Placeholder):
     def stays_in_file(self) -> bool:
         """True if the weight is on disk."""
         return self.weight_place == ON_DISK
+
+    def kept(self) -> torch.Tensor | None:
+        """Return the tensor in memory that holds the weight, None if there is none."""
+        return None if self.weight_fetch is None else self.weight_fetch.held()
 
     def filled(self, value: torch.Tensor) -> torch.Tensor:
         """Return a value as the parameter or buffer that this stands for."""
@@ -198,7 +214,7 @@ def placeholder(
     name: str,
     place: str,
     device: torch.device | str = "meta",
-    fetch: Callable[[], torch.Tensor] | None = None,
+    fetch: Fetch | None = None,
 ) -> AbsentWeight:
     """Return the tensor that stands for a weight while it is not in memory.
 
@@ -207,8 +223,8 @@ def placeholder(
         name: of the weight, for errors.
         place: where the weight is, for errors: ``"on disk"``.
         device: where its module runs.
-        fetch: returns the weight, for code that runs again in the backward pass, outside of its
-            module; a picklable object.
+        fetch: gives the weight to code that runs again in the backward pass, outside of its module;
+            a picklable object.
     """
     parameter = isinstance(like, torch.nn.Parameter)
     kind = (tuple(like.shape), like.dtype, like.requires_grad, parameter)
@@ -253,7 +269,7 @@ def _rebuild(
     name: str,
     place: str,
     device: torch.device,
-    fetch: Callable[[], torch.Tensor] | None,
+    fetch: Fetch | None,
 ) -> AbsentWeight:
     weight = torch.empty(shape, dtype=dtype, device="meta").as_subclass(AbsentWeight)
     weight.weight_name, weight.weight_place, weight.weight_device = name, place, device

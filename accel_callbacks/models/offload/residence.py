@@ -14,7 +14,6 @@ import torch
 
 from accel_callbacks.models.offload.contents import Filler, host_memory, lay_out
 from accel_callbacks.models.offload.device_copies import device_copies, pinned
-from accel_callbacks.models.offload.file_pages import is_supported
 from accel_callbacks.models.offload.placeholder import (
     ON_DISK,
     AbsentWeight,
@@ -26,7 +25,6 @@ from accel_callbacks.models.offload.slots import Lent, Loan, Slot
 from accel_callbacks.models.offload.source import StoredWeights
 from accel_callbacks.models.offload.units import FetchUnit
 from accel_callbacks.models.offload.window import Traffic, Window, forks
-from accel_callbacks.placeholder import keepers
 from checkpoint_io.warning import warn
 
 __all__ = [
@@ -34,7 +32,6 @@ __all__ = [
     "OffloadOptions",
     "UnitHook",
     "attach",
-    "held_weights",
     "offload_hook",
     "offload_hooks",
     "onloaded",
@@ -110,10 +107,7 @@ class Offload:
         if options.direct is None:
             files = {stored.tensors[name] for name in names if name in stored.tensors}
             self.direct = not _fit_page_cache(sum(tensor.nbytes for tensor in files))
-        self._contents = [
-            lay_out(tensors, self.held, stored, self.direct, mapped=_takes_pages(device))
-            for tensors in wanted
-        ]
+        self._contents = [lay_out(tensors, self.held, stored, self.direct) for tensors in wanted]
         self._dtypes = {
             name: tensor.dtype
             for unit in units
@@ -240,7 +234,6 @@ class Offload:
         # Before the lock is taken: a read may be slow, and other units go on meanwhile.
         memory = self.window.acquire(index) if self._contents[index].weights else None
         try:
-            self.check_files(index)
             with self._lock:
                 present = self._present.get(index)
                 if present is None:
@@ -283,11 +276,6 @@ class Offload:
         weight = self._contents[index].weights.get(loan.name)
         if weight is not None and memory is not None:
             weight.of(memory).copy_(loan.tensor)  # not read again for the next use
-
-    def check_files(self, index: int) -> None:
-        """Raise WeightReadError if files that are a unit's memory have been written to."""
-        if self._filler is not None:
-            self._filler.check(index)
 
     def forget(self, index: int) -> None:
         """Discard the memory of a unit, which is read again for its next use."""
@@ -416,11 +404,6 @@ def _fit_page_cache(nbytes: int) -> bool:
     return free is None or nbytes <= _CACHED * free
 
 
-def _takes_pages(device: torch.device) -> bool:
-    """Return whether a unit's memory may be made of pages of files."""
-    return device.type == "cpu" and device_copies(device) is None and is_supported()
-
-
 def _on(device: torch.device) -> Callable[[int], torch.Tensor]:
     return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device)
 
@@ -509,13 +492,8 @@ class _Use:
 
         Raises:
             AbsentWeightError: a weight was changed in place.
-            WeightReadError: a file was written to while its pages were in use.
         """
-        used = [index for index, _ in self._units]
         changed = self._leave()
-        if not failed:
-            for index in used:
-                self._offload.check_files(index)
         if changed and not failed:
             names = list(changed[0].slots)
             raise AbsentWeightError(
@@ -594,6 +572,22 @@ class _Saved(NamedTuple):
         return whole
 
 
+class _Fetch(NamedTuple):
+    """The way from a placeholder to its weight; copied and pickled with it."""
+
+    offload: Offload
+    unit: int
+    name: str
+
+    def __call__(self) -> torch.Tensor:
+        """Return the weight as a view of the window."""
+        return self.offload.fetched(self.unit, self.name)
+
+    def held(self) -> torch.Tensor | None:
+        """Return the tensor in host memory, None for a weight in a file."""
+        return self.offload.held.get(self.name)
+
+
 class UnitHook:
     """Brings the units of a module while it runs, around all of its other hooks.
 
@@ -655,7 +649,7 @@ class UnitHook:
                     was = slots[0].get()
                     assert was is not None
                     place = _IN_HOST_MEMORY if name in self.offload.held else ON_DISK
-                    fetch = partial(Offload.fetched, self.offload, index, name)
+                    fetch = _Fetch(self.offload, index, name)
                     unit.placeholders[name] = placeholder(
                         was, name, place, self.offload.device, fetch
                     )
@@ -882,18 +876,6 @@ def offload_hook(module: torch.nn.Module) -> Any:
             return hook
         pending.extend(getattr(hook, "hooks", ()))
     return None
-
-
-def held_weights(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the offloaded weights of a model that are held in host memory, each once."""
-    offloads = {id(hook.offload): hook.offload for hook in offload_hooks(model)}
-    tensors = {
-        id(tensor): tensor for offload in offloads.values() for tensor in offload.held.values()
-    }
-    return list(tensors.values())
-
-
-keepers.append(held_weights)
 
 
 @contextmanager

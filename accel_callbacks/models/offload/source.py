@@ -12,14 +12,11 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
-
-from accel_callbacks.models.offload import file_pages
 
 __all__ = [
     "FileIdentity",
@@ -32,7 +29,6 @@ __all__ = [
 ]
 
 _PIECE = 8 << 20  # bytes of one read
-_MAPPED = 16 << 20  # bytes of pages that are mapped at a time
 _READ_AHEAD = 128 << 10  # bytes that the system reads as one request by itself
 _AT_ONCE = 2  # reads of a unit: the disk has the next one before the last one has ended
 _PAGE = 4096  # what O_DIRECT asks of addresses, lengths and offsets
@@ -42,9 +38,6 @@ _VIEWS = 512  # of one readv; the limit is 1024
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-
-
-_Opened = TypeVar("_Opened")
 
 
 class WeightReadError(RuntimeError):
@@ -107,8 +100,6 @@ class FileIdentity(NamedTuple):
                 file.seek(0)
                 head = hashlib.sha256(file.read(8 + min(length, _PIECE))).hexdigest()
         except OSError as error:
-            if error.errno in _NO_DESCRIPTORS:
-                raise
             raise unreadable(path, error) from None
         return cls(status.st_size, status.st_mtime_ns, head)
 
@@ -121,6 +112,11 @@ class FileIdentity(NamedTuple):
 
 def unreadable(path: str, error: OSError) -> WeightReadError:
     """Return the error for a file of weights that cannot be opened."""
+    if error.errno in _NO_DESCRIPTORS:
+        return WeightReadError(
+            f"{path}: {error.strerror}: raise the limit with `ulimit -n`, or close files that are "
+            "not needed."
+        )
     is_missing = isinstance(error, FileNotFoundError)
     return WeightReadError(
         f"{path}{' is missing' if is_missing else ''}: {error.strerror}: the weights of a "
@@ -270,21 +266,6 @@ class StoredWeights:
         """Open one of the files; raise WeightReadError if it was replaced."""
         return OpenFile(path, self.identities.get(path), flags)
 
-    def check_unwritten(self, path: str, inode: tuple[int, int] | None) -> None:
-        """Raise WeightReadError if a file that is mapped has been written to.
-
-        Args:
-            path: of the file; another one may have its name by now, which changes no weights.
-            inode: the device and inode of the mapped file.
-        """
-        was = self.identities.get(path)
-        with suppress(OSError):
-            status = os.stat(path)
-            if (status.st_dev, status.st_ino) != inode or was is None:
-                return
-            if not was.is_of(status):
-                raise _has_changed(path, was, status)
-
     def tensor_at(self, path: str, position: int) -> str:
         """Return the tensor that has this byte, with its file, for errors."""
         for name, stored in self.tensors.items():
@@ -332,7 +313,7 @@ class OpenFile:
         try:
             self._descriptor = os.open(path, os.O_RDONLY | _FLAGS | flags)
         except OSError as error:
-            if error.errno in (errno.EINVAL, *_NO_DESCRIPTORS):
+            if error.errno == errno.EINVAL:  # no direct reads there
                 raise
             raise unreadable(path, error) from None
         try:
@@ -379,20 +360,6 @@ class _Piece(NamedTuple):
     needed: int  # bytes; the rest may be past the end of the file
 
 
-class _Pages(NamedTuple):
-    """Pages of a file that become a part of the buffer."""
-
-    path: str
-    begin: int
-    place: int
-    needed: int  # bytes; the last page may go on after them
-    stored_bytes: int  # of the tensors
-
-    @property
-    def end(self) -> int:
-        return self.place + aligned_up(self.needed, file_pages.PAGE)
-
-
 class _Move(NamedTuple):
     source: int
     target: int
@@ -410,7 +377,6 @@ class Reads:
         moves: tensors to move after reading, first to last.
         direct: read past the page cache.
         stored_bytes: of the tensors, without what is read along.
-        pages: what to map instead of reading it.
     """
 
     nbytes: int
@@ -419,17 +385,14 @@ class Reads:
     moves: Sequence[_Move]
     direct: bool
     stored_bytes: int
-    pages: Sequence[_Pages] = ()
 
 
-def plan_reads(tensors: Mapping[str, StoredTensor], direct: bool, *, mapped: bool = False) -> Reads:
+def plan_reads(tensors: Mapping[str, StoredTensor], direct: bool) -> Reads:
     """Return the plan to fill a buffer with tensors, each at a multiple of 64 bytes.
 
     Args:
         tensors: what is wanted.
         direct: past the page cache, where whole pages are read.
-        mapped: the buffer may be made of the files' pages. They are where all tensors are at
-            multiples of 64 bytes in their files, which kernels may need to give the same bits.
     """
     unique: dict[StoredTensor, list[str]] = {}
     for name, stored in tensors.items():
@@ -438,10 +401,7 @@ def plan_reads(tensors: Mapping[str, StoredTensor], direct: bool, *, mapped: boo
     direct = bool(direct and _DIRECT)
     pieces: list[_Piece] = []
     moves: list[_Move] = []
-    pages: list[_Pages] = []
-    if mapped and not direct and all(stored.begin % _ALIGNMENT == 0 for stored in ordered):
-        nbytes, places, pages = _plan_mapped(ordered)
-    elif direct:
+    if direct:
         nbytes, places, pieces, moves = _plan_direct(ordered)
     else:
         nbytes, places, pieces = _plan_buffered(ordered)
@@ -452,7 +412,6 @@ def plan_reads(tensors: Mapping[str, StoredTensor], direct: bool, *, mapped: boo
         moves,
         direct,
         sum(stored.nbytes for stored in ordered),
-        pages,
     )
 
 
@@ -483,29 +442,6 @@ def _plan_buffered(
             done += length
         position = aligned_up(position + stored.nbytes)
     return position, places, pieces
-
-
-def _plan_mapped(
-    ordered: Sequence[StoredTensor],
-) -> tuple[int, dict[StoredTensor, int], list[_Pages]]:
-    """Plan mappings: the pages of each run of tensors one after the other."""
-    page = file_pages.PAGE
-    places: dict[StoredTensor, int] = {}
-    pages: list[_Pages] = []
-    position = 0
-    for run in _runs(ordered, page):
-        low, high = run[0].begin, max(stored.begin + stored.nbytes for stored in run)
-        begin = low - low % page
-        places.update({stored: position + stored.begin - begin for stored in run})
-        for first in range(begin, high, _MAPPED):
-            last = min(first + _MAPPED, high)
-            inside = sum(
-                max(0, min(last, stored.begin + stored.nbytes) - max(first, stored.begin))
-                for stored in run
-            )
-            pages.append(_Pages(run[0].path, first, position, last - first, inside))
-            position = pages[-1].end
-    return position, places, pages
 
 
 def _runs(ordered: Sequence[StoredTensor], most: int) -> list[list[StoredTensor]]:
@@ -577,11 +513,9 @@ class Reader:
     ) -> None:
         self._weights = weights
         self._on_progress = on_progress
-        self._files: dict[tuple[str, bool], OpenFile] = {}
-        self._in_use: list[OpenFile] = []
+        self._files: dict[tuple[str, bool], OpenFile] = {}  # the last used one last
         self._lock = threading.Lock()
         self.reading: str | None = None  # the file, for the message of one who waits
-        self.mapped: dict[str, tuple[int, int]] = {}  # device and inode of mapped files, by path
 
     def fill(self, reads: Reads, memory: torch.Tensor) -> int:
         """Read tensors into a buffer; return the number of bytes that were read.
@@ -599,11 +533,7 @@ class Reader:
             targets = [view[at : at + length] for at, length in piece.ends]
             return self._read(piece, targets, reads.direct)
 
-        total, moves = (
-            sum(self._map(pages, view, base) for pages in reads.pages),
-            deque(reads.moves),
-        )
-        self.reading = reads.pieces[0].path if reads.pieces else None
+        total, moves = 0, deque(reads.moves)
         for piece, count in zip(reads.pieces, _in_order(read, reads.pieces), strict=True):
             total += count
             # While the next pieces are read. Targets may overlap with sources, but not with them.
@@ -613,56 +543,15 @@ class Reader:
 
     def read(self, stored: StoredTensor, memory: torch.Tensor) -> None:
         """Read one tensor into memory of its size; split a large one into parallel reads."""
-        nbytes = memory.numel()
-        if nbytes > _PIECE:
-            self.fill(plan_reads({"": stored}, direct=False), memory)
-        elif nbytes:
-            piece = _Piece(stored.path, stored.begin, ((0, nbytes),), nbytes)
-            self._read(piece, [memory.numpy().data], False)
-
-    def _map(self, pages: _Pages, view: memoryview[int], base: int) -> int:
-        """Map pages into the buffer, or read them where that fails."""
-        place, length = base + pages.place, pages.end - pages.place
-        file = self._pin(pages.path, False)
-        try:
-            self.reading = pages.path
-            try:
-                file_pages.map_pages(place, length, file.fileno(), pages.begin)
-            except OSError:  # a read says why
-                file_pages.unmap_pages(place, length)
-                piece = _Piece(
-                    pages.path, pages.begin, ((pages.place, pages.needed),), pages.needed
-                )
-                targets = [view[pages.place : pages.place + pages.needed]]
-                return self._read_from(file, piece, targets, False)
-            file.check()
-            status = os.fstat(file.fileno())
-            self.mapped[pages.path] = status.st_dev, status.st_ino
-        finally:
-            self._unpin(file)
-        with self._lock:
-            self._on_progress(pages.stored_bytes)
-        return pages.stored_bytes
+        self.fill(plan_reads({"": stored}, direct=False), memory)
 
     def _read(self, piece: _Piece, targets: list[memoryview[int]], direct: bool) -> int:
-        file = self._pin(piece.path, direct)
-        try:
-            self.reading = piece.path
-            return self._read_from(file, piece, targets, direct)
-        finally:
-            self._unpin(file)
-
-    def _read_from(
-        self, file: OpenFile, piece: _Piece, targets: list[memoryview[int]], direct: bool
-    ) -> int:
-        if (
-            piece.needed > _READ_AHEAD
-            and not direct
-            and sys.platform not in ("win32", "darwin")
-            and hasattr(os, "posix_fadvise")
-        ):
+        self.reading = piece.path
+        with self._lock:
+            file = self._open(piece.path, direct)
+        if piece.needed > _READ_AHEAD and not direct:
             # As one request: read-ahead fills the page cache in steps, up to twice as slowly.
-            os.posix_fadvise(file.fileno(), piece.begin, piece.needed, os.POSIX_FADV_WILLNEED)
+            _advise(file, "POSIX_FADV_WILLNEED", piece.begin, piece.needed)
         wanted, done = sum(map(len, targets)), 0
         while done < wanted:
             try:
@@ -689,82 +578,54 @@ class Reader:
                 f"at byte {piece.begin + done}; it was complete when the model was "
                 "dispatched. Copy the file again."
             )
+        # After the read too: bytes of a file that changed meanwhile are not used.
         file.check()
         return done
 
-    def _pin(self, path: str, direct: bool) -> OpenFile:
-        """Return an open file, which another thread does not close for lack of descriptors."""
-        with self._lock:
-            file = self._open(path, direct)
-            self._in_use.append(file)
-        return file
-
-    def _unpin(self, file: OpenFile) -> None:
-        with self._lock:
-            self._in_use.remove(file)
-
     def _open(self, path: str, direct: bool) -> OpenFile:
-        known = file = self._files.pop((path, direct), None)
-        if file is None:
-            while len(self._files) >= self._MOST_FILES:
-                self._close_one()
-            self._check_head(path)
-            try:
-                file = self._opened(path, _DIRECT if direct else 0)
-            except OSError as error:
-                if not direct or error.errno != errno.EINVAL:
-                    raise
-                file = self._opened(path, 0)
-            if (
-                not direct
-                and sys.platform not in ("win32", "darwin")
-                and hasattr(os, "posix_fadvise")
-            ):
-                # Reads twice as far ahead as for others.
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        self._files[path, direct] = file
-        if known is not None:  # one that is opened is checked then
+        """Return a file that is open, and still the one that the weights were found in."""
+        file = self._files.pop((path, direct), None)
+        if file is not None:
             file.check()
+        else:
+            # The least recently used one: the few that are read at once are never that.
+            if len(self._files) >= self._MOST_FILES:
+                self._files.pop(next(iter(self._files))).close()
+            file = self._open_anew(path, direct)
+        self._files[path, direct] = file
         return file
 
-    def _check_head(self, path: str) -> None:
-        """Raise WeightReadError if the header of a file has changed, whatever its size and time."""
+    def _open_anew(self, path: str, direct: bool) -> OpenFile:
         was = self._weights.identities.get(path)
-        if was is None or not was.head:
-            return
-        if self._retried(lambda: FileIdentity.of(path)).head != was.head:
+        # Size and time are those of before, maybe, and the tensors elsewhere in the file.
+        if was is not None and was.head and FileIdentity.of(path).head != was.head:
             raise WeightReadError(
                 f"{path} has changed since the model was dispatched: its header is another one. "
                 "Dispatch the model again."
             )
-
-    def _opened(self, path: str, flags: int) -> OpenFile:
-        return self._retried(lambda: self._weights.open(path, flags))
-
-    def _retried(self, open_it: Callable[[], _Opened]) -> _Opened:
-        """Open a file; without descriptors left, close one that is not in use."""
-        while True:
+        if direct:
             try:
-                return open_it()
+                return self._weights.open(path, _DIRECT)
             except OSError as error:
-                if error.errno not in _NO_DESCRIPTORS:
+                if error.errno != errno.EINVAL:
                     raise
-                if all(file in self._in_use for file in self._files.values()):
-                    raise WeightReadError(
-                        f"{error.filename}: {error.strerror}: raise the limit with `ulimit -n`, or "
-                        "close files that are not needed."
-                    ) from None
-                self._close_one()
-
-    def _close_one(self) -> None:
-        unused = (key for key, file in self._files.items() if file not in self._in_use)
-        self._files.pop(next(unused)).close()
+        file = self._weights.open(path)
+        if not direct:
+            # Reads twice as far ahead as for others.
+            _advise(file, "POSIX_FADV_SEQUENTIAL", 0, 0)
+        return file
 
     def close(self) -> None:
         """Close the files."""
         for file in self._files.values():
             file.close()
         self._files.clear()
+
+
+def _advise(file: OpenFile, advice: str, begin: int, nbytes: int) -> None:
+    """Tell the system how a range of a file will be read, where it takes advice."""
+    if sys.platform not in ("win32", "darwin") and hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), begin, nbytes, getattr(os, advice))
 
 
 def _in_order(read: Callable[[_Piece], int], pieces: Sequence[_Piece]) -> Iterator[int]:

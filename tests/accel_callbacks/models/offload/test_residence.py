@@ -21,11 +21,11 @@ from accel_callbacks.models.compile import compile_model, is_compiled, release, 
 from accel_callbacks.models.offload.placeholder import AbsentWeight, AbsentWeightError
 from accel_callbacks.models.offload.residence import (
     _window_bytes,
-    held_weights,
     offload_hooks,
     onloaded,
 )
 from accel_callbacks.models.offload.source import StoredWeights
+from accel_callbacks.placeholder import kept_elsewhere
 from accel_callbacks.utils import remove_hook_from_submodules
 from checkpoint_io import load_model, save_model
 from tests.accel_callbacks.models.offload.adapted import Block, pretrained, saved, words
@@ -549,7 +549,7 @@ def test_a_model_gets_its_weights_back(plain, folder):
     remove_hook_from_submodules(model)
     assert not absent(model)
     assert not list(offload_hooks(model))
-    assert not held_weights(model)
+    assert not kept_elsewhere(model)
     for one, other in zip(model.modules(), plain.modules(), strict=True):
         assert set(vars(one)) == before[id(other)]
         assert not one._state_dict_hooks

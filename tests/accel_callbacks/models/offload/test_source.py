@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 
-from accel_callbacks.models.offload import file_pages, source
+from accel_callbacks.models.offload import source
 from accel_callbacks.models.offload.contents import host_memory
 from accel_callbacks.models.offload.source import (
     Reader,
@@ -45,19 +45,14 @@ def expected(one):
         return file.read(one.nbytes)
 
 
-@pytest.mark.parametrize("how", ["buffered", "direct", "mapped"])
+@pytest.mark.parametrize("direct", [False, True], ids=["buffered", "direct"])
 @pytest.mark.parametrize("step", [1, 64], ids=["anywhere", "aligned"])
 @pytest.mark.parametrize("seed", range(3))
-def test_every_byte_is_in_its_place(tmp_path, monkeypatch, how, step, seed):
+def test_every_byte_is_in_its_place(tmp_path, monkeypatch, direct, step, seed):
     monkeypatch.setattr(source, "_PIECE", 8192)
-    monkeypatch.setattr(source, "_MAPPED", 8192)
     monkeypatch.setattr(source, "_GAP", 4096)
     weights = stored(tmp_path, seed, step=step)
-    direct = how == "direct"
-    reads = plan_reads(weights.tensors, direct, mapped=how == "mapped")
-    assert bool(reads.pages) == (how == "mapped" and step == 64)
-    if reads.pages and not file_pages.is_supported():
-        pytest.skip("this system maps no pages into buffers")
+    reads = plan_reads(weights.tensors, direct)
     memory = host_memory(reads.nbytes)
     count = Reader(weights).fill(reads, memory)
     assert count >= reads.stored_bytes or direct
@@ -68,16 +63,14 @@ def test_every_byte_is_in_its_place(tmp_path, monkeypatch, how, step, seed):
         assert bytes(weights.mapped(name).reshape(-1).view(torch.uint8).numpy()) == expected(one)
 
 
-@pytest.mark.parametrize("how", ["direct", "mapped"])
-def test_neighbors_in_a_file_are_read_at_once(monkeypatch, how):
+def test_neighbors_in_a_file_are_read_at_once(monkeypatch):
     monkeypatch.setattr(source, "_GAP", 0)
     nbytes = 1 << 18  # more than a page of any system
     tensors = {
         f"t{k}": StoredTensor("weights.bin", k * nbytes, torch.uint8, (nbytes,))
         for k in (0, 4, 5, 6)
     }
-    reads = plan_reads(tensors, how == "direct", mapped=how == "mapped")
-    assert len(reads.pages if how == "mapped" else reads.pieces) == 2
+    assert len(plan_reads(tensors, True).pieces) == 2
 
 
 def test_a_mapped_tensor_has_its_own_storage_and_does_not_write_to_the_file(tmp_path):
@@ -90,45 +83,8 @@ def test_a_mapped_tensor_has_its_own_storage_and_does_not_write_to_the_file(tmp_
     assert expected(weights.tensors[name]) == before
 
 
-maps_pages = pytest.mark.skipif(
-    not file_pages.is_supported(), reason="this system maps no pages into buffers"
-)
-
-
-@maps_pages
-def test_what_is_written_to_mapped_pages_does_not_reach_the_file(tmp_path):
-    weights = stored(tmp_path, step=64)
-    reads = plan_reads(weights.tensors, False, mapped=True)
-    memory = host_memory(reads.nbytes)
-    before = (tmp_path / "0.bin").read_bytes()
-    reader = Reader(weights)
-    reader.fill(reads, memory)
-    memory.zero_()
-    assert (tmp_path / "0.bin").read_bytes() == before
-    reader.fill(reads, memory)  # and is gone with the next use
-    for name, one in weights.tensors.items():
-        at = reads.places[name]
-        assert bytes(memory[at : at + one.nbytes].numpy()) == expected(one)
-
-
-@maps_pages
-@pytest.mark.parametrize("error", [errno.ENODEV, errno.EFAULT])
-def test_where_pages_cannot_be_mapped_they_are_read(tmp_path, monkeypatch, error):
-    def fails(*args):
-        raise OSError(error, os.strerror(error))
-
-    weights = stored(tmp_path, step=64)
-    reads = plan_reads(weights.tensors, False, mapped=True)
-    memory = host_memory(reads.nbytes)
-    monkeypatch.setattr(file_pages, "map_pages", fails)
-    Reader(weights).fill(reads, memory)
-    for name, one in weights.tensors.items():
-        at = reads.places[name]
-        assert bytes(memory[at : at + one.nbytes].numpy()) == expected(one)
-
-
-def fill(weights, reader=None, mapped=False):
-    reads = plan_reads(weights.tensors, False, mapped=mapped and file_pages.is_supported())
+def fill(weights, reader=None):
+    reads = plan_reads(weights.tensors, False)
     (reader or Reader(weights)).fill(reads, host_memory(reads.nbytes))
 
 
@@ -189,15 +145,6 @@ def test_a_truncated_file_names_the_tensor(tmp_path):
         unchecked.mapped("b")
 
 
-@maps_pages
-def test_a_file_that_ends_before_the_pages_to_map_names_the_tensor(tmp_path):
-    path = tmp_path / "0.bin"
-    path.write_bytes(bytes(40_960))
-    unchecked = StoredWeights({"a": StoredTensor(str(path), 8192, torch.uint8, (40_960,))})
-    with pytest.raises(WeightReadError, match=r"a in .*0.bin: truncated, it ends at byte 40960"):
-        fill(unchecked, mapped=True)
-
-
 def test_a_missing_file_says_what_to_do(tmp_path):
     path, weights = one_file(tmp_path)
     path.unlink()
@@ -217,29 +164,40 @@ def test_an_error_of_the_disk_names_tensor_file_and_byte(tmp_path, monkeypatch):
         fill(weights)
 
 
-def test_without_descriptors_open_files_are_closed(tmp_path, monkeypatch):
+def test_no_more_files_are_open_than_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(Reader, "_MOST_FILES", 2)
     weights = stored(tmp_path, files=4, count=20)
-    open_files, most = set(), 2
+    open_files, most = set(), 0
     really_open, really_close = os.open, os.close
 
-    def scarce(path, *args, **options):
-        if len(open_files) >= most:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
+    def opened(path, *args, **options):
+        nonlocal most
         found = really_open(path, *args, **options)
         open_files.add(found)
+        most = max(most, len(open_files))
         return found
 
     def closed(descriptor):
         open_files.discard(descriptor)
         really_close(descriptor)
 
-    monkeypatch.setattr(os, "open", scarce)
+    monkeypatch.setattr(os, "open", opened)
     monkeypatch.setattr(os, "close", closed)
     reader = Reader(weights)
+    monkeypatch.setattr(source, "_AT_ONCE", 1)
     fill(weights, reader)
-    assert len(open_files) == most
+    assert most == 2
     reader.close()
-    most = 0
+    assert not open_files
+
+
+def test_without_descriptors_an_error_says_so(tmp_path, monkeypatch):
+    weights = stored(tmp_path)
+
+    def none_left(path, *args, **options):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
+
+    monkeypatch.setattr(os, "open", none_left)
     with pytest.raises(WeightReadError, match=r"Too many open files: raise the limit"):
         fill(weights)
 
