@@ -467,37 +467,7 @@ def _cut_layers(chosen: Mapping[str, Any]) -> _Values:
         return {}
     if yes_or_no(f"Cut layers over all {count} processes (tensor parallelism, by a plan)?"):
         return _mesh({"tp_size": count})
-    return {} if chosen.get("use_cpu") else _megatron(count)
-
-
-def _megatron(count: int) -> _Values:
-    """Ask for options of Megatron-LM, those that Accelerate asks for."""
-    if not yes_or_no("Take options of Megatron-LM, for engines of this library?"):
-        return {}
-
-    tp_degree = find("megatron_lm_config.megatron_lm_tp_degree")
-
-    def degree(text: str) -> int:
-        number = int(tp_degree.parse(text or "1"))
-        if count % number:
-            raise ValueError
-        return number
-
-    hint = f"type a number that divides {count}"
-    degrees = _until(f"{tp_degree.question} [1] ", degree, hint)
-    keys = {
-        "megatron_lm_sequence_parallelism": degrees > 1,
-        "megatron_lm_use_distributed_optimizer": count > degrees,
-        "megatron_lm_recompute_activations": True,
-    }
-    block: _Values = {"megatron_lm_tp_degree": degrees}
-    block |= {
-        key: _agreed(f"megatron_lm_config.{key}", default=True)
-        for key, matters in keys.items()
-        if matters
-    }
-    print("Gradients are clipped by the loop: accel.clip_grad_norm_(model.parameters(), 1.0).")
-    return {"distributed_type": "MEGATRON_LM", "megatron_lm_config": block}
+    return {}
 
 
 def _arranged(chosen: Mapping[str, Any]) -> _Values:

@@ -174,14 +174,14 @@ def ask(
 
 
 def test_on_gpus_all_of_them_are_the_first_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    values, _ = ask(monkeypatch, GPUS, "", "", "", "", "", "2", "")
+    values, _ = ask(monkeypatch, GPUS, "", "", "", "", "2", "")
     assert values["distributed_type"] == "MULTI_GPU"
     assert values["num_processes"] == 4
     assert values["mixed_precision"] == "fp16"
 
 
 def test_some_of_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    values, _ = ask(monkeypatch, GPUS, "2", "7", "0, 3", "", "", "", "", "", "")
+    values, _ = ask(monkeypatch, GPUS, "2", "7", "0, 3", "", "", "", "", "")
     assert values["gpu_ids"] == "0,3"
     assert values["num_processes"] == 2
 
@@ -255,33 +255,6 @@ def test_layers_are_cut_over_all_processes_where_nothing_is_sharded(
     assert values["parallelism_config"] == {"parallelism_config_tp_size": 4}
 
 
-@pytest.mark.parametrize(
-    ("typed", "block"),
-    [
-        (
-            ["3", "2", "", "n", ""],
-            {
-                "tp_degree": 2,
-                "sequence_parallelism": True,
-                "use_distributed_optimizer": False,
-                "recompute_activations": True,
-            },
-        ),
-        (["", "", "n"], {"tp_degree": 1, "use_distributed_optimizer": True}),
-        (["4", "n", ""], {"tp_degree": 4, "sequence_parallelism": False}),
-    ],
-    ids=["some", "none", "all"],
-)
-def test_options_of_megatron(
-    typed: list[str], block: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    values, _ = ask(monkeypatch, GPUS, "", "", "", "", "y", *typed, "", "")
-    assert values["distributed_type"] == "MEGATRON_LM"
-    found = values["megatron_lm_config"]
-    assert isinstance(found, dict)
-    assert found == found | {f"megatron_lm_{key}": value for key, value in block.items()}
-
-
 def test_a_tpu_is_offered_where_it_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     values, _ = ask(monkeypatch, Machine(tpu=True, torch_xla=True), "", "", "", "")
     assert values["distributed_type"] == "XLA"
@@ -293,13 +266,11 @@ def test_a_machine_is_not_asked_of_what_it_lacks(
 ) -> None:
     _, asked = ask(monkeypatch, Machine(cores=4), "2", "8", "", "y", "", "", "", "", "", "", "", "")
     text = capsys.readouterr().out + "".join(asked)
-    assert not any(
-        word in text for word in ("fp8", "GPU", "TPU", "DeepSpeed", "Megatron", "(context")
-    )
+    assert not any(word in text for word in ("fp8", "GPU", "TPU", "DeepSpeed", "(context"))
     assert "(tensor parallelism" in text
     for fp8 in (False, True):
         machine = Machine(gpus=("a", "b"), gpu_kind="cuda", fp8=fp8)
-        ask(monkeypatch, machine, "", "", "", "", "", "", "")
+        ask(monkeypatch, machine, "", "", "", "", "", "")
         assert ("fp8" in capsys.readouterr().out) == fp8
 
 

@@ -122,7 +122,7 @@ def test_degrees_that_do_not_divide_the_processes_stop(
 ) -> None:
     assert dry_run(written(tmp_path, context_parallel_size=2)) == 2
     text = capsys.readouterr().err
-    assert "arrange groups of 4 processes, and this launch has 2" in text
+    assert "arrange groups of 4 ranks, and there are 2" in text
     assert dry_run(written(tmp_path, context_parallel_size=2), "--num_processes", "4") == 0
 
 
