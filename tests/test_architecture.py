@@ -30,7 +30,10 @@ FORBIDDEN_ARROWS = {
 SHARED = {"checkpoint_io.local_files", "checkpoint_io.warning"}
 MAY_UNPICKLE_TENSORS = {"checkpoint_io/weights/foreign/torch_pickle.py"}
 # Among the ranks of a run, as torch does for its collectives of objects; nothing of it is kept.
-MAY_SEND_PICKLES = {"accel_callbacks/collectives/object_exchange.py"}
+MAY_SEND_PICKLES = {
+    "accel_callbacks/collectives/object_exchange.py",
+    "accel_callbacks/launch/functions.py",  # from processes to the one that has started them
+}
 MAY_WRITE_ENVIRON = {
     "accel_callbacks/launch/environment.py",
     # Processes that one standing in for Accelerate starts stand in too.

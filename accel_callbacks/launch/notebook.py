@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -13,12 +12,11 @@ import torch
 import torch.distributed as dist
 
 from accel_callbacks.distributed.topology import destroy_topology, is_initialized
-from accel_callbacks.errors import nearest
 from accel_callbacks.launch.environment import changed_environment
-from accel_callbacks.launch.fork import ForkPlan, run_forked
-from accel_callbacks.launch.fork_safety import ForkSupport, probe_forks
+from accel_callbacks.launch.fork_probe import ForkSupport, probe_forks
+from accel_callbacks.launch.functions import FunctionLaunch, run_function
 from accel_callbacks.launch.machine import usable_cores
-from accel_callbacks.options import PRECISIONS, resolve_config
+from accel_callbacks.options import resolve_config
 
 __all__ = ["debug_launcher", "notebook_launcher"]
 
@@ -61,14 +59,14 @@ def notebook_launcher(
             for a free one too.
         master_addr: address of the first machine.
         node_rank: 0 on the first machine, 1 on the next. Run the cell on each of them.
-        num_nodes: number of machines.
-        rdzv_backend: ``"static"`` or ``"c10d"``.
-        rdzv_endpoint: ``host:port`` of the rendezvous; by default ``master_addr`` and ``use_port``.
-        rdzv_conf: more options of the rendezvous.
-        rdzv_id: the same on all machines of a run.
-        max_restarts: how often all processes are restarted after a failure.
-        monitor_interval: seconds between two polls of the processes.
-        log_line_prefix_template: prefix of each line that a process writes, such as
+        num_nodes: number of machines, each with ``num_processes``.
+        rdzv_backend: ``"static"``, or ``"c10d"`` on one machine.
+        rdzv_endpoint: ``host:port`` in place of ``master_addr`` and ``use_port``.
+        rdzv_conf: for calls of Accelerate; without effect.
+        rdzv_id: likewise.
+        max_restarts: how often all processes are restarted after a failure; on one machine.
+        monitor_interval: likewise without effect: the end of a process is seen at once.
+        log_line_prefix_template: label of each line that Python writes in a process, such as
             ``"[${rank}] "``.
 
     Returns:
@@ -76,8 +74,8 @@ def notebook_launcher(
 
     Raises:
         RemoteError: a process failed; its traceback is in the text, and all processes have ended.
-        RuntimeError: CUDA was already used in this process, or an Accelerator created; or the
-            processes did not find each other; or this system cannot start several.
+        RuntimeError: CUDA was already used in this process, or an Accelerator created; or the port
+            is taken; or this system cannot start several.
         ValueError: an option has an invalid value.
 
     Example:
@@ -91,43 +89,49 @@ def notebook_launcher(
     _check_call("notebook_launcher", function, args)
     _check_numbers(1, num_processes=num_processes, num_nodes=num_nodes)
     _check_numbers(0, node_rank=node_rank, max_restarts=max_restarts)
-    plan = ForkPlan(
-        launcher="notebook_launcher",
-        processes=num_processes or 0,
-        machines=num_nodes,
-        conf=dict(rdzv_conf or {}),
-        run_id=str(rdzv_id),
-        environment=_accelerator_variables(mixed_precision),
-        max_restarts=max_restarts,
-        monitor_interval=monitor_interval,
-        prefix=log_line_prefix_template or None,
-    )
-    _check_plan(plan)
-    plan = _with_rendezvous(plan, rdzv_backend, rdzv_endpoint, master_addr, use_port, node_rank)
+    prefix = log_line_prefix_template or ""
+    if not isinstance(prefix, str):
+        raise TypeError(f"log_line_prefix_template={prefix!r} must be a string, or None.")
+    host, port = _meeting_point(rdzv_endpoint, master_addr, use_port, num_nodes)
+    _check_machines(num_nodes, node_rank, rdzv_backend, max_restarts)
+    environment = _precision_variable(mixed_precision)
     from accel_callbacks.engines.xla.device import has_xla  # few notebooks have a TPU
 
-    if has_xla(os.environ) and not _on_cpu():
+    on_cpu = resolve_config({}, os.environ).cpu
+    if has_xla(os.environ) and not on_cpu:
         if num_nodes > 1:
             raise ValueError(f"num_nodes={num_nodes}: on a TPU, one machine trains; leave it out.")
-        return [_call_here(plan, function, args)]  # which computes on all devices
-    plain = num_nodes == 1 and not max_restarts and plan.prefix is None
-    asked = num_processes or (1 if sys.platform == "darwin" else None)  # it has one GPU at most
-    if asked == 1 and plain:
-        return [_call_here(plan, function, args)]
+        return [_call_here(environment, function, args)]  # which computes on all devices
+    is_plain = num_nodes == 1 and not max_restarts and not prefix
+    if num_processes is None and sys.platform == "darwin":
+        num_processes = 1  # it has one GPU at most
+    if num_processes == 1 and is_plain:
+        return [_call_here(environment, function, args)]
     method = _start_method("notebook_launcher", function, args)
-    plan = replace(plan, start_method=method)
-    counts = sys.platform != "darwin" and not _on_cpu()
-    support = _probe(method, devices=counts, threads=_threads_for(asked or 1))
-    # This process may count devices if it has used one.
-    devices = torch.accelerator.device_count() if support.spoiled else support.devices
-    processes = asked or max(1, devices)
-    if processes == 1 and plain:
-        return [_call_here(plan, function, args)]
+    support = _probe(method, devices=not on_cpu, threads=_threads_of_each(num_processes or 1))
+    if num_processes is None:
+        # This process may count devices if it has used one.
+        count = torch.accelerator.device_count() if support.spoiled else support.devices
+        num_processes = max(1, count)
+    if num_processes == 1 and is_plain:
+        return [_call_here(environment, function, args)]
     _check_uninitialized("notebook_launcher")
-    _check_devices(processes, support)
-    threads, on_cpu = _threads_for(processes, support), not support.devices
-    plan = replace(plan, processes=processes, threads=threads, on_cpu=on_cpu)
-    return run_forked(plan, function, args)
+    _check_devices(num_processes, support)
+    launch = FunctionLaunch(
+        launcher="notebook_launcher",
+        processes=num_processes,
+        start_method=method,
+        machines=num_nodes,
+        node_rank=node_rank,
+        host=host,
+        port=port,
+        environment=environment,
+        threads=_threads_of_each(num_processes) if support.threaded else 1,
+        max_restarts=max_restarts,
+        prefix=prefix,
+        on_cpu=not support.devices,
+    )
+    return run_function(launch, function, args)
 
 
 def debug_launcher(
@@ -160,16 +164,16 @@ def debug_launcher(
     _check_numbers(1, num_processes=num_processes)
     _check_uninitialized("debug_launcher")
     method = _start_method("debug_launcher", function, args)
-    support = _probe(method, devices=False, threads=_threads_for(num_processes))
-    plan = ForkPlan(
+    threads = _threads_of_each(num_processes)
+    launch = FunctionLaunch(
         launcher="debug_launcher",
         processes=num_processes,
         start_method=method,
         environment={"ACCEL_CPU": "1", "ACCEL_MIXED_PRECISION": "no"},
-        threads=_threads_for(num_processes, support),
+        threads=threads if _probe(method, devices=False, threads=threads).threaded else 1,
         on_cpu=True,
     )
-    return run_forked(plan, function, args)
+    return run_function(launch, function, args)
 
 
 def _check_call(launcher: str, function: Any, args: Any) -> None:
@@ -191,14 +195,22 @@ def _start_method(launcher: str, function: Callable[..., Any], args: Sequence[An
     Raises:
         RuntimeError: this system can neither fork nor spawn the function.
     """
-    if not hasattr(os, "fork"):
+    if sys.platform == "win32":
         raise RuntimeError(
             f"{launcher} needs a system that can fork processes, which this one cannot: save the "
             "code to a file and start it with `accel launch`."
         )
     if sys.platform != "darwin" or os.environ.get(_FORK_ANYWAY) == "YES":
         return "fork"
-    if not _can_spawn(function, args):
+    is_typed = function.__module__ == "__main__" and not hasattr(
+        sys.modules["__main__"], "__file__"
+    )
+    try:
+        ForkingPickler.dumps((function, args))
+        can_spawn = not is_typed  # in a notebook, where a new process does not find it
+    except Exception:  # each type has its own reason why it cannot be pickled
+        can_spawn = False
+    if not can_spawn:
         raise RuntimeError(
             f"{launcher} starts new processes on macOS, as forks are not safe there. They need a "
             "function that they can import, and arguments that can be pickled: save the function "
@@ -208,23 +220,11 @@ def _start_method(launcher: str, function: Callable[..., Any], args: Sequence[An
     return "spawn"
 
 
-def _can_spawn(function: Callable[..., Any], args: Sequence[Any]) -> bool:
-    """Return whether a new process finds the function, which it does not if typed in a notebook."""
-    main = sys.modules.get("__main__")
-    if getattr(function, "__module__", None) == "__main__" and not hasattr(main, "__file__"):
-        return False
-    try:
-        ForkingPickler.dumps((function, args))
-    except Exception:  # each type has its own reason why it cannot be pickled
-        return False
-    return True
-
-
 def _probe(method: str, *, devices: bool, threads: int) -> ForkSupport:
     """Probe what forks can use; new processes inherit nothing that could hinder them."""
-    if method == "fork":
-        return probe_forks(devices=devices, threads=threads)
-    return ForkSupport(threaded=True)
+    if method == "spawn":
+        return ForkSupport(threaded=True)
+    return probe_forks(devices=devices and sys.platform != "darwin", threads=threads)
 
 
 def _check_uninitialized(launcher: str) -> None:
@@ -242,13 +242,10 @@ def _check_uninitialized(launcher: str) -> None:
         )
 
 
-def _threads_for(processes: int, support: ForkSupport | None = None) -> int:
-    """Return OMP_NUM_THREADS or a process's share of the cores; 1 if forks cannot use threads."""
+def _threads_of_each(processes: int) -> int:
+    """Return OMP_NUM_THREADS, or the share of a process in the cores."""
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    wanted = int(threads) if threads.isdigit() else usable_cores() // processes
-    if support is not None and not support.threaded:
-        return 1
-    return max(1, wanted)
+    return max(1, int(threads) if threads.isdigit() else usable_cores() // processes)
 
 
 def _check_numbers(least: int, **values: int | None) -> None:
@@ -261,63 +258,58 @@ def _check_numbers(least: int, **values: int | None) -> None:
             raise ValueError(f"{name}={value} must be at least {least}.")
 
 
-def _check_plan(plan: ForkPlan) -> None:
-    """Validate values early, as torch's launcher would fail later and not name the option."""
-    interval, prefix = plan.monitor_interval, plan.prefix
-    if not isinstance(interval, int | float) or not interval > 0:
-        raise ValueError(f"monitor_interval={interval!r} must be seconds above 0, such as 0.1.")
-    if not isinstance(prefix, str | None):
-        raise TypeError(f"log_line_prefix_template={prefix!r} must be a string, or None.")
-    if "/" in plan.run_id:
-        raise ValueError(f"rdzv_id={plan.run_id!r} must have no '/'.")
+def _meeting_point(
+    endpoint: str, address: str, port: int | str | None, machines: int
+) -> tuple[str, int]:
+    """Return host and port of the processes; 0 for a free port, which one machine can have."""
+    host, colon, own_port = endpoint.rpartition(":")
+    if endpoint and not colon:
+        raise ValueError(f"rdzv_endpoint={endpoint!r} must be host:port.")
+    if port is None and machines > 1:
+        port = _PORT
+    number = own_port or str(port or 0)
+    if not number.isdecimal() or int(number) > 65535:
+        raise ValueError(f"use_port={number!r} must be a number up to 65535, such as {_PORT}.")
+    if machines > 1 and int(number) == 0:
+        raise ValueError(f"use_port={port!r}: machines cannot agree on a free port; name one.")
+    return host or address, int(number)
 
 
-def _accelerator_variables(precision: str | None) -> dict[str, str]:
-    """Return the variables that set defaults of the Accelerator."""
+def _check_machines(machines: int, node_rank: int, backend: str, max_restarts: int) -> None:
+    if not node_rank < machines:
+        raise ValueError(
+            f"node_rank={node_rank} must be from 0 to {machines - 1}, as num_nodes={machines}."
+        )
+    if backend not in ("static", "c10d"):
+        raise ValueError(f"rdzv_backend={backend!r} must be 'static' or 'c10d'.")
+    if machines > 1 and (backend != "static" or max_restarts):
+        raise ValueError(
+            "rdzv_backend='c10d' and max_restarts are for one machine: on several, give each its "
+            "node_rank= and no restarts, or save the code to a file and start it with "
+            "`accel launch`, which restarts all machines."
+        )
+
+
+def _precision_variable(precision: str | None) -> dict[str, str]:
+    """Return the variable that is the default of the Accelerator."""
     if precision is None:
         return {}
     name = str(getattr(precision, "value", precision)).lower()
-    if name not in PRECISIONS:
-        raise ValueError(
-            f"mixed_precision={precision!r} is unknown; use one of {', '.join(PRECISIONS)}."
-            + nearest(name, PRECISIONS)
-        )
+    resolve_config({"mixed_precision": name}, {})  # raises if it is unknown
     return {"ACCEL_MIXED_PRECISION": name}
 
 
-def _with_rendezvous(
-    plan: ForkPlan, backend: str, endpoint: str, host: str, port: int | str | None, rank: int
-) -> ForkPlan:
-    """Add the rendezvous to the plan; one machine without options keeps the plan's free port."""
-    if not rank < plan.machines:
-        raise ValueError(
-            f"node_rank={rank} must be from 0 to {plan.machines - 1}, as num_nodes={plan.machines}."
-        )
-    number = str(_PORT if port is None else port)
-    if not number.isdecimal() or int(number) > 65535:
-        raise ValueError(f"use_port={port!r} must be a number up to 65535, such as {_PORT}.")
-    free = port is None or int(number) == 0
-    if plan.machines == 1 and free and not endpoint and backend in ("static", "c10d"):
-        return plan
-    if int(number) == 0 and not endpoint:
-        raise ValueError(f"use_port={port!r}: machines cannot agree on a free port; name one.")
-    conf = {**plan.conf, "rank": rank} if backend == "static" else plan.conf
-    return replace(plan, backend=backend, endpoint=endpoint or f"{host}:{number}", conf=conf)
-
-
-def _call_here(plan: ForkPlan, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+def _call_here(
+    environment: Mapping[str, str], function: Callable[..., Any], args: Sequence[Any]
+) -> Any:
     """Call the function in this process, and undo its initialization for the next launch."""
     was_initialized = is_initialized()
-    with changed_environment(plan.environment):
+    with changed_environment(environment):
         try:
             return function(*args)
         finally:
             if not was_initialized:
                 destroy_topology()
-
-
-def _on_cpu() -> bool:
-    return resolve_config({}, os.environ).cpu
 
 
 def _check_devices(processes: int, support: ForkSupport) -> None:

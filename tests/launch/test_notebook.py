@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import multiprocessing
 import os
 import signal
@@ -23,9 +24,10 @@ import torch.distributed as dist
 from accel_callbacks import Accelerator, PartialState, RemoteError, debug_launcher
 from accel_callbacks import notebook_launcher as launch
 from accel_callbacks.distributed.topology import destroy_topology, is_initialized
-from accel_callbacks.launch import fork_safety, notebook
-from accel_callbacks.launch.fork import ErrorReports
-from accel_callbacks.launch.fork_safety import ForkSupport
+from accel_callbacks.launch import fork_probe, functions, notebook
+from accel_callbacks.launch.fork_probe import ForkSupport
+from accel_callbacks.launch.functions import FunctionLaunch
+from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
 
@@ -175,7 +177,7 @@ def test_the_first_error_is_raised_with_its_traceback() -> None:
     assert caught.value.rank == 1
     assert text.endswith("ValueError: no data")
     assert 'raise ValueError("no data")' in text
-    assert "accel_callbacks/launching" not in text
+    assert "accel_callbacks" not in text
 
 
 def test_a_killed_process_is_named_and_not_its_peer() -> None:
@@ -184,57 +186,37 @@ def test_a_killed_process_is_named_and_not_its_peer() -> None:
     assert caught.value.rank == 1
 
 
-def test_a_peer_reports_which_rank_died_first(tmp_path: Path) -> None:
-    reports = ErrorReports(tmp_path)
-    reports.started(0)
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]) as other:
-        (tmp_path / "1.pid").write_text(str(other.pid))
-        reports.failed(0, ConnectionError("before"))
-        assert reports.error({}, "here").rank == 0
-        other.kill()
-        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
-        reports.failed(0, ConnectionError("reset by peer"))
-        error = reports.error({}, "here")
-    assert error.rank == 1
-    assert str(error).endswith("then rank 0 failed: ConnectionError: reset by peer")
+def test_an_error_that_only_repeats_another_is_not_the_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(functions, "_GRACE", BOUND.total_seconds())
+
+    def train() -> None:
+        file = tmp_path / "pid"
+        if os.environ["RANK"] == "0":
+            file.write_text(str(os.getpid()))
+            raise RemoteError(rank=1, where="run", details="ValueError: no data")
+        pid = _number_in(file)
+        _until(lambda: not _alive(pid))
+        raise ValueError("no data")
+
+    with pytest.raises(RemoteError) as caught:
+        debug_launcher(train)
+    assert caught.value.rank == 1
 
 
-def test_an_error_that_only_repeats_another_is_not_the_first(tmp_path: Path) -> None:
-    reports = ErrorReports(tmp_path)
-    reports.failed(0, RemoteError(rank=1, where="run", details="ValueError: no data"))
-    reports.failed(1, ValueError("no data"))
-    assert reports.error({}, "here").rank == 1
-
-
-@pytest.mark.parametrize("code", [signal.SIGABRT, signal.SIGTERM])
-def test_a_rank_aborted_after_an_error_does_not_hide_it(tmp_path: Path, code: int) -> None:
+@pytest.mark.parametrize("number", [signal.SIGABRT, signal.SIGTERM])
+def test_a_rank_aborted_after_an_error_does_not_hide_it(tmp_path: Path, number: int) -> None:
     """The watchdogs of NCCL and gloo abort a process whose peer is gone."""
-    reports = ErrorReports(tmp_path)
-    reports.failed(0, ValueError("no data"))
-    error = reports.error({1: argparse.Namespace(exitcode=-code)}, "here")
-    assert error.rank == 0
-    assert f"(also rank 1: it was killed by {signal.Signals(code).name})" in str(error)
-    assert str(error).endswith("ValueError: no data")
-    alone = ErrorReports(tmp_path / "empty")
-    error = alone.error({1: argparse.Namespace(exitcode=-code)}, "here")
+    launch = FunctionLaunch(launcher="here", processes=2)
+    error = functions._first_error(launch, tmp_path, {1: -number})
     assert error.rank == 1
-
-
-def test_an_attempt_before_does_not_explain_this_one(tmp_path: Path) -> None:
-    """Its processes are dead, and some of them were ended without a word."""
-    reports = ErrorReports(tmp_path)
-    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
-        first = reports.attempt(0)
-        first.started(1)
-        (first.folder / "1.pid").write_text(str(dead.pid))
-        first.failed(0, OSError("disk away"))
-    second = reports.attempt(1)
-    second.started(0)
-    second.failed(0, ValueError("no data"))  # before rank 1 has begun
-    error = reports.last_attempt().error({}, "here")
+    assert str(error).endswith(f"killed by {signal.Signals(number).name}")
+    report = {"local": 0, "when": 1.0, "repeats": False, "text": "ValueError: no data"}
+    (tmp_path / "0.json").write_text(json.dumps(report))
+    error = functions._first_error(launch, tmp_path, {1: -number, 0: 1})
     assert error.rank == 0
-    assert "ValueError: no data" in str(error)
-    assert "disk away" not in str(error)
+    assert str(error).endswith("ValueError: no data")
 
 
 def test_an_exit_code_is_reported() -> None:
@@ -265,7 +247,7 @@ def test_restarts_go_on(capfd: pytest.CaptureFixture[str]) -> None:
 
     assert launch(flaky, num_processes=2, max_restarts=1) == ["1", "1"]
     printed = capfd.readouterr().err
-    assert "rank 1 failed:" in printed
+    assert "rank 1 failed in notebook_launcher:" in printed
     assert "OSError: disk away" in printed
 
 
@@ -368,10 +350,11 @@ def _alive(pid: int) -> bool:
         ({"use_port": "x", "num_processes": 2}, ValueError, "must be a number"),
         ({"use_port": 70000, "num_processes": 2}, ValueError, "a number up to 65535"),
         ({"use_port": 0, "num_nodes": 2}, ValueError, "cannot agree on a free port"),
-        ({"monitor_interval": 0, "num_processes": 2}, ValueError, "seconds above 0"),
         ({"log_line_prefix_template": 3}, TypeError, "must be a string"),
-        ({"rdzv_id": "a/b", "num_processes": 2}, ValueError, "must have no '/'"),
-        ({"rdzv_backend": "sttaic", "num_processes": 2}, ValueError, "'sttaic' is not registered"),
+        ({"rdzv_backend": "sttaic"}, ValueError, "'sttaic' must be 'static' or 'c10d'"),
+        ({"rdzv_backend": "c10d", "num_nodes": 2}, ValueError, "for one machine.*node_rank="),
+        ({"max_restarts": 1, "num_nodes": 2}, ValueError, "for one machine.*accel launch"),
+        ({"rdzv_endpoint": "node0"}, ValueError, "must be host:port"),
     ],
 )
 def test_invalid_options_are_refused_before_anything_starts(
@@ -434,7 +417,7 @@ def test_a_driver_that_kills_the_probe_is_not_taken_for_a_used_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("ACCEL_CPU")
-    monkeypatch.setattr(fork_safety, "_devices", lambda: os._exit(1))
+    monkeypatch.setattr(fork_probe, "_count_devices", lambda: os._exit(1))
     with pytest.raises(RuntimeError, match=r"died or hung.*nvidia-smi"):
         launch(print, num_processes=2)
 
@@ -479,8 +462,7 @@ def run_script(tmp_path: Path, text: str, *words: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["static", "c10d"])
-def test_two_machines(tmp_path: Path, backend: str) -> None:
+def test_two_machines(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -493,11 +475,11 @@ def test_two_machines(tmp_path: Path, backend: str) -> None:
             accel = Accelerator()
             return accel.gather(torch.tensor([accel.process_index])).tolist()
 
-        node, port, backend = sys.argv[1:]
+        node, port = sys.argv[1:]
         print(notebook_launcher(ranks, num_processes=2, num_nodes=2, node_rank=int(node),
-                                use_port=port, rdzv_backend=backend, rdzv_id="here"))
+                                use_port=port))
     """
-    nodes = [run_script(tmp_path, text, str(node), port, backend) for node in range(2)]
+    nodes = [run_script(tmp_path, text, str(node), port) for node in range(2)]
     for node in nodes:
         out, _ = node.communicate()
         assert out.strip().endswith("[[0, 1, 2, 3], [0, 1, 2, 3]]"), out

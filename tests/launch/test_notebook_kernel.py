@@ -24,7 +24,7 @@ pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).resolve().parents[2]
 
 FIRST_CELL = """
-import os, subprocess, sys, time, torch
+import os, sys, time, torch
 from accel_callbacks import Accelerator, debug_launcher, notebook_launcher
 
 class Net(torch.nn.Module):  # of the notebook, so that no other process could import it
@@ -40,7 +40,6 @@ def speak(first):
     accel.prepare(Net())
     print("out", "of", first + accel.process_index, accel.mixed_precision)
     print("err of", accel.process_index, file=sys.stderr)
-    subprocess.run(["echo", f"child of {accel.process_index}"])
     return first + accel.process_index
 
 def wait():
@@ -116,7 +115,7 @@ def test_the_cell_shows_output_of_the_processes_in_whole_lines(kernel: Kernel) -
     assert shown["result"] == "[10, 11]"
     out, err = (set(shown[stream].splitlines()) for stream in ("stdout", "stderr"))
     for rank in range(2):
-        assert {f"[{rank}] out of 1{rank} bf16", f"[{rank}] child of {rank}"} <= out
+        assert f"[{rank}] out of 1{rank} bf16" in out
         assert f"[{rank}] err of {rank}" in err
 
 
