@@ -52,7 +52,7 @@ from accel_callbacks.distributed.topology import (
     resolve_topology,
 )
 from accel_callbacks.distributed.votes import Trigger
-from accel_callbacks.engine_options import find_device, resolve_engine
+from accel_callbacks.engine_options import create_precision, find_device, resolve_engine
 from accel_callbacks.errors import unknown_option
 from accel_callbacks.loop.accumulation import Accumulate
 from accel_callbacks.loop.first_steps import FirstSteps
@@ -74,7 +74,6 @@ from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.parallelism_handlers import TorchTensorParallelPlugin
 from accel_callbacks.plugins.precision import AutocastKwargs
 from accel_callbacks.plugins.process_group import group_options
-from accel_callbacks.precision import create_precision
 from accel_callbacks.scheduler import AcceleratedScheduler
 from accel_callbacks.tracking.media import Keywords, MediaLogging
 from accel_callbacks.tracking.trackers import Tracking

@@ -1,4 +1,4 @@
-"""Which engine trains, and by which options: those of the Accelerator and of its launch."""
+"""Which engine trains, in which precision: by the options of the Accelerator and of its launch."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ from checkpoint_io.warning import warn
 if TYPE_CHECKING:
     from accel_callbacks.plugins.deepspeed import DeepSpeedPlugins
     from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
+    from accel_callbacks.precision.base import Precision
 
 __all__ = [
     "EngineOptions",
+    "create_precision",
     "create_strategy",
     "find_device",
     "register_engine",
@@ -56,6 +58,13 @@ _ENGINES: tuple[tuple[str, str, _Condition], ...] = (
     ("engines.ddp.strategy", "DDP", lambda run: run.topology.world_size > 1),
     ("strategy.single_device", "SingleDevice", lambda run: True),
 )
+#: Modules of this package and their precisions, by the value of ``mixed_precision``.
+_PRECISIONS = {
+    "no": ("precision.base", "Precision"),
+    "bf16": ("precision.amp", "BF16"),
+    "fp16": ("precision.fp16", "FP16"),
+    "fp8": ("models.fp8", "FP8"),
+}
 _registered: OrderedDict[int, tuple[type[Strategy], _Condition]] = OrderedDict()
 
 
@@ -236,6 +245,43 @@ def create_strategy(
 
         strategy.sequences = sequence_parallelism(arranged, strategy.data)
     return strategy
+
+
+def create_precision(
+    name: str,
+    device: torch.device,
+    handlers: Handlers | None = None,
+    *,
+    engine: bool = False,
+) -> Precision:
+    """Return the precision of this name for a device.
+
+    Args:
+        name: ``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``.
+        device: the device that the model computes on.
+        handlers: its options; the defaults if ``None``.
+        engine: an engine brings the precision about, and scales losses itself.
+
+    Raises:
+        ValueError: the device does not support it, or there is an fp8 recipe without fp8.
+        ImportError: fp8 without torchao.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.precision import create_precision
+        >>> create_precision("bf16", torch.device("cpu")).name
+        'bf16'
+    """
+    handlers = handlers or Handlers()
+    if name != "fp8" and handlers.get(AORecipeKwargs) is not None:
+        raise ValueError(f"AORecipeKwargs needs mixed_precision='fp8', and it is {name!r}.")
+    if engine and name != "fp8":
+        from accel_callbacks.precision.base import EnginePrecision
+
+        return EnginePrecision(name, device, handlers)
+    module, kind = _PRECISIONS[name]
+    own: Precision = getattr(import_module(f"accel_callbacks.{module}"), kind)(device, handlers)
+    return own
 
 
 def _kind_for(run: EngineRequest) -> type[Strategy]:

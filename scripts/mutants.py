@@ -77,7 +77,7 @@ scaler
     tests/accel_callbacks/loop/test_first_steps.py
     tests/accel_callbacks/callbacks/test_non_finite.py
     tests/accel_callbacks/models/test_forward_methods.py
-    tests/accel_callbacks/precision/test_fp8.py
+    tests/accel_callbacks/models/test_fp8.py
     tests/accel_callbacks/plugins/test_plugins.py
 clipping
     accel_callbacks/loop/step.py

@@ -47,6 +47,7 @@ REASONS = {
     ("checkpoint", "callbacks"): "the states of callbacks are found by their names",
     ("checkpoint", "tracking"): "a training state holds what trackers resume from",
     ("models", "engines"): "estimates and loads ask engines for their shards",
+    ("models", "precision"): "fp8 is a precision, and changes the layers of models",
     ("parts", "loop"): "prepared optimizers and schedulers follow the loop's window",
     ("parts", "callbacks"): "a prepared optimizer fires the hooks around its step",
     ("parts", "precision"): "a prepared optimizer steps through the precision",

@@ -197,7 +197,7 @@ def _works(precision: str) -> bool:
     import torch
 
     from accel_callbacks.distributed.topology import own_accelerator
-    from accel_callbacks.precision import create_precision
+    from accel_callbacks.engine_options import create_precision
 
     try:
         create_precision(precision, own_accelerator() or torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""The interface of a precision; as it stands it is full fp32 and does nothing."""
+"""The interface of a precision, which is full fp32 as it stands; and that of an engine's own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accel_callbacks.plugins.precision import AutocastKwargs
 if TYPE_CHECKING:
     from accel_callbacks.strategy import Strategy
 
-__all__ = ["Precision", "PreparedForward", "PreparedMethod", "StepFinding"]
+__all__ = ["EnginePrecision", "Precision", "PreparedForward", "PreparedMethod", "StepFinding"]
 
 
 class Precision:
@@ -132,6 +132,33 @@ class Precision:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
+
+
+class EnginePrecision(Precision):
+    """A precision that leaves casting and scaling to the engine, and asks it whether it stepped.
+
+    Args:
+        name: ``"no"``, ``"bf16"`` or ``"fp16"``.
+        device: the device that the model computes on.
+        handlers: options of others.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.precision import EnginePrecision
+        >>> EnginePrecision("fp16", torch.device("cpu")).scales_loss
+        False
+    """
+
+    def __init__(self, name: str, device: torch.device, handlers: Handlers | None = None) -> None:
+        super().__init__(device, handlers)
+        self.name = name
+
+    def step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[bool, Any]:
+        """Step the engine; return (True if it stepped, None)."""
+        result = optimizer.step(*args, **kwargs)
+        return bool(getattr(optimizer, "stepped", True)), result
 
 
 class StepFinding:

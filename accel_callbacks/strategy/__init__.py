@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from accel_callbacks._lazy import lazy_names
+from accel_callbacks.strategy.base import GatherCast as GatherCast
 from accel_callbacks.strategy.base import Sequences, Strategy
 from accel_callbacks.strategy.data_ranks import DataRanks
 from accel_callbacks.strategy.gradients import Gradients

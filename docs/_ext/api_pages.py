@@ -27,6 +27,7 @@ PACKAGES = {
     "accel_callbacks.engines": "How ranks share a model",
     "accel_callbacks.checkpoint": "What an owner saves of its own",
     "accel_callbacks.precision": "In which types a model computes",
+    "accel_callbacks.models.fp8": "Linear layers in float8",
     "accel_callbacks.tracking": "Trackers of an Accelerator",
     "accel_callbacks.journal": "What happened in each step of a run",
     "accel_callbacks.utils": "Names of `accelerate.utils`",

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from accel_callbacks import Accelerator
-from accel_callbacks.precision import BF16, FP8, FP16
+from accel_callbacks.models.fp8 import FP8
+from accel_callbacks.precision import BF16, FP16
 
 CUDA = torch.device("cuda", 0)
 

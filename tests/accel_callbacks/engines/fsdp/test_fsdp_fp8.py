@@ -25,7 +25,7 @@ from accel_callbacks import (
     load_checkpoint_in_model,
 )
 from accel_callbacks.callbacks import EMA, Freeze, GradientNorm, NonFinite
-from accel_callbacks.precision.float8_gather import Float8Shard
+from accel_callbacks.models.fp8.gather import Float8Shard
 from tests.support.sharded import accelerator, flat, quiet, whole
 
 float8 = pytest.importorskip("torchao.float8")

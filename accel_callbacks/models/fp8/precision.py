@@ -12,10 +12,12 @@ import torch
 
 from accel_callbacks.collectives import is_sharded
 from accel_callbacks.logging import notice
+from accel_callbacks.models.fp8.gather import Float8Shard, share_scales
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.precision import AORecipeKwargs
 from accel_callbacks.precision.amp import BF16
 from accel_callbacks.precision.float8_gather import Float8Shard, share_scales
+from accel_callbacks.strategy import GatherCast, Strategy
 from accel_callbacks.strategy.base import GatherCast, Strategy
 from checkpoint_io.warning import warn
 
@@ -44,7 +46,7 @@ class FP8(BF16):
             gathered in fp8 with a config that has a scale for each row of them.
 
     Example:
-        >>> from accel_callbacks.precision import FP8
+        >>> from accel_callbacks.models.fp8 import FP8
         >>> FP8.dtype
         torch.bfloat16
     """

@@ -193,7 +193,9 @@ def test_nobody_hears_of_it_who_has_not_asked_for_it(recwarn):
 
 
 def test_without_a_config_weights_are_gathered_in_fp8(monkeypatch):
-    monkeypatch.setattr("accel_callbacks.precision.fp8._check_capability", lambda device: None)
+    monkeypatch.setattr(
+        "accel_callbacks.models.fp8.precision._check_capability", lambda device: None
+    )
     plain = Accelerator(cpu=True, mixed_precision="fp8")
     assert plain.precision.float8_config.enable_fsdp_float8_all_gather
     refused = AORecipeKwargs(enable_fsdp_float8_all_gather=False)
@@ -216,7 +218,9 @@ def test_inference_mode_computes_as_without_gradients():
 
 
 def test_the_launcher_chooses_what_the_script_leaves_out(monkeypatch):
-    monkeypatch.setattr("accel_callbacks.precision.fp8._check_capability", lambda device: None)
+    monkeypatch.setattr(
+        "accel_callbacks.models.fp8.precision._check_capability", lambda device: None
+    )
     monkeypatch.setenv("ACCEL_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER", "0")
     monkeypatch.setenv("ACCEL_FP8_PAD_INNER_DIM", "0")
 
