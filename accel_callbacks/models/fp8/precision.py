@@ -16,9 +16,7 @@ from accel_callbacks.models.fp8.gather import Float8Shard, share_scales
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.precision import AORecipeKwargs
 from accel_callbacks.precision.amp import BF16
-from accel_callbacks.precision.float8_gather import Float8Shard, share_scales
 from accel_callbacks.strategy import GatherCast, Strategy
-from accel_callbacks.strategy.base import GatherCast, Strategy
 from checkpoint_io.warning import warn
 
 __all__ = ["FP8"]
