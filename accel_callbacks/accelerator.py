@@ -596,8 +596,11 @@ class Accelerator(ProcessControl, MediaLogging):
             raise ValueError(f"device_placement has {len(places)} entries for {len(args)} objects.")
         placed = list(zip(args, places, strict=True))
         models = [model for model in args if isinstance(model, torch.nn.Module)]
+        parallelism = self.strategy.data.parallelism
         stages = {
-            id(model): self.prepare_pipeline(model) for model in models if self.strategy.cuts(model)
+            id(model): self.prepare_pipeline(model)
+            for model in models
+            if parallelism is not None and parallelism.pp_enabled
         }
         ready = self._preparer.prepare(
             [

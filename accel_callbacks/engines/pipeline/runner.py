@@ -45,8 +45,8 @@ _COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits
 class PipelineOptions:
     """Options for cutting a model into stages; see ``Accelerator.prepare_pipeline``."""
 
-    split_points: Sequence[str] | None
-    loss_fn: Callable[[Any, Any], torch.Tensor] | None
+    split_points: Sequence[str] | None = None
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
     schedule: str = "1F1B"
     microbatches: int | None = None
     reduction: str = "mean"

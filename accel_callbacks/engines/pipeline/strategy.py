@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -158,7 +158,10 @@ class PipelineParallel(Sharding):
         self.engine_plugins = () if self._fsdp is None else (self._fsdp,)
         self._ranks = parallelism.sizes["pp"]
         self._index = parallelism.coordinate(topology.rank)["pp"]
-        self._wrappers: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
+        # By model, the pipeline around it, which the script keeps.
+        self._pipelines: WeakKeyDictionary[torch.nn.Module, ref[PipelinedModel]] = (
+            WeakKeyDictionary()
+        )
         self._owners: WeakKeyDictionary[torch.nn.Module, dict[str, int]] = WeakKeyDictionary()
         self._plans: WeakKeyDictionary[torch.nn.Module, StagePlan] = WeakKeyDictionary()
 
@@ -220,13 +223,9 @@ class PipelineParallel(Sharding):
         name = axes[0] if len(axes) == 1 else joined
         return self.parallelism.get_submesh([name], self.topology.device.type).get_group()
 
-    def cuts(self, model: torch.nn.Module) -> bool:
-        """Return True for a model that is not cut into stages yet."""
-        return not isinstance(model, PipelinedModel) and model not in self._owners
-
     def check(self, model: torch.nn.Module, num_steps: int = 1) -> None:
         """Refuse a model that was not cut into stages."""
-        if self.cuts(model):
+        if not isinstance(model, PipelinedModel) and model not in self._owners:
             raise ValueError(
                 f"{type(model).__name__}: with pp_size={self._ranks} a model is cut into stages, "
                 "by accel.prepare(model) at its blocks, or by accel.prepare_pipeline(model, "
@@ -238,9 +237,18 @@ class PipelineParallel(Sharding):
         return model if trained else super().place(model, trained=trained)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the pipeline that was made of the model."""
-        wrapper: torch.nn.Module = self._wrappers[model]()
-        return wrapper
+        """Return the pipeline that was made of the model.
+
+        Raises:
+            ValueError: the script has dropped it.
+        """
+        pipeline = self._pipelines[model]()
+        if pipeline is None:
+            raise ValueError(
+                f"{type(model).__name__} is cut into stages already, and the pipeline that "
+                "prepare() returned for it is gone: keep that, and use it in its place."
+            )
+        return pipeline
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the model inside of a pipeline."""
@@ -254,9 +262,15 @@ class PipelineParallel(Sharding):
         **options: Any,
     ) -> torch.nn.Module:
         """Collective: cut a model into stages, and keep those of this rank."""
-        if model in self._owners:
-            raise ValueError(f"{type(model).__name__} is cut into stages already.")
-        chosen = PipelineOptions(**options).checked(self._ranks, model)
+        asked = PipelineOptions(**options)
+        if isinstance(model, PipelinedModel) or model in self._owners:
+            if asked != PipelineOptions():
+                raise ValueError(
+                    f"{type(model).__name__} is cut into stages already: options of "
+                    "prepare_pipeline count at its first call, before prepare()."
+                )
+            return model if isinstance(model, PipelinedModel) else self.wrap(model)
+        chosen = asked.checked(self._ranks, model)
         refuse_scripted(model.modules(), "a pipeline")
         self._refuse_shared(model)
         _refuse_spread(model)
@@ -317,7 +331,9 @@ class PipelineParallel(Sharding):
             replicas,
             self.sequences.checked_call if shared and is_of_transformers(model) else None,
         )
-        return PipelinedModel(model, runner, self.topology.device)
+        pipeline = PipelinedModel(model, runner, self.topology.device)
+        self._pipelines[model] = ref(pipeline)
+        return pipeline
 
     def _plan_of_layers(self, model: torch.nn.Module) -> Mapping[str, Any]:
         """Return the plan of tensor parallelism, empty without it."""

@@ -480,10 +480,12 @@ def misused() -> dict[str, str]:
         "no loss": lambda: accel.prepare(LM())(batch),
         "called again": lambda: model(batch, True, target=batch),
         **{name: partial(forward_of, accel, part) for name, part in UNFIT.items()},
+        "cut again": lambda: ready(accel, "1F1B", model),
         "again": lambda: [accel.backward(value, retain_graph=True), accel.backward(value)],
         "full_parameters": lambda: accel.full_parameters(model).__enter__(),
         "fp16": lambda: ready(accelerator("1F1B", mixed_precision="fp16"), "1F1B", LM()),
     }
+    assert accel.prepare(model) is accel.prepare(accel.unwrap_model(model)) is model
     said = {}
     for name, call in calls.items():
         try:
@@ -508,6 +510,7 @@ def test_wrong_calls_say_what_to_do(pool):
         assert "depends on the values of what its layers return" in said["branches"]
         assert "draws random numbers between its layers, which stages [0, 1]" in said["draws"]
         assert "'0' returns a Holder, and only tensors and constants" in said["objects"]
+        assert "is cut into stages already: options of" in said["cut again"]
         assert "a second time" in said["again"]
         assert "its own layers" in said["full_parameters"]
         assert 'use "bf16"' in said["fp16"]
