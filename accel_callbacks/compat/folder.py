@@ -9,15 +9,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import suppress
-from copy import deepcopy
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
-from accel_callbacks.compat.tensors import (
-    set_module_tensor_to_device,
-)
+from accel_callbacks.compat.tensors import set_module_tensor_to_device
 from accel_callbacks.models.offload.assignment import Place, device_of
 from accel_callbacks.models.offload.placeholder import is_absent
 from accel_callbacks.models.offload.source import (
@@ -138,28 +135,23 @@ def load_offloaded_weight(weight_file: Folder, weight_info: Entry) -> torch.Tens
         >>> load_offloaded_weight(os.path.join(folder, "scale.dat"), index["scale"])
         tensor([1., 1.])
     """
-    with _as_corrupt:
+    with _as_corrupt():
         stored, identity = _raw(os.path.abspath(weight_file), weight_info)
         (tensor,) = StoredWeights({"": stored}, {stored.path: identity}).read([""])
         _check_content(tensor, weight_info, stored.path)
     return tensor
 
 
-class _AsCorrupt:
+@contextmanager
+def _as_corrupt() -> Iterator[None]:
     """Context manager: raise the error of a damaged checkpoint for weights that cannot be read."""
+    try:
+        yield
+    except WeightReadError as error:
+        require_neighbor("checkpoint_io")
+        from checkpoint_io import CorruptCheckpointError
 
-    def __enter__(self) -> None:
-        """Enter; it has no state."""
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Replace the error."""
-        if isinstance(error, WeightReadError):
-            from checkpoint_io import CorruptCheckpointError
-
-            raise CorruptCheckpointError(str(error)) from None
-
-
-_as_corrupt = _AsCorrupt()  # one for each fetch: a generator would cost five times as much
+        raise CorruptCheckpointError(str(error)) from None
 
 
 def _digest(tensor: torch.Tensor) -> str:
@@ -198,7 +190,6 @@ class StoredIndex:
         self._headers: dict[str, Mapping[str, StoredTensor]] = {}
         self._tensors: dict[str, StoredTensor] = {}
         self._identities: dict[str, FileIdentity] = {}
-        self._weights = StoredWeights(self._tensors, self._identities)
 
     def located(self, names: Iterable[str]) -> StoredWeights:
         """Look these weights up; return all that have been looked up.
@@ -209,7 +200,7 @@ class StoredIndex:
         for name in names:
             if name not in self._tensors:
                 self._locate(name, self._index[name])
-        return self._weights
+        return StoredWeights(self._tensors, self._identities)
 
     def _locate(self, name: str, entry: Entry) -> None:
         file = entry.get("safetensors_file")
@@ -317,7 +308,7 @@ def save_offload_index(index: Mapping[str, Any] | None, offload_folder: Folder) 
     if not index:
         return
     path = os.path.join(offload_folder, _INDEX)
-    with _as_corrupt:
+    with _as_corrupt():
         entries = {**(_read_index(offload_folder) or {}), **index}
     with open(f"{path}.part", "w", encoding="utf-8") as file:
         json.dump(entries, file, indent=2)
@@ -359,7 +350,7 @@ def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, torch.Tensor])
         tensor([1., 1.])
     """
     make_folders(os.path.abspath(save_dir))
-    with _as_corrupt:
+    with _as_corrupt():
         present = _read_index(save_dir) or {}
     for name, tensor in state_dict.items():
         _file_of(save_dir, name)
@@ -398,23 +389,9 @@ def load_offloaded_weights(
         >>> layer.weight.tolist()
         [[1.0, 1.0]]
     """
-    entries = index or {}
-    scales = {name for name in entries if name.endswith("SCB")}
-    for name, info in entries.items():
-        if name in scales:
-            continue
-        beside = name.replace("weight", "SCB") if "weight" in name else ""
-        statistics = None
-        if beside in scales:
-            path = _file_of(offload_folder, beside)
-            statistics = load_offloaded_weight(path, entries[beside])
-        set_module_tensor_to_device(
-            model,
-            name,
-            "cpu",
-            value=load_offloaded_weight(_file_of(offload_folder, name), info),
-            fp16_statistics=statistics,
-        )
+    for name, info in (index or {}).items():
+        value = load_offloaded_weight(_file_of(offload_folder, name), info)
+        set_module_tensor_to_device(model, name, "cpu", value=value)
 
 
 def extract_submodules_state_dict(
@@ -433,17 +410,11 @@ def extract_submodules_state_dict(
         >>> list(extract_submodules_state_dict(state, ["h.1"]))
         ['h.1.weight']
     """
-    wanted = set(submodule_names)
-    return {name: tensor for name, tensor in state_dict.items() if wanted & set(_paths(name))}
-
-
-def _paths(name: str) -> Iterator[str]:
-    """Yield a name and the names of the modules that contain it."""
-    yield ""
-    yield name
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield name
+    return {
+        name: tensor
+        for name, tensor in state_dict.items()
+        if any(module in ("", name) or name.startswith(f"{module}.") for module in submodule_names)
+    }
 
 
 class PrefixedDataset(Mapping[str, Any]):
@@ -475,46 +446,6 @@ class PrefixedDataset(Mapping[str, Any]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PrefixedDataset:
-        """Copy the tensors in memory under the prefix; share the files."""
-        copied = getattr(self.dataset, "copied", None)
-        if copied is not None:
-            return PrefixedDataset(copied(self.prefix, memo), self.prefix)
-        tensors = {key: self.dataset[key] for key in self.dataset if key.startswith(self.prefix)}
-        return PrefixedDataset(deepcopy(tensors, memo), self.prefix)
-
-    def fetch(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return several tensors, in one request if the map supports it."""
-        names = [f"{self.prefix}{name}" for name in names]
-        fetch = getattr(self.dataset, "fetch", None)
-        return list(fetch(names)) if fetch is not None else [self.dataset[name] for name in names]
-
-    def mapped(self, name: str) -> torch.Tensor:
-        """Return a tensor; one in a file is read at its first use."""
-        read = getattr(self.dataset, "mapped", self.dataset.__getitem__)
-        tensor: torch.Tensor = read(f"{self.prefix}{name}")
-        return tensor
-
-    def held(self, name: str) -> torch.Tensor | None:
-        """Return a tensor that is in memory, None for one in a file or in a map of its own kind."""
-        get = self.dataset.get if isinstance(self.dataset, dict) else lambda name: None
-        held = getattr(self.dataset, "held", get)
-        tensor: torch.Tensor | None = held(f"{self.prefix}{name}")
-        return tensor
-
-    def has(self, name: str, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is the one in memory, or shares its values."""
-        held = self.held(name)
-        if held is None or is_absent(held) or is_absent(tensor):
-            return False
-        is_alike = held.device == tensor.device
-        return held is tensor or (is_alike and held.data_ptr() == tensor.data_ptr())
-
-    def is_stored(self, name: str) -> bool:
-        """Return whether a tensor is in a file."""
-        is_stored = getattr(self.dataset, "is_stored", None)
-        return is_stored is not None and bool(is_stored(f"{self.prefix}{name}"))
-
     def check(self, name: str, tensor: torch.Tensor) -> None:
         """Raise ValueError if a file holds other values than these."""
         check = getattr(self.dataset, "check", None)
@@ -527,12 +458,24 @@ class PrefixedDataset(Mapping[str, Any]):
         if put is not None:
             put(f"{self.prefix}{name}", tensor)
         elif isinstance(self.dataset, MutableMapping):
-            self.dataset[f"{self.prefix}{name}"] = tensor
+            _put_values(self.dataset, f"{self.prefix}{name}", tensor)
         else:
             raise RuntimeError(
                 f"{self.prefix}{name} was changed in place while it was fetched, and "
                 f"{type(self.dataset)} cannot store it: use a dict, or do not offload it."
             )
+
+
+def _put_values(
+    tensors: MutableMapping[str, torch.Tensor], name: str, tensor: torch.Tensor
+) -> None:
+    """Replace the values of a tensor in memory, in place where they are alike."""
+    held = tensors.get(name)
+    if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+        tensors[name] = tensor
+    elif held.data_ptr() != tensor.data_ptr():  # else it was written itself
+        with torch.no_grad():
+            held.copy_(tensor)
 
 
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
@@ -542,7 +485,8 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     once.
 
     Args:
-        state_dict: tensors in memory, which come before those in files.
+        state_dict: tensors in memory, which come before those in files; it gets those that are
+            changed later.
         save_folder: the offload folder.
         index: entries by name; those of the folder if ``None``. One with ``"safetensors_file"`` is
             in that file, under ``"weight_name"`` or its own name, and gets the ``"dtype"``.
@@ -574,7 +518,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             {} if state_dict is None else state_dict
         )
         self.save_folder = save_folder
-        with _as_corrupt:
+        with _as_corrupt():
             if index is None and save_folder is not None:
                 index = _read_index(save_folder)
                 if index is None:
@@ -583,7 +527,6 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
                     )
         self.index: Index = {} if index is None else index
         self.device = device
-        self._changed: dict[str, torch.Tensor] = {}
         self._verified: set[str] = set()
         self._stored = StoredIndex(self.index, save_folder, replaceable=False)
         self._note_folder()
@@ -612,57 +555,26 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         return key in self.state_dict or key in self.index
 
     def __getitem__(self, key: str) -> torch.Tensor:
-        return self.fetch([key])[0]
-
-    def copied(self, prefix: str, memo: dict[int, Any]) -> OffloadedWeightsLoader:
-        """Return a loader of the same files, with copies of tensors in memory under a prefix."""
-        new = type(self).__new__(type(self))
-        vars(new).update(vars(self), _verified=set(self._verified))
-        for attribute, tensors in (("state_dict", self.state_dict), ("_changed", self._changed)):
-            some = {key: tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-            vars(new)[attribute] = deepcopy(some, memo)
-        return new
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedWeightsLoader:
-        return self.copied("", memo)
-
-    def held(self, name: str) -> torch.Tensor | None:
-        """Return a tensor that is in memory, None for one in a file."""
-        return self._changed.get(name, self.state_dict.get(name))
-
-    def is_stored(self, name: str) -> bool:
-        """Return whether a tensor is in a file."""
-        return self.held(name) is None
+        if key in self.state_dict:
+            return self.state_dict[key]
+        with _as_corrupt():
+            weights = self._locate(key)
+            (tensor,) = weights.read([key])
+            if key not in self._verified:
+                _check_content(tensor, self.index[key], weights.tensors[key].path)
+                self._verified.add(key)
+        return self._convert(key, tensor)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Replace values, in memory; files are not written."""
-        held = self.held(name)
-        if held is not None and held.shape == tensor.shape and held.dtype == tensor.dtype:
-            with torch.no_grad():
-                held.copy_(tensor)
-        else:
-            self._changed[name] = tensor
+        _put_values(self.state_dict, name, tensor)
 
-    def fetch(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return several tensors; each file is opened once, and read in its order."""
-        tensors = {name: held for name in names if (held := self.held(name)) is not None}
-        stored = [name for name in names if name not in tensors]
-        with _as_corrupt:
-            weights = self._located(stored)
-            for name, tensor in zip(stored, weights.read(stored), strict=True):
-                if name not in self._verified:
-                    _check_content(tensor, self.index[name], weights.tensors[name].path)
-                    self._verified.add(name)
-                tensors[name] = self._finished(name, tensor)
-        return [tensors[name] for name in names]
+    def _locate(self, name: str) -> StoredWeights:
+        if self.save_folder is None and self.index[name].get("safetensors_file") is None:
+            raise ValueError(f"{name} is in an offload folder: give save_folder.")
+        return self._stored.located([name])
 
-    def _located(self, names: Sequence[str]) -> StoredWeights:
-        for name in names:
-            if self.save_folder is None and self.index[name].get("safetensors_file") is None:
-                raise ValueError(f"{name} is in an offload folder: give save_folder.")
-        return self._stored.located(names)
-
-    def _finished(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _convert(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of a safetensors file in the dtype of its entry, on the device."""
         entry = self.index[name]
         if entry.get("safetensors_file") is None:
@@ -671,20 +583,9 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             tensor = tensor.to(getattr(torch, str(entry["dtype"]).removeprefix("torch.")))
         return tensor if self.device is None else tensor.to(device_of(self.device))
 
-    def mapped(self, name: str) -> torch.Tensor:
-        """Return a tensor; one in a file is mapped, and read at its first use.
-
-        Writing into it does not change the file.
-        """
-        held = self.held(name)
-        if held is not None:
-            return held
-        with _as_corrupt:
-            return self._finished(name, self._located([name]).mapped(name))
-
     def check(self, name: str, tensor: torch.Tensor) -> None:
         """Raise ValueError if a file holds other values than those of a tensor."""
-        if name not in self.index or not self.is_stored(name):
+        if name not in self.index or name in self.state_dict:
             return
         info = self.index[name]
         dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)

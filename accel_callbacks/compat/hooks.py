@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +18,6 @@ from accel_callbacks.compat.finder import is_installed
 from accel_callbacks.compat.folder import PrefixedDataset
 from accel_callbacks.compat.tensors import (
     TiedParams,
-    is_quantizer,
     move,
     new_like,
     set_module_tensor_to_device,
@@ -30,7 +29,6 @@ from accel_callbacks.memory import clear_device_cache
 from accel_callbacks.models.offload.align import MOVERS
 from accel_callbacks.models.offload.assignment import Place, device_of
 from accel_callbacks.models.offload.placeholder import (
-    ON_DISK,
     AbsentWeight,
     LostGradient,
     is_absent,
@@ -172,7 +170,7 @@ class SequentialHook(ModelHook):
         return module
 
 
-def _hooked_forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _forward_with_hook(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     hook = module._hf_hook
     args, kwargs = hook.pre_forward(module, *args, **kwargs)
     try:
@@ -214,7 +212,7 @@ def add_hook_to_module(module: _Module, hook: Any, append: bool = False) -> _Mod
         attributes["_hf_hook"] = SequentialHook(before, hook)
         if "_old_forward" not in attributes:  # of a dispatched module, which is served without one
             attributes["_old_forward"] = module.forward
-            _set_forward(module, _around(module, attributes["_old_forward"]))
+            _set_forward(module, _wrap_forward(module, attributes["_old_forward"]))
         return module
     if before is not None:
         before.detach_hook(module)
@@ -223,13 +221,13 @@ def add_hook_to_module(module: _Module, hook: Any, append: bool = False) -> _Mod
         attributes["_old_forward"] = module.forward
     module = hook.init_hook(module)
     vars(module)["_hf_hook"] = hook
-    _set_forward(module, _around(module, attributes["_old_forward"]))
+    _set_forward(module, _wrap_forward(module, attributes["_old_forward"]))
     return module
 
 
-def _around(module: torch.nn.Module, forward: Any) -> Any:
+def _wrap_forward(module: torch.nn.Module, forward: Any) -> Any:
     """Wrap a forward with the hook; keep its name, docstring and signature."""
-    return functools.update_wrapper(functools.partial(_hooked_forward, module), forward)
+    return functools.update_wrapper(functools.partial(_forward_with_hook, module), forward)
 
 
 def _set_forward(module: torch.nn.Module, forward: Any) -> None:
@@ -312,7 +310,8 @@ class AlignDevicesHook(ModelHook):
         offload_buffers: offload persistent buffers too.
         place_submodules: for the tensors of all modules in it, not only its own.
         skip_keys: keys of dicts in inputs and output whose values are not moved.
-        tied_params_map: copies of tied weights by data pointer and device, shared by hooks.
+        tied_params_map: copies of tied weights by data pointer and device, which hooks that do not
+            offload share while they are attached.
 
     Raises:
         ValueError: a weight to offload has other values in the folder of ``weights_map``; that
@@ -349,14 +348,9 @@ class AlignDevicesHook(ModelHook):
         self.tied_params_map = tied_params_map
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
-        self.param_original_devices: dict[str, torch.device] = {}
-        self.buffer_original_devices: dict[str, torch.device] = {}
-        self.tied_params_names: set[str] = set()
         self._away: dict[str, AbsentWeight] = {}  # placeholders by name
         self._refusals: dict[str, LostGradient] = {}
         self._lent = Lent()
-        self._tied_keys: dict[str, int] = {}
-        self._noted: list[tuple[int, Any]] = []  # entries of `tied_params_map` made for a forward
         self._handle: Any = None
 
     def __repr__(self) -> str:
@@ -366,32 +360,18 @@ class AlignDevicesHook(ModelHook):
             f"place_submodules={self.place_submodules}, skip_keys={self.skip_keys!r})"
         )
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Data pointers mean nothing in another process.
-        tied: TiedParams | None = None if self.tied_params_map is None else {}
-        return {**vars(self), "tied_params_map": tied, "_tied_keys": {}, "_noted": []}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> AlignDevicesHook:
-        from copy import deepcopy
-
-        new = memo[id(self)] = type(self).__new__(type(self))
-        for name, value in vars(self).items():
-            shared = name in ("tied_params_map", "execution_device", "skip_keys")
-            vars(new)[name] = value if shared else deepcopy(value, memo)
-        return new
-
     @property
     def _is_meta(self) -> bool:
         return self.execution_device is not None and str(self.execution_device) == "meta"
 
     def init_hook(self, module: Any) -> Any:
         """Move the tensors, or replace them by placeholders."""
-        if self._is_meta:
-            self.tied_params_map = None
         if self.offload:
             self._offload(module)
         elif self.execution_device is not None:
             self._place(module, self._tensors(module))
+        # Its keys are addresses, which mean nothing in a copy or in another process.
+        self.tied_params_map = None
         return module
 
     def _tensors(self, module: Any, buffers: bool = True) -> dict[str, torch.Tensor]:
@@ -422,10 +402,6 @@ class AlignDevicesHook(ModelHook):
         away = self._tensors(module, self.offload_buffers)
         for name in get_non_persistent_buffers(module, self.place_submodules, True):
             away.pop(name, None)
-        for layer in self._int8_layers(module):
-            if layer.state.CB is not None:  # a forward has taken them from the weight
-                layer.weight.CB, layer.weight.SCB = layer.state.CB, layer.state.SCB
-                layer.state.CB = layer.state.SCB = None
         if self.weights_map is None:
             self.weights_map = {name: _on_host(tensor) for name, tensor in away.items()}
         weights = self._weights()
@@ -436,26 +412,17 @@ class AlignDevicesHook(ModelHook):
         if is_installed():
             device = torch.device("meta")  # what scripts of Accelerate ask for
         for name, tensor in away.items():
-            if not is_absent(tensor) and tensor.data_ptr() in (self.tied_params_map or ()):
-                self.tied_params_names.add(name)
-                self._tied_keys[name] = tensor.data_ptr()
             full_name = f"{weights.prefix or type(module).__name__ + '.'}{name}"
             self._refusals[name] = LostGradient(full_name)
-            place = ON_DISK if weights.is_stored(name) else "in the CPU's memory"
-            self._away[name] = stand_in(tensor, full_name, place, device)
+            self._away[name] = stand_in(tensor, full_name, "in the weights_map of a hook", device)
             Slot.of(module, name).put(self._away[name])
         if self.execution_device is not None:
             self._place(module, {k: tensor for k, tensor in everything.items() if k not in away})
         fill: Any = functools.partial(AlignDevicesHook.fill, self)  # which copies and pickles
         self._handle = module.register_state_dict_post_hook(fill)
 
-    def _int8_layers(self, module: Any) -> list[Any]:
-        """Return the layers of bitsandbytes, which keep scales outside of their parameters."""
-        among = module.modules() if self.place_submodules else (module,)
-        return [layer for layer in among if type(layer).__name__ == "Linear8bitLt"]
-
     def _weights(self) -> PrefixedDataset:
-        """Return the map of weights as one that reads several at once."""
+        """Return the map of weights as one that can be written."""
         if isinstance(self.weights_map, PrefixedDataset):
             return self.weights_map
         return PrefixedDataset({} if self.weights_map is None else self.weights_map, "")
@@ -463,14 +430,14 @@ class AlignDevicesHook(ModelHook):
     def pre_forward(self, module: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Fetch the weights, and send the inputs to the execution device."""
         if self.io_same_device:
-            self.input_device = _first_device(args, kwargs)
+            self.input_device = _find_device(args, kwargs)
         if self.offload:
             self._fetch(module)
         if self.execution_device is None:
             return args, kwargs
         return (
-            _sent(args, self.execution_device),
-            _sent(kwargs, self.execution_device, self.skip_keys),
+            _to_device(args, self.execution_device),
+            _to_device(kwargs, self.execution_device, self.skip_keys),
         )
 
     def post_forward(self, module: Any, output: Any) -> Any:
@@ -478,7 +445,7 @@ class AlignDevicesHook(ModelHook):
         if self.offload:
             self._drop(module)
         if self.io_same_device and self.input_device is not None:
-            output = _sent(output, self.input_device, self.skip_keys)
+            output = _to_device(output, self.input_device, self.skip_keys)
         return output
 
     def forward_failed(self, module: Any) -> None:
@@ -491,71 +458,42 @@ class AlignDevicesHook(ModelHook):
         if not self._lent.begin():
             return
         try:
-            self._bring(module)
+            self._lend(module)
         except BaseException:
             self._drop(module)
             raise
 
-    def _bring(self, module: Any) -> None:
+    def _lend(self, module: Any) -> None:
         """Fill the slots that hold our placeholders; leave tensors that others have put there."""
-        slots: dict[str, Slot] = {}
+        device = device_of("cpu" if self.execution_device is None else self.execution_device)
+        weights = self._weights()
         for name, absent in self._away.items():
             slot = Slot.of(module, name)
             if slot.get() is absent:
-                slots[name] = slot
-        device = device_of("cpu" if self.execution_device is None else self.execution_device)
-        values = self._weights().fetch(list(slots))
-        for (name, slot), value in zip(slots.items(), values, strict=True):
-            absent = self._away[name]
-            self._lent.put(name, [slot], self._made(name, absent, value, device), absent)
+                tensor = self._materialize(name, weights[name], device)
+                self._lent.put(name, [slot], tensor, absent)
 
-    def _made(
-        self, name: str, absent: AbsentWeight, value: torch.Tensor, device: torch.device
-    ) -> torch.Tensor:
+    def _materialize(self, name: str, value: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return the tensor for a slot: the stored one where device and dtype fit, else a copy."""
-        copies: MutableMapping[Any, torch.Tensor] | None = None
-        pointer = 0
-        if self.tied_params_map is not None:
-            pointer = self._tied_keys.get(name) or value.data_ptr()
-            copies = self.tied_params_map.get(pointer)
-            if copies is not None and self.execution_device in copies:
-                return copies[self.execution_device]
-        tensor = self._serving(name, absent, value, device)
-        if copies is not None:
-            copies[self.execution_device] = tensor
-            self._noted.append((pointer, self.execution_device))
-        return tensor
-
-    def _serving(
-        self, name: str, absent: AbsentWeight, value: torch.Tensor, device: torch.device
-    ) -> torch.Tensor:
+        absent = self._away[name]
         if device.type == "meta":
             return on_meta(absent)
-        is_quantized = is_quantizer(value)
-        if is_quantized and value.device == device:
-            return value
-        if not is_quantized:
-            with torch._C.DisableTorchFunctionSubclass():  # the placeholder answers slowly
-                shape, dtype = absent.shape, absent.dtype
-            if value.shape != shape:
-                raise ValueError(
-                    f"{self._refusals[name].name} has shape {tuple(shape)}, and what is stored has "
-                    f"{tuple(value.shape)}: these are weights of another model."
-                )
-            if value.dtype != dtype:
-                value = value.to(dtype)
-            same_kind = isinstance(value, torch.nn.Parameter) == absent.is_parameter
-            is_alike = same_kind and value.requires_grad == absent.is_trained
-            if is_alike and move(value, device) is value:
-                return value
+        with torch._C.DisableTorchFunctionSubclass():  # the placeholder answers slowly
+            shape, dtype = absent.shape, absent.dtype
+        if value.shape != shape:
+            raise ValueError(
+                f"{self._refusals[name].name} has shape {tuple(shape)}, and what is stored has "
+                f"{tuple(value.shape)}: these are weights of another model."
+            )
+        if value.dtype != dtype:
+            value = value.to(dtype)
+        same_kind = isinstance(value, torch.nn.Parameter) == absent.is_parameter
+        is_alike = same_kind and value.requires_grad == absent.is_trained
+        if is_alike and move(value, device) is value:
+            return value  # a parameter of the script's, which gets its gradient
         tensor = new_like(absent, value, device)
         if tensor.requires_grad and torch.is_grad_enabled() and tensor.is_leaf:
             tensor.register_hook(self._refusals[name])  # type: ignore[no-untyped-call]
-        if value.dtype == torch.int8 and not is_quantized and "weight" in name:
-            # The scales that are stored beside an int8 weight of bitsandbytes.
-            statistics = self._weights().get(name.replace("weight", "SCB"))
-            if statistics is not None:
-                tensor.SCB = statistics.to(device)  # type: ignore[attr-defined]
         return tensor
 
     @outside_graphs
@@ -564,18 +502,8 @@ class AlignDevicesHook(ModelHook):
         if not self._lent.end(of_all):
             return
         weights = self._weights()
-        for layer in self._int8_layers(module):
-            if not all(weights.has(loan.name, loan.tensor) for loan in self._lent):
-                layer.state.CB = layer.state.SCB = None  # they hold the fetched weight
         for loan in self._lent.take():
-            if loan.values is not None and weights.has(loan.name, loan.values):
-                loan.values.copy_(loan.tensor)
-            elif not weights.has(loan.name, loan.tensor):
-                weights.put(loan.name, loan.tensor.detach().to("cpu"))
-        for pointer, device in self._noted:
-            if self.tied_params_map is not None:
-                self.tied_params_map.get(pointer, {}).pop(device, None)
-        self._noted.clear()
+            weights.put(loan.name, loan.tensor.detach().to("cpu"))
 
     def fill(
         self, module: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any
@@ -584,7 +512,7 @@ class AlignDevicesHook(ModelHook):
         for name, absent in self._away.items():
             is_away = isinstance(state_dict.get(prefix + name), AbsentWeight)
             if is_away and Slot.of(module, name).get() is absent:
-                state_dict[prefix + name] = self._weights().mapped(name).detach()
+                state_dict[prefix + name] = self._weights()[name].detach()
 
     def detach_hook(self, module: Any) -> Any:
         """Restore the weights to their original devices; absent ones stay absent."""
@@ -600,24 +528,22 @@ class AlignDevicesHook(ModelHook):
             if name not in self._away:
                 set_module_tensor_to_device(module, name, device)
             elif (slot := Slot.of(module, name)).get() is self._away[name]:
-                slot.put(self._returned(name, self._away[name], device))
+                slot.put(self._restore(name, self._away[name], device))
         self._away.clear()
         return module
 
-    def _returned(self, name: str, absent: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def _restore(self, name: str, absent: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return the tensor that replaces a placeholder; tied placeholders share one."""
         attributes = vars(absent)
-        if attributes.get("_returned") is None:
+        if attributes.get("_restored") is None:
             assert self.weights_map is not None
-            value = self.weights_map[name]
-            if value.dtype != absent.dtype and not is_quantizer(value):
-                value = value.to(absent.dtype)
+            value = self.weights_map[name].to(absent.dtype)
             is_same = isinstance(value, torch.nn.Parameter) and move(value, device) is value
-            tensor = value if is_same or is_quantizer(value) else new_like(absent, value, device)
+            tensor = value if is_same else new_like(absent, value, device)
             vars(tensor).pop("_stand_in", None)
-            attributes["_returned"] = tensor
-        returned: torch.Tensor = attributes["_returned"]
-        return returned
+            attributes["_restored"] = tensor
+        restored: torch.Tensor = attributes["_restored"]
+        return restored
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -633,19 +559,19 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to("cpu")
 
 
-def _first_device(args: Any, kwargs: Any) -> torch.device | None:
+def _find_device(args: Any, kwargs: Any) -> torch.device | None:
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             return value.device
-    return _nested_device(args, kwargs)
+    return _find_nested_device(args, kwargs)
 
 
 @outside_graphs
-def _nested_device(args: Any, kwargs: Any) -> torch.device | None:
+def _find_nested_device(args: Any, kwargs: Any) -> torch.device | None:
     return find_device([args, kwargs])
 
 
-def _sent(data: Any, device: Place, skip_keys: Any = None) -> Any:
+def _to_device(data: Any, device: Place, skip_keys: Any = None) -> Any:
     """Return a structure on a device; break the graph only if a tensor has to move."""
     if is_on(data, device):
         return data

@@ -183,7 +183,7 @@ def set_module_tensor_to_device(
     old = slot.get()
     assert old is not None
     target = device_of(device)
-    known = _tied(tied_params_map, value if value is not None else old)
+    known = _copies_by_device(tied_params_map, value if value is not None else old)
     if known is not None and device in known:
         slot.put(known[device])
         return
@@ -199,7 +199,7 @@ def set_module_tensor_to_device(
             return  # the same parameter, so that optimizers and tied modules keep it
         source = old if is_quantizer(old) else _cast(old.detach(), wanted, non_blocking)
     else:
-        source = _checked(old, tensor_name, value, as_dtype(dtype), non_blocking)
+        source = _values_for(old, tensor_name, value, as_dtype(dtype), non_blocking)
     new = new_like(old, source, target)
     if fp16_statistics is not None:
         new.SCB = fp16_statistics.to(new.device)  # type: ignore[attr-defined]
@@ -210,7 +210,7 @@ def set_module_tensor_to_device(
         clear_device_cache()
 
 
-def _tied(
+def _copies_by_device(
     tied: TiedParams | None, tensor: torch.Tensor
 ) -> MutableMapping[Any, torch.Tensor] | None:
     """Return the copies of a tied weight by device, None if it is not tied."""
@@ -235,7 +235,7 @@ def _cast(value: torch.Tensor, dtype: torch.dtype, non_blocking: bool = False) -
     return value.to(dtype, non_blocking=non_blocking)
 
 
-def _checked(
+def _values_for(
     old: torch.Tensor,
     name: str,
     value: torch.Tensor,
@@ -340,14 +340,14 @@ def align_module_device(
         finally:
             hook.execution_device = device
     elif execution_device is not None:
-        with _moved(module, device_of(execution_device)):
+        with _lend_copies(module, device_of(execution_device)):
             yield
     else:
         yield
 
 
 @contextmanager
-def _moved(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
+def _lend_copies(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
     """Replace parameters by copies on a device; copy changes back at the end."""
     lent = Lent()
     slots: dict[str, Any] = module._parameters

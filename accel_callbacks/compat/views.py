@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -40,10 +39,6 @@ class OffloadWeights(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len({*self.offload.stored.tensors, *self.offload.held})
-
-    def copied(self, prefix: str, memo: dict[int, Any]) -> OffloadWeights:
-        """Return a copy, which is served by the copy of the model."""
-        return deepcopy(self, memo)
 
     @property
     def state_dict(self) -> Mapping[str, torch.Tensor]:
@@ -182,7 +177,7 @@ class DispatchHook(AlignDevicesHook):
         if module is self._module:
             super()._fetch(module)
 
-    def _bring(self, module: Any) -> None:
+    def _lend(self, module: Any) -> None:
         """Lend copies of the module's own weights to all that have them."""
         device = torch.device(self.execution_device or "cpu")
         with torch.no_grad():

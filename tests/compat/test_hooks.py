@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-import types
 
 import pytest
 import torch
@@ -262,9 +261,9 @@ def test_a_child_weight_that_a_parent_uses_raises_with_its_name(net, weights):
             return x @ self.child.weight
 
     attach_align_device_hook(net, "cpu", offload=True, weights_map=weights)
-    with pytest.raises(AbsentWeightError, match=r"weight is (on disk|in the CPU)"):
+    with pytest.raises(AbsentWeightError, match=r"weight is in the weights_map"):
         Parent()(X)
-    with pytest.raises(AbsentWeightError, match=r"weight is (on disk|in the CPU)"):
+    with pytest.raises(AbsentWeightError, match=r"weight is in the weights_map"):
         torch.nn.functional.linear(X, net.first.weight)
 
 
@@ -439,60 +438,6 @@ def test_stored_weights_come_in_the_dtype_of_the_model(net):
     net.bfloat16()
     attach_align_device_hook(net, "cpu", offload=True, weights_map=state)
     assert net(X.bfloat16()).dtype is torch.bfloat16
-
-
-class Linear8bitLt(torch.nn.Linear):
-    """A layer that keeps its weight and scales where it finds them, as those of bitsandbytes do."""
-
-    def __init__(self):
-        super().__init__(2, 2, bias=False)
-        self.weight = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.int8), requires_grad=False)
-        self.state = types.SimpleNamespace(CB=None, SCB=None)
-
-    def forward(self, x):
-        if self.state.CB is None:
-            self.state.CB, self.state.SCB = self.weight, self.weight.SCB
-        return x @ self.state.CB.to(x.dtype).T * self.state.SCB
-
-
-def test_layers_of_8_bits_keep_no_weight_that_is_offloaded():
-    layer, scales, x = Linear8bitLt(), torch.tensor([0.5, 2.0]), torch.ones(1, 2)
-    layer.weight.SCB = scales
-    assert layer(x).tolist() == [[1.0, 4.0]]
-    stored = {"weight": layer.weight.detach(), "SCB": scales}
-    add_hook_to_module(layer, AlignDevicesHook("cpu", offload=True, weights_map=stored))
-    assert layer.state.CB is None
-    for _ in range(2):
-        assert layer(x).tolist() == [[1.0, 4.0]]
-        assert is_absent(layer.weight)
-
-
-def test_all_weights_of_a_module_are_asked_for_at_once(net):
-    class Weights(dict):
-        def fetch(self, names):
-            asked.append(list(names))
-            return [self[name] for name in names]
-
-    asked, layer = [], net.first
-    add_hook_to_module(
-        layer, AlignDevicesHook("cpu", offload=True, weights_map=Weights(layer.state_dict()))
-    )
-    layer(X)
-    assert asked == [["weight", "bias"]]
-
-
-def test_tied_weights_of_two_hooks_are_one_copy_while_they_are_here(net, weights):
-    if weights is None:
-        pytest.skip("the stored tensors themselves are used")
-    tied = {net.first.weight.data_ptr(): {}}
-    attach_align_device_hook(net, "cpu", offload=True, weights_map=weights, tied_params_map=tied)
-    assert net.first._hf_hook.tied_params_names == {"weight"}
-    net.first._hf_hook.pre_forward(net.first)
-    net.last._hf_hook.pre_forward(net.last)
-    assert net.first.weight is net.last.weight
-    for layer in (net.last, net.first):
-        layer._hf_hook.post_forward(layer, torch.tensor([]))
-    assert list(tied.values()) == [{}]
 
 
 def test_a_hook_can_be_entered_twice(net):
