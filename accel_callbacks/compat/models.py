@@ -16,16 +16,13 @@ import torch
 from accel_callbacks import collectives
 from accel_callbacks.accelerator import Accelerator
 from accel_callbacks.checkpoint.tensor_file import save_tensors
-from accel_callbacks.compat.state import AcceleratorState, PartialState
+from accel_callbacks.compat.state import PartialState
 from accel_callbacks.compat.tensors import id_tensor_storage
-from accel_callbacks.distributed.topology import own_accelerator
 from accel_callbacks.engines.fsdp.units import find_units
-from accel_callbacks.models.activation_checkpointing import apply_activation_checkpointing
 from accel_callbacks.models.compile import compile_model, regions
 from accel_callbacks.plugins.compile import TorchDynamoPlugin
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
-from accel_callbacks.plugins.precision import AutocastKwargs
 from accel_callbacks.terminal_text import listed
 from checkpoint_io.warning import warn
 
@@ -37,18 +34,11 @@ __all__ = [
     "compile_regions_fsdp2",
     "convert_model_to_fp8_ao",
     "copy_tensor_to_devices",
-    "ensure_weights_retied",
     "filter_first_and_last_linear_layers",
     "filter_linear_layers",
     "find_first_last_linear_layers",
-    "fsdp2_apply_ac",
     "fsdp2_canonicalize_names",
-    "fsdp2_load_full_state_dict",
     "fsdp2_prepare_auto_wrap_policy",
-    "fsdp2_switch_optimizer_parameters",
-    "get_fsdp2_grad_scaler",
-    "get_grad_scaler",
-    "get_mixed_precision_context_manager",
     "get_model_tp_size",
     "get_parameters_from_modules",
     "has_ao_layers",
@@ -133,12 +123,7 @@ def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.
     return module
 
 
-compile_regions_fsdp2 = compile_regions
-
-
-def compile_regions_deepspeed(module: torch.nn.Module, **compile_kwargs: Any) -> None:
-    """Compile as :func:`compile_regions` does, and return nothing."""
-    compile_regions(module, **compile_kwargs)
+compile_regions_fsdp2 = compile_regions_deepspeed = compile_regions
 
 
 def has_repeated_blocks(module: torch.nn.Module) -> bool:
@@ -149,17 +134,6 @@ def has_repeated_blocks(module: torch.nn.Module) -> bool:
 # --- sharded models ---------------------------------------------------------------------------
 
 
-def fsdp2_apply_ac(accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
-    """Checkpoint the activations of a model's blocks in place, as the FSDP plugin says."""
-    plugin = accelerator.state.fsdp_plugin
-    apply_activation_checkpointing(
-        model,
-        blocks=getattr(plugin, "transformer_cls_names_to_wrap", None),
-        offload=bool(getattr(plugin, "activation_checkpointing_offload", False)),
-    )
-    return model
-
-
 def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
     """Return parameters by their names without the parts that wrappers add."""
     wrappers = {"_checkpoint_wrapped_module", "_orig_mod"}
@@ -167,28 +141,6 @@ def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
         ".".join(part for part in name.split(".") if part not in wrappers): parameter
         for name, parameter in named_params.items()
     }
-
-
-def fsdp2_load_full_state_dict(
-    accelerator: Any, model: torch.nn.Module, full_sd: dict[str, Any], cpu_offload: bool = False
-) -> torch.nn.Module:
-    """Load whole weights, of which rank 0 has the values, into a sharded model; collective.
-
-    Args:
-        accelerator: without effect.
-        model: the sharded model; its parameters may be on the meta device.
-        full_sd: its state dict, which may be empty on other ranks.
-        cpu_offload: leave the shards on the CPU.
-    """
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-    options = StateDictOptions(
-        full_state_dict=True,
-        broadcast_from_rank0=torch.distributed.is_initialized(),
-        cpu_offload=cpu_offload,
-    )
-    set_model_state_dict(model, full_sd, options=options)
-    return model
 
 
 def fsdp2_prepare_auto_wrap_policy(
@@ -207,62 +159,6 @@ def fsdp2_prepare_auto_wrap_policy(
         return id(getattr(module, "_checkpoint_wrapped_module", module)) in sharded
 
     return is_unit if sharded else None
-
-
-def fsdp2_switch_optimizer_parameters(
-    optimizer: torch.optim.Optimizer, mapping: Mapping[Any, Any]
-) -> None:
-    """Replace the parameters of an optimizer by their shards.
-
-    Args:
-        optimizer: the optimizer, which is changed in place.
-        mapping: shards by the ``data_ptr`` of the parameters, as those hold it.
-
-    Raises:
-        KeyError: a parameter has no shard.
-    """
-    groups = []
-    for group in optimizer.param_groups:
-        absent = [p for p in group["params"] if p.data_ptr not in mapping]
-        if absent:
-            raise KeyError(
-                f"a parameter of shape {tuple(absent[0].shape)} has no shard in the mapping: the "
-                "optimizer would go on with one that the model does not have any more."
-            )
-        groups.append([mapping[parameter.data_ptr] for parameter in group["params"]])
-    for group, shards in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = shards
-
-
-def ensure_weights_retied(
-    param_init_fn: Callable[[torch.nn.Module], Any], model: torch.nn.Module, device: Any
-) -> Callable[[torch.nn.Module], Any]:
-    """Return a function that makes the parameters of a module, and ties those that were tied.
-
-    Args:
-        param_init_fn: makes the parameters of a module, and returns the module.
-        model: the model, whose ``_tied_weights_keys`` are tied.
-        device: without effect.
-    """
-    names = getattr(model, "_tied_weights_keys", None) or ()
-    tied: dict[int, torch.nn.Parameter | None] = {
-        id(model.get_parameter(name)): None for name in names
-    }
-    if not tied:
-        return param_init_fn
-
-    def initialize_and_tie(module: torch.nn.Module) -> Any:
-        keys = {id(p): key for key, p in module.named_parameters(recurse=False) if id(p) in tied}
-        initialized = param_init_fn(module)
-        for identity, key in keys.items():
-            parameter = tied[identity]
-            if parameter is None:
-                tied[identity] = getattr(initialized, key)
-            else:
-                setattr(initialized, key, parameter)
-        return initialized
-
-    return initialize_and_tie
 
 
 def get_parameters_from_modules(
@@ -370,40 +266,6 @@ def convert_model_to_fp8_ao(
     )
 
 
-def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """Return a scaler of losses for this machine's accelerator.
-
-    Args:
-        distributed_type: without effect.
-        **kwargs: of ``torch.amp.GradScaler``.
-    """
-    device = own_accelerator()
-    return torch.amp.GradScaler("cuda" if device is None else device.type, **kwargs)
-
-
-def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
-    """Return a scaler of losses, with all of torch's options."""
-    return torch.amp.GradScaler(**kwargs)
-
-
-def get_mixed_precision_context_manager(
-    native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
-) -> AbstractContextManager[Any]:
-    """Return autocast for the precision of this run.
-
-    Args:
-        native_amp: cast at all.
-        autocast_kwargs: its options.
-    """
-    if not native_amp:
-        return nullcontext()
-    state = AcceleratorState()
-    options = {} if autocast_kwargs is None else autocast_kwargs.to_kwargs()
-    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
-    dtype = dtypes.get(state.mixed_precision)
-    return torch.autocast(state.device.type, dtype=dtype, **options)
-
-
 # --- files ------------------------------------------------------------------------------------
 
 
@@ -480,11 +342,11 @@ def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwar
         from safetensors.torch import load_file
 
         weights = load_file(f)
-        return {name: _moved(tensor, map_location) for name, tensor in weights.items()}
+        return {name: _place(tensor, map_location) for name, tensor in weights.items()}
     return load_restricted(f, map_location)
 
 
-def _moved(tensor: torch.Tensor, map_location: Any) -> torch.Tensor:
+def _place(tensor: torch.Tensor, map_location: Any) -> torch.Tensor:
     return tensor if map_location is None or callable(map_location) else tensor.to(map_location)
 
 

@@ -110,6 +110,14 @@ _FP8 = (
     "fp8 is that of torchao here, AORecipeKwargs: the kernels of Transformer Engine and MS-AMP are "
     "not used."
 )
+_STEP_OF_PREPARE = (
+    "it is a step of Accelerate's own prepare(): pass models and optimizers to prepare() of the "
+    "Accelerator, which shards, ties and checkpoints as its plugins say."
+)
+_PRECISION = (
+    "losses are scaled and forwards are cast by the Accelerator: give it mixed_precision=, and use "
+    "its autocast() and its scaler."
+)
 #: Names that can be imported and not used, with the reason.
 NOT_PROVIDED: dict[str, str] = {
     "AimTracker": _AIM,
@@ -130,6 +138,17 @@ NOT_PROVIDED: dict[str, str] = {
             *("prepare_simple_launcher_cmd_env", "prepare_tpu"),
         ),
         _LAUNCH,
+    ),
+    **dict.fromkeys(
+        (
+            *("ensure_weights_retied", "fsdp2_apply_ac", "fsdp2_load_full_state_dict"),
+            "fsdp2_switch_optimizer_parameters",
+        ),
+        _STEP_OF_PREPARE,
+    ),
+    **dict.fromkeys(
+        ("get_fsdp2_grad_scaler", "get_grad_scaler", "get_mixed_precision_context_manager"),
+        _PRECISION,
     ),
     "_convert_nargs_to_dict": _SAGEMAKER,
     "_validate_launch_command": _LAUNCH,

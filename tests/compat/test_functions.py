@@ -258,50 +258,10 @@ def test_blocks_are_compiled_in_place():
     assert name("has_repeated_blocks")(model)
 
 
-def test_parameters_of_an_optimizer_are_switched():
-    model, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    pairs = zip(model.parameters(), other.parameters(), strict=True)
-    name("fsdp2_switch_optimizer_parameters")(optimizer, {p.data_ptr: q for p, q in pairs})
-    assert optimizer.param_groups[0]["params"] == list(other.parameters())
-    with pytest.raises(KeyError, match="has no shard"):
-        name("fsdp2_switch_optimizer_parameters")(optimizer, {})
-
-
-def test_tied_weights_stay_tied_where_they_are_made_anew():
-    with torch.device("meta"):
-        model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
-    model["b"].weight = model["a"].weight
-    model._tied_weights_keys = ["a.weight", "b.weight"]
-
-    def make(module):
-        return module.to_empty(device="cpu", recurse=False)
-
-    retied = name("ensure_weights_retied")(make, model, "cpu")
-    for part in model.values():
-        retied(part)
-    assert model["a"].weight is model["b"].weight
-    assert model["a"].weight.device.type == "cpu"
-
-
 def test_a_pipeline_on_one_process_is_the_model():
     model = torch.nn.Sequential(block(), block())
     assert name("prepare_pippy", "accelerate.inference")(model, split_points=["1"]) is model
     assert model.hf_split_points == ["1"]
-
-
-def test_whole_weights_are_loaded():
-    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    name("fsdp2_load_full_state_dict")(None, model, other.state_dict())
-    assert torch.equal(model.weight, other.weight)
-
-
-def test_autocast_is_that_of_the_run(monkeypatch):
-    monkeypatch.setenv("ACCEL_MIXED_PRECISION", "bf16")
-    with name("get_mixed_precision_context_manager")(native_amp=True):
-        assert torch.nn.Linear(1, 1)(torch.ones(1)).dtype == torch.bfloat16
-    with name("get_mixed_precision_context_manager")():
-        assert torch.nn.Linear(1, 1)(torch.ones(1)).dtype == torch.float32
 
 
 def test_each_reason_says_what_to_do_instead():
