@@ -99,7 +99,7 @@ def _sources(places: Sequence[str]) -> list[str]:
         CommandError: a place is none of them.
     """
     roots = [place if os.path.exists(place) else _package(place) for place in places]
-    return source_files(roots)[0]
+    return source_files(roots)
 
 
 def _package(name: str) -> str:

@@ -27,23 +27,17 @@ _SKIPPED = {"__pycache__", "node_modules", "site-packages", "build", "dist", "ve
 def configure(parser: CommandParser) -> None:
     """Add the options of ``accel migrate``."""
     parser.add_argument("files", nargs="+", metavar="FILE", help="scripts, or folders of them")
-    parser.option("--write", action="store_true", help="change the files, after asking")
-    parser.option("--yes", action="store_true", help="with --write: do not ask")
+    parser.option("--write", action="store_true", help="change the files")
     parser.option("--diff", action="store_true", help="print the diff alone, fit for patch")
 
 
 def run(args: Namespace) -> int:
     """Print the changes; return 1 if code is left that does not run with this package."""
-    if args.yes and not args.write:
-        raise CommandError("--yes goes with --write")
     for path in args.files:
         if path.endswith(".ipynb"):
             gone = REMOVED["accel migrate NOTEBOOK"]
             raise CommandError(f"{path}: accel migrate has no support for notebooks. {gone}")
-    paths, links = source_files(args.files)
-    for link in links:
-        text = f"skipped {link}, a link to {os.path.realpath(link)}: name it to migrate that"
-        print(printable(f"accel migrate: {text}"), file=sys.stderr)
+    paths = source_files(args.files)
     files: list[ScriptFile] = []
     problems: list[str] = []
     for path in paths:
@@ -51,7 +45,7 @@ def run(args: Namespace) -> int:
             files.append(read_script(path))
         except (OSError, ValueError) as error:
             problems.append(_problem(path, error))
-    with pipe_may_close():  # before anything is asked or written
+    with pipe_may_close():  # before anything is written
         for file in files:
             for line in [*diff_lines(file), *(() if args.diff else advice_lines(file))]:
                 print(line)
@@ -60,9 +54,9 @@ def run(args: Namespace) -> int:
     changed = [file for file in files if file.migration.changed]
     if not changed:
         print("nothing to change", file=sys.stderr)
-    elif args.write and (args.yes or _confirmed(changed)):
+    elif args.write:
         problems += _write(changed)
-    elif not (args.write or args.diff):
+    elif not args.diff:
         print("nothing was written: --write does it", file=sys.stderr)
     left = any(file.migration.left for file in files)
     return 1 if problems or left or not paths else 0
@@ -104,7 +98,7 @@ def _write(changed: Sequence[ScriptFile]) -> list[str]:
         try:
             file.write()
             print(f"wrote {file.path}", file=sys.stderr)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             problems.append(_problem(file.path, error))
             print(f"accel migrate: {problems[-1]}; it is unchanged", file=sys.stderr)
     return problems
@@ -115,42 +109,23 @@ def _problem(path: str, error: Exception) -> str:
     return f"{path}: {error.strerror or error if isinstance(error, OSError) else error}"
 
 
-def _confirmed(changed: Sequence[ScriptFile]) -> bool:
-    """Ask for confirmation to write."""
-    if not sys.stdin.isatty():
-        raise CommandError(
-            "standard input is no terminal: add --yes to write, or leave --write out"
-        )
-    print(f"change {len(changed)} file{'s' * (len(changed) > 1)}? [y/N] ", end="", file=sys.stderr)
-    sys.stderr.flush()
-    confirmed = sys.stdin.readline().strip().lower() in ("y", "yes")
-    if not confirmed:
-        print("nothing was written", file=sys.stderr)
-    return confirmed
+def source_files(places: Sequence[str]) -> list[str]:
+    """Return the given files, each once, with the scripts in the given folders.
 
-
-def source_files(places: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the given files with the scripts in the given folders, and the links in those.
-
-    Hidden and installed folders are left out, and links whose target is among the files anyway.
+    Hidden and installed folders are left out, and so are links in folders.
     """
     paths: dict[str, str] = {}
-    links: list[str] = []
-    walked = set()
     for place in places:
         if not os.path.isdir(place):
             paths.setdefault(os.path.realpath(place), place)
             continue
         for root, folders, names in os.walk(place):
-            walked.add(os.path.realpath(root))
             folders[:] = sorted(f for f in folders if not _is_skipped(root, f))
-            scripts = sorted(n for n in names if n.endswith(".py") and not n.startswith("."))
-            links += [p for n in scripts + folders if os.path.islink(p := os.path.join(root, n))]
-            for path in (os.path.join(root, name) for name in scripts):
+            for name in sorted(n for n in names if n.endswith(".py") and not n.startswith(".")):
+                path = os.path.join(root, name)
                 if not os.path.islink(path):
                     paths.setdefault(os.path.realpath(path), path)
-    others = [link for link in links if os.path.realpath(link) not in walked.union(paths)]
-    return list(paths.values()), list(dict.fromkeys(others))
+    return list(paths.values())
 
 
 def _is_skipped(root: str, folder: str) -> bool:

@@ -44,7 +44,6 @@ __all__ = ["Finding", "Migration", "ScriptFile", "UnreadableError", "migrate_scr
 Kind = Literal["left", "differs", "note"]
 _OLD, _TOP, _UTILS = "accelerate", "accel_callbacks", "accel_callbacks.utils"
 _LINE_END = re.compile(rb"\r\n|\r|\n")
-_REST_OF_LINE = re.compile(rb"(\\|#[^\r\n]*)?(\r\n|\r|\n)")
 _FROM = re.compile(rb"from\s+[\w.\s\\]+?\s+import\b")
 
 _FOR_TESTS = "left as it is: only tests import it, and accelerate has to be installed for them"
@@ -135,7 +134,7 @@ def migrate_script(text: str) -> Migration:
     """
     tree = parse(text)
     imports = list(imports_of(tree))
-    stuck, findings = _stuck_modules(tree, imports)
+    stuck, findings = _find_stuck_modules(tree, imports)
     findings |= (
         {Finding(use.line, use.name, ALONE) for use in lone_calls(text)} if imports else set()
     )
@@ -154,7 +153,7 @@ def migrate_script(text: str) -> Migration:
     return Migration(text, data.decode(), sorted(findings))
 
 
-def _stuck_modules(
+def _find_stuck_modules(
     tree: ast.Module, imports: Sequence[Import]
 ) -> tuple[dict[str, Kind], set[Finding]]:
     """Return the local names of modules that cannot move, and the findings in all modules."""
@@ -220,41 +219,46 @@ def _move(one: Import, stuck: Mapping[str, Kind], script: str) -> _Move:
 
 
 def _rewrite(data: bytes, lines: Sequence[int], moves: Sequence[_Move]) -> bytes:
-    """Return the script with one import statement rewritten; names that stay get one of their own.
+    """Return the script with one import statement rewritten.
 
     Args:
         data: the script.
         lines: where each of its lines begins.
         moves: the names of the statement.
     """
+    if not any(move.home for move in moves):
+        return data
     statement = moves[0].one.statement
     start, end = _span(lines, statement)
-    here, others = list(moves), []
-    if isinstance(statement, ast.ImportFrom):
-        groups = _by_place(moves)
-        place = max(groups, key=lambda place: (place != "", len(groups[place])))
-        if not place:
-            return data
-        here = groups.pop(place)
-        for other, group in groups.items():
-            names = ", ".join(move.text for move in group)
-            others.append(f"from {other or statement.module} import {names}".encode())
-    body, tail = data[start:end], data[end:]
-    for move in reversed(moves):
-        begin, stop = (offset - start for offset in _span(lines, move.one.alias))
-        text = move.text.encode() if move in here else None
-        body = _replace_name(body[:begin], text, body[stop:])
-    if isinstance(statement, ast.ImportFrom):
-        body = _FROM.sub(f"from {place} import".encode(), body, count=1)
-    if not body.endswith(b")"):
-        body = body.rstrip(b" \t\f\r\n\\,")
+    statements = [text.encode() for text in _statements(statement, moves)]
+    if isinstance(statement, ast.ImportFrom) and len(statements) == 1:
+        module = statements[0].partition(b" import ")[0]
+        moved = _FROM.sub(module + b" import", data[start:end], count=1)
+        if all(move.text == ast.unparse(move.one.alias) for move in moves):
+            statements = [moved]  # with its comments and its lines
     indent = data[lines[statement.lineno - 1] : start]
-    rest = _LINE_END.split(tail, maxsplit=1)[0]
+    rest = _LINE_END.split(data[end:], maxsplit=1)[0]
     if indent.strip() or rest.strip()[:1] not in (b"", b"#"):  # it shares its line
-        return data[:start] + b"; ".join([body, *others]) + tail
+        return data[:start] + b"; ".join(statements) + data[end:]
     newline = _LINE_END.search(data)
+    first, *others = statements
     added = [(newline[0] if newline else b"\n") + indent + other for other in others]
-    return b"".join([data[:start], body, rest, *added, tail[len(rest) :]])
+    return b"".join([data[:start], first, rest, *added, data[end + len(rest) :]])
+
+
+def _statements(statement: ast.Import | ast.ImportFrom, moves: Sequence[_Move]) -> list[str]:
+    """Return the statements that take the place of one, those of this package first."""
+    if isinstance(statement, ast.Import):
+        texts = {move.one.alias: move.text for move in moves}
+        names = (texts.get(alias) or ast.unparse(alias) for alias in statement.names)
+        return [f"import {', '.join(names)}"]
+    groups = _by_place(moves)
+    return [
+        f"from {place or statement.module} import {', '.join(move.text for move in groups[place])}"
+        for place in sorted(
+            groups, reverse=True, key=lambda place: (place != "", len(groups[place]))
+        )
+    ]
 
 
 def _by_place(moves: Sequence[_Move]) -> dict[str, list[_Move]]:
@@ -268,18 +272,6 @@ def _by_place(moves: Sequence[_Move]) -> dict[str, list[_Move]]:
         into_utils = in_utils and move.home and move.one.binding is None
         groups[_UTILS if into_utils else move.home].append(move)
     return groups
-
-
-def _replace_name(before: bytes, text: bytes | None, after: bytes) -> bytes:
-    """Return a statement with another name, or without it, its comma and its comment."""
-    if text is not None:
-        return before + text + after
-    after = after.lstrip(b" \t,")
-    line = before.rstrip(b" \t")
-    rest = _REST_OF_LINE.match(after)
-    if rest is not None and line.endswith((b"\r", b"\n")):  # it has a line of its own
-        return line + after[rest.end() :]
-    return (line if after.startswith(b")") else before) + after
 
 
 def _span(lines: Sequence[int], node: ast.stmt | ast.alias) -> tuple[int, int]:
@@ -296,13 +288,11 @@ class ScriptFile:
 
     Attributes:
         path: path of the file.
-        data: its original bytes.
         encoding: of its text.
         migration: the changes.
     """
 
     path: str
-    data: bytes
     encoding: str
     migration: Migration
 
@@ -311,7 +301,6 @@ class ScriptFile:
 
         Raises:
             OSError: the file or its folder cannot be written.
-            ValueError: the file has changed since it was read.
         """
         target = os.path.realpath(self.path)
         if not os.access(target, os.W_OK):
@@ -324,8 +313,6 @@ class ScriptFile:
                 file.flush()
                 sync_file(file.fileno())
             shutil.copymode(target, temporary)
-            if Path(target).read_bytes() != self.data:
-                raise ValueError("has changed since it was read: run this again")
             replace(temporary, target)
         except BaseException:
             with suppress(OSError):
@@ -345,6 +332,6 @@ def read_script(path: str) -> ScriptFile:
     data = Path(path).read_bytes()
     try:
         encoding = tokenize.detect_encoding(BytesIO(data).readline)[0]
-        return ScriptFile(path, data, encoding, migrate_script(data.decode(encoding)))
+        return ScriptFile(path, encoding, migrate_script(data.decode(encoding)))
     except (SyntaxError, UnicodeDecodeError) as error:
         raise UnreadableError(str(error)) from error

@@ -39,12 +39,11 @@ CASES = {
     ),
     "missing in parentheses": (
         "from accelerate.utils import (\n    set_seed,  # a\n    TERecipeKwargs,  # b\n)",
-        "from accel_callbacks.utils import (\n    set_seed,  # a\n)\n"
-        "from accelerate.utils import TERecipeKwargs",
+        "from accel_callbacks.utils import set_seed\nfrom accelerate.utils import TERecipeKwargs",
     ),
     "continued": (
         "from accelerate.utils import set_seed, \\\n    TERecipeKwargs, \\\n    gather",
-        "from accel_callbacks.utils import set_seed, \\\n    gather\n"
+        "from accel_callbacks.utils import set_seed, gather\n"
         "from accelerate.utils import TERecipeKwargs",
     ),
     "one line": (
@@ -109,12 +108,11 @@ CASES = {
     ),
     "missing before a parenthesis": (
         "from accelerate import (  # all\n    gather,  # one\n    prepare_pippy)  # end",
-        "from accel_callbacks import (  # all\n    gather,  # one\n)  # end\n"
-        "from accelerate import prepare_pippy",
+        "from accel_callbacks import gather  # end\nfrom accelerate import prepare_pippy",
     ),
     "missing between others": (
         "from accelerate import (gather, prepare_pippy, # a\n reduce, TERecipeKwargs # b\n)",
-        "from accel_callbacks import (gather, # a\n reduce, # b\n)\n"
+        "from accel_callbacks import gather, reduce\n"
         "from accelerate import prepare_pippy, TERecipeKwargs",
     ),
     "a module among names": (

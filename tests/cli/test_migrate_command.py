@@ -1,15 +1,12 @@
-"""``accel migrate``: what it prints, asks and writes."""
+"""``accel migrate``: what it prints and writes."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
-import pty
 import shutil
 import subprocess
 import sys
-import termios
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -17,7 +14,6 @@ import pytest
 
 from accel_callbacks.cli.main import main
 from accel_callbacks.compat import migrate as migration
-from accel_callbacks.compat.migrate import read_script
 
 SCRIPT = b"# -*- coding: latin-1 -*-\n# \xe4\r\nimport accelerate\r\naccelerate.gather"
 
@@ -60,7 +56,7 @@ def test_c15e_imports_for_tests_stay_and_fail_nothing(
         "test_utils.RegressionDataset()\n"
         "accelerate.utils.set_seed(1)\n"
     )
-    assert migrate(path, "--write", "--yes") == 0
+    assert migrate(path, "--write") == 0
     out = capsys.readouterr().out
     assert "does not run here" not in out
     assert "execute_subprocess_async: left as it is: only tests import it" in out
@@ -79,18 +75,18 @@ def test_c15e_imports_for_tests_stay_and_fail_nothing(
 def test_writes_bytes_mode_and_through_a_link(script: Path, tmp_path: Path) -> None:
     link = tmp_path / "link.py"
     link.symlink_to(script)
-    assert migrate(link, "--write", "--yes") == 0
+    assert migrate(link, "--write") == 0
     assert script.read_bytes() == MOVED
     assert script.stat().st_mode & 0o777 == 0o751
     assert link.is_symlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link.py", "train.py"]
-    assert migrate(link, "--write", "--yes") == 0  # nothing to do
+    assert migrate(link, "--write") == 0  # nothing to do
 
 
 def test_a_byte_order_mark_stays(tmp_path: Path) -> None:
     path = tmp_path / "a.py"
     path.write_bytes(b"\xef\xbb\xbfimport accelerate")
-    assert migrate(path, "--write", "--yes") == 0
+    assert migrate(path, "--write") == 0
     assert path.read_bytes() == b"\xef\xbb\xbfimport accel_callbacks as accelerate"
 
 
@@ -116,13 +112,11 @@ def test_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text('{"cells": []}' if place.endswith("ipynb") else "import accelerate\n")
     (tmp_path / "env" / "pyvenv.cfg").touch()
-    assert migrate(tmp_path, tmp_path / "a.py", "--write", "--yes") == 0
+    assert migrate(tmp_path, tmp_path / "a.py", "--write") == 0
     assert capsys.readouterr().err == f"wrote {tmp_path / 'a.py'}\n"
 
 
-def test_a_folder_is_not_left_through_links(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_is_not_left_through_links(tmp_path: Path) -> None:
     ours, others = tmp_path / "ours", tmp_path / "others"
     for path in (ours / "a.py", ours / ".tools" / "b.py", others / "c.py", others / "d.py"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -131,19 +125,11 @@ def test_a_folder_is_not_left_through_links(
     (ours / "folder").symlink_to(others)
     (ours / "hidden.py").symlink_to(ours / ".tools" / "b.py")
     (ours / "same.py").symlink_to("a.py")  # its target is migrated under its own name
-    assert migrate(ours, "--write", "--yes") == 0
+    assert migrate(ours, "--write") == 0
     assert (ours / "a.py").read_text() == "import accel_callbacks as accelerate\n"
     for path in (ours / ".tools" / "b.py", others / "c.py", others / "d.py"):
         assert path.read_text() == "import accelerate\n", path
-    err = capsys.readouterr().err
-    assert f"skipped {ours / 'file.py'}, a link to {others / 'c.py'}: name it" in err
-    assert f"skipped {ours / 'folder'}, a link to {others}: name it" in err
-    assert f"skipped {ours / 'hidden.py'}, a link to {ours / '.tools' / 'b.py'}" in err
-    assert err.count("skipped") == 3
-    assert migrate(ours, "--diff") == 0
-    out, err = capsys.readouterr()
-    assert (out, err.count("skipped")) == ("", 3)  # also where nothing is written
-    assert migrate(ours / "file.py", ours / "folder", "--write", "--yes") == 0
+    assert migrate(ours / "file.py", ours / "folder", "--write") == 0
     for name in ("c.py", "d.py"):  # what is named is migrated
         assert (others / name).read_text() == "import accel_callbacks as accelerate\n"
 
@@ -166,7 +152,7 @@ def test_what_cannot_be_read(
     path = script.parent / name
     if data is not None:
         path.write_bytes(data)
-    assert migrate(path, script, "--write", "--yes") == 1
+    assert migrate(path, script, "--write") == 1
     err = capsys.readouterr().err
     assert said in err
     assert len(err.splitlines()) == 2
@@ -180,53 +166,11 @@ def test_left_is_an_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "line 1: prepare_pippy: " in capsys.readouterr().out
 
 
-def test_asks_at_a_terminal_only(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with open(os.devnull) as nobody, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "stdin", nobody)
-        assert migrate(script, "--write") == 2
-    assert "--yes" in capsys.readouterr().err
-    assert migrate(script, "--yes") == 2
-    assert script.read_bytes() == SCRIPT
-
-
-@pytest.mark.parametrize(
-    ("typed", "code", "changes"), [(b"y\n", 0, True), (b"\n", 0, False), (b"\x03", 130, False)]
-)
-def test_the_answer_counts(typed: bytes, code: int, changes: bool, script: Path) -> None:
-    parent, child = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "accel_callbacks.cli", "migrate", str(script), "--write"],
-        stdin=child,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: (os.setsid(), fcntl.ioctl(0, termios.TIOCSCTTY, 0)),  # its terminal
-    )
-    os.close(child)
-    assert process.stderr is not None
-    said = b""
-    while not said.endswith(b"[y/N] ") and (byte := process.stderr.read(1)):
-        said += byte
-    os.write(parent, typed)
-    assert process.wait() == code
-    process.stderr.close()
-    os.close(parent)
-    assert (script.read_bytes() != SCRIPT) == changes
-
-
-def test_a_file_that_changes_meanwhile_is_left(script: Path) -> None:
-    moved = read_script(str(script))
-    script.write_bytes(b"new")
-    with pytest.raises(ValueError, match="changed since it was read"):
-        moved.write()
-    assert script.read_bytes() == b"new"
-    assert len(list(script.parent.iterdir())) == 1
-
-
 def test_a_full_disk_loses_nothing(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         patch.setattr(migration, "sync_file", Mock(side_effect=full))
-        assert migrate(script, "--write", "--yes") == 1
+        assert migrate(script, "--write") == 1
     assert "No space left on device; it is unchanged" in capsys.readouterr().err
     assert script.read_bytes() == SCRIPT
     assert list(script.parent.iterdir()) == [script]
@@ -235,7 +179,7 @@ def test_a_full_disk_loses_nothing(script: Path, capsys: pytest.CaptureFixture[s
 def test_a_notebook_is_refused_with_what_serves_instead(
     script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert migrate(script, "train.ipynb", "--write", "--yes") == 2
+    assert migrate(script, "train.ipynb", "--write") == 2
     err = capsys.readouterr().err
     assert "train.ipynb" in err
     assert "It was removed in 0.2.0. `jupytext --to py NOTEBOOK`" in err

@@ -45,7 +45,7 @@ def printed(script: Path) -> str:
 def test_a_moved_script_prints_the_same(name: str, tmp_path: Path) -> None:
     script = tmp_path / f"{name}.py"
     shutil.copy(SCRIPTS / script.name, script)
-    assert main(["migrate", "--write", "--yes", str(script)]) == 0
+    assert main(["migrate", "--write", str(script)]) == 0
     assert "from accelerate" not in script.read_text(encoding="utf-8")
     assert printed(script) == PRINTED[name]
 
