@@ -157,14 +157,16 @@ def attach_layerwise_casting_hooks(
             visit(child, f"{name}.{key}" if name else key)
 
     visit(module, "")
-    layers = _untied(module, list(layers_found.values()))
+    layers = _leave_out_tied(module, list(layers_found.values()))
     for layer in layers:
         if not _casts(vars(layer).get("_hf_hook")):
             hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
             add_hook_to_module(layer, hook, append=True)
 
 
-def _untied(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+def _leave_out_tied(
+    model: torch.nn.Module, layers: Sequence[torch.nn.Module]
+) -> list[torch.nn.Module]:
     """Return the layers whose parameters no other modules have."""
     everywhere = _owners(model.modules())
     ours = list(layers)

@@ -207,16 +207,16 @@ def _calls(accelerator: Accelerator, state: _State) -> Iterator[Callable[[], Any
     left = training.pre_hooks.load(training.models, str(state.folder))
     models = [model for model in training.models if any(model is kept for kept in left)]
     for index, model in enumerate(models):
-        yield _loading_weights(training.strategy.unwrap(model), state.weights(index))
+        yield _call_to_load_weights(training.strategy.unwrap(model), state.weights(index))
     for index in range(len(training.optimizers)):
         yield _Optimizer(training, index, state).load
     for index, scheduler in enumerate(training.schedulers):
-        yield _loading(scheduler, state.content(_file_name("scheduler.bin", index)))
+        yield _call_to_load(scheduler, state.content(_file_name("scheduler.bin", index)))
     if accelerator.scaler is not None:
-        yield _loading(accelerator.scaler, state.content("scaler.pt"))
+        yield _call_to_load(accelerator.scaler, state.content("scaler.pt"))
     registered = [each for each in training.registered.objects if not is_unprepared(each)]
     for index, item in enumerate(registered):
-        yield _loading(item, state.content(f"custom_checkpoint_{index}.pkl"))
+        yield _call_to_load(item, state.content(f"custom_checkpoint_{index}.pkl"))
     states = f"random_states_{accelerator.process_index}.pkl"
     if states in state.present:
         generators = state.content(states)
@@ -340,11 +340,11 @@ def _place_in_epoch(loader: DataLoaderShard, batches: int) -> Callable[[], Any]:
     return lambda: loader.start_at(batches)
 
 
-def _loading(item: Any, state: Any) -> Callable[[], Any]:
+def _call_to_load(item: Any, state: Any) -> Callable[[], Any]:
     return lambda: item.load_state_dict(state)
 
 
-def _loading_weights(model: torch.nn.Module, weights: Path) -> Callable[[], Any]:
+def _call_to_load_weights(model: torch.nn.Module, weights: Path) -> Callable[[], Any]:
     import checkpoint_io
 
     names = _names_of_model(model, weights)

@@ -48,7 +48,7 @@ def child_variables(environment: Mapping[str, str]) -> dict[str, str]:
     options = {
         translated: value
         for name, value in environment.items()
-        if (translated := declared.get(name) or _translated(name))
+        if (translated := declared.get(name) or _foreign_name(name))
     }
     options |= _ENGINES.get(environment.get("ACCEL_DISTRIBUTED_TYPE", ""), {})
     return {
@@ -58,7 +58,7 @@ def child_variables(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _translated(name: str) -> str | None:
+def _foreign_name(name: str) -> str | None:
     """Return what Accelerate calls a variable of this library, None if it has no such one."""
     if name in _NAMES:
         return _NAMES[name]
@@ -79,7 +79,7 @@ def own_variables(environment: Mapping[str, str], *groups: str) -> dict[str, str
     own: dict[str, str] = {}
     for name, option in launched_options(environment).items():
         group, _, _ = name.rpartition(".")
-        foreign = option.foreign or _translated(option.variable) or ""
+        foreign = option.foreign or _foreign_name(option.variable) or ""
         is_asked = group in ("", "dynamo", *groups)
         if is_asked and environment.get(foreign) and option.variable not in environment:
             own[option.variable] = environment[foreign]

@@ -150,7 +150,7 @@ class _Filling:
         if not self._largest_names:
             self._update_largest()
         size = self._sizes[name]
-        tied = self._tied_outside(name)
+        tied = self._ties_outside(name)
         total, owner_names, owners = get_module_size_with_ties(
             tied, size, self._sizes, self.waiting
         )
@@ -225,7 +225,7 @@ class _Filling:
         self.waiting = [(found, fitting), (name, part), *rest]
         return True
 
-    def _tied_outside(self, name: str) -> list[str]:
+    def _ties_outside(self, name: str) -> list[str]:
         """Return the parameters outside of a part that are tied to one in it."""
         inside = [group for group in self._ties if any(_is_in(tied, name) for tied in group)]
         return [tied for group in inside for tied in group if not _is_in(tied, name)]

@@ -169,13 +169,13 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
             those of its subclasses too.
     """
     if not isinstance(func_or_cls, type):
-        return _purged(func_or_cls)
+        return _restore_after(func_or_cls)
 
     def wrap_tests(cls: type[Any]) -> None:
         for name in dir(cls):
             method = getattr(cls, name)
             if name.startswith("test") and callable(method) and not hasattr(method, _PURGES):
-                setattr(cls, name, _purged(method))
+                setattr(cls, name, _restore_after(method))
 
     wrap_tests(func_or_cls)
     subclass = classmethod(lambda cls, **options: wrap_tests(cls))
@@ -183,7 +183,7 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
     return func_or_cls
 
 
-def _purged(function: Callable[..., Any]) -> Callable[..., Any]:
+def _restore_after(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def purged(*args: Any, **kwargs: Any) -> Any:
         before = dict(os.environ)

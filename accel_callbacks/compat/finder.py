@@ -68,7 +68,7 @@ class AliasFinder(MetaPathFinder, Loader):
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Return the spec of a module of Accelerate, or of one that is amended; else None."""
         if fullname in _AMENDED:
-            return _amended_spec(fullname, path)
+            return _spec_with_amendment(fullname, path)
         if fullname not in MODULES:
             return None
         is_package = any(name.startswith(f"{fullname}.") for name in MODULES)
@@ -109,7 +109,7 @@ class AliasFinder(MetaPathFinder, Loader):
         return [_Distribution()] if everywhere and name in (None, "accelerate") else []
 
 
-def _amended_spec(fullname: str, path: Any) -> ModuleSpec | None:
+def _spec_with_amendment(fullname: str, path: Any) -> ModuleSpec | None:
     """Return the spec of a module with a loader that amends it."""
     spec = PathFinder.find_spec(fullname, path)
     if spec is None or spec.loader is None:

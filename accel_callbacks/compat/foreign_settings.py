@@ -51,7 +51,7 @@ def fsdp1_notes(resolved: Resolved) -> list[str]:
     ]
     for path in (_STRATEGY, _RESHARD):
         if resolved.given(path) and (frees := _FREES.get(resolved.value(path))):
-            lines.append(_renamed(path, resolved.value(path), frees))
+            lines.append(_describe_strategy(path, resolved.value(path), frees))
     if not (lines or resolved.given(_VERSION)):
         return []
     origin = f" ({resolved.origins[_VERSION]})" if resolved.given(_VERSION) else ""
@@ -59,7 +59,7 @@ def fsdp1_notes(resolved: Resolved) -> list[str]:
     return [f"fsdp_version: 1{origin} is trained as 2{advice}", *lines]
 
 
-def _renamed(path: str, strategy: str, frees: str) -> str:
+def _describe_strategy(path: str, strategy: str, frees: str) -> str:
     replicas = ", with a replica on each machine" if strategy.startswith("HYBRID") else ""
     key = path.removeprefix(_BLOCK)
     return f"{key}: {strategy} is fsdp_reshard_after_forward: {frees}{replicas}"
@@ -92,7 +92,7 @@ def to_fsdp2(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
                 "leave fsdp_config out"
             )
         frees = _FREES[name]
-        lines.append(_renamed(path, name, frees))
+        lines.append(_describe_strategy(path, name, frees))
         if name.startswith("HYBRID"):
             lines += _replicate(settings, path)
     elif strategy:

@@ -327,13 +327,13 @@ class AcceleratorState(PartialState):
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """How DeepSpeed trains models; of several plugins the selected one; None without it."""
-        plugins = self._deepspeed()
+        plugins = self._find_deepspeed()
         return None if plugins is None else plugins.active
 
     @property
     def deepspeed_plugins(self) -> DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None:
         """The plugins by name, or the single one; None without DeepSpeed."""
-        plugins = self._deepspeed()
+        plugins = self._find_deepspeed()
         if plugins is None:
             return None
         return plugins.active if plugins.single else plugins.by_name
@@ -358,13 +358,13 @@ class AcceleratorState(PartialState):
         """Return the options of this class that the Accelerator's engine trains by."""
         return None if self._strategy is None else self._strategy.plugin(kind)
 
-    def _deepspeed(self) -> DeepSpeedPlugins | None:
+    def _find_deepspeed(self) -> DeepSpeedPlugins | None:
         from accel_callbacks.plugins.deepspeed import DeepSpeedPlugins
 
         return self._plugin(DeepSpeedPlugins)
 
     def _plugins_of_deepspeed(self) -> DeepSpeedPlugins:
-        plugins = self._deepspeed()
+        plugins = self._find_deepspeed()
         if plugins is None:
             raise ValueError(
                 "this run does not use DeepSpeed: pass deepspeed_plugins= to the Accelerator, and "

@@ -118,7 +118,7 @@ class _NamedTracker(GeneralTracker, metaclass=StandIn):
     @on_main_process
     def store_init_configuration(self, values: Any) -> None:
         """Record the run's settings."""
-        self._started().log_config(values, self.name)
+        self._open_hub().log_config(values, self.name)
 
     @on_main_process
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -129,7 +129,7 @@ class _NamedTracker(GeneralTracker, metaclass=StandIn):
             step: the step.
             **kwargs: further arguments of the tool's own call.
         """
-        hub, step = self._started(), self._at(step)
+        hub, step = self._open_hub(), self._at(step)
         scalars, objects = split(values)
         keywords = {self.name: kwargs} if kwargs else None
         if scalars:
@@ -156,7 +156,7 @@ class _NamedTracker(GeneralTracker, metaclass=StandIn):
             captions: one text per image, under the same names.
             **kwargs: further arguments of the tool's own call.
         """
-        hub, step = self._started(), self._at(step)
+        hub, step = self._open_hub(), self._at(step)
         channels = None if dataformats is None or "C" not in dataformats else _channels(dataformats)
         keywords = {self.name: kwargs} if kwargs else None
         hub.log_images(
@@ -186,7 +186,7 @@ class _NamedTracker(GeneralTracker, metaclass=StandIn):
         if columns is None and data:
             columns, data = data[0], data[1:]
         columns, data = table_of(columns, data, dataframe)
-        hub, step = self._started(), self._at(step)
+        hub, step = self._open_hub(), self._at(step)
         keywords = {self.name: kwargs} if kwargs else None
         hub.log_table(table_name, columns, data, step, log_kwargs=keywords, only=self.name)
 
@@ -203,7 +203,7 @@ class _NamedTracker(GeneralTracker, metaclass=StandIn):
         self._step = self._now() if step is None else whole_step(step)
         return self._step
 
-    def _started(self) -> loggers.TrackerHub:
+    def _open_hub(self) -> loggers.TrackerHub:
         if self._hub is None:
             self.start()
         assert self._hub is not None
@@ -263,7 +263,7 @@ class TensorBoardTracker(_NamedTracker):
         step = self._at(step)
         for name, images in values.items():
             if getattr(images, "ndim", 0) == 4 or kwargs.keys() & {"dataformats", "walltime"}:
-                self._started()
+                self._open_hub()
                 self.writer.add_images(name, images, global_step=step, **kwargs)
             else:
                 super().log_images({name: images}, step, **kwargs)
@@ -453,7 +453,7 @@ class MLflowTracker(_NamedTracker):
         self._on_client("log_artifact", local_path, artifact_path)
 
     def _on_client(self, method: str, *args: Any, **kwargs: Any) -> None:
-        tracker = self._started().get(self.name)
+        tracker = self._open_hub().get(self.name)
         getattr(tracker.raw, method)(tracker.state_dict().get("run_id"), *args, **kwargs)
 
 

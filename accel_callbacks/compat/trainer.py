@@ -80,17 +80,17 @@ def amend_trainer(module: ModuleType) -> None:
         )
         return
     rotate = getattr(module, "rotate_checkpoints", None)
-    trainer_class._save_checkpoint = _saving_beside(trainer_class._save_checkpoint, rotate)
-    trainer_class.train = _resuming_whole(trainer_class.train)
+    trainer_class._save_checkpoint = _save_beside(trainer_class._save_checkpoint, rotate)
+    trainer_class.train = _resume_whole(trainer_class.train)
     for name in _WRITES:
         if hasattr(trainer_class, name):
-            setattr(trainer_class, name, _copying(getattr(trainer_class, name)))
+            setattr(trainer_class, name, _copy_to_mirror(getattr(trainer_class, name)))
 
 
 # --- save ---------------------------------------------------------------------------------------
 
 
-def _saving_beside(plain: Callable[..., None], rotate: Callable[..., None] | None) -> Any:
+def _save_beside(plain: Callable[..., None], rotate: Callable[..., None] | None) -> Any:
     """Return the method that saves a checkpoint, by the Trainer's own one."""
 
     @functools.wraps(plain)
@@ -103,7 +103,7 @@ def _saving_beside(plain: Callable[..., None], rotate: Callable[..., None] | Non
             if first_here:
                 _clear(run_dir, saving)
         with shared_failure(_WHERE):
-            with _writing_to(trainer, saving):
+            with _redirect_writes(trainer, saving):
                 plain(trainer, model, trial)
             _save_callbacks(trainer, saving, os.path.join(saving, name), run_dir)
         with shared_failure(_WHERE):
@@ -128,7 +128,7 @@ def _saving_beside(plain: Callable[..., None], rotate: Callable[..., None] | Non
     return _save_checkpoint
 
 
-def _copying(plain: Callable[..., Any]) -> Any:
+def _copy_to_mirror(plain: Callable[..., Any]) -> Any:
     """Return a method of the Trainer that writes files, which copies them to the mirror too."""
 
     @functools.wraps(plain)
@@ -144,7 +144,7 @@ def _copying(plain: Callable[..., Any]) -> Any:
 
 
 @contextmanager
-def _writing_to(trainer: Any, saving: str) -> Iterator[None]:
+def _redirect_writes(trainer: Any, saving: str) -> Iterator[None]:
     """Let the Trainer's own method write below another folder, and not push what it writes."""
     attributes = dict(vars(trainer))
     trainer._get_output_dir = lambda trial=None: saving
@@ -224,17 +224,17 @@ def _rotate(trainer: Any, run_dir: str, rotate: Callable[..., None] | None) -> N
 # --- resume -------------------------------------------------------------------------------------
 
 
-def _resuming_whole(plain: Callable[..., Any]) -> Any:
+def _resume_whole(plain: Callable[..., Any]) -> Any:
     """Return the method that trains, which resumes from what is whole, by the Trainer's own one."""
 
     @functools.wraps(plain)
     def train(trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = _agreed_newest(trainer) or True  # its error is the Trainer's
+            resume_from_checkpoint = _newest_for_all(trainer) or True  # its error is the Trainer's
         elif resume_from_checkpoint and os.path.isdir(resume_from_checkpoint):
             _check_chosen(trainer, os.fspath(resume_from_checkpoint))
         if isinstance(resume_from_checkpoint, (str, os.PathLike)):
-            resume_from_checkpoint = _named(trainer, os.fspath(resume_from_checkpoint))
+            resume_from_checkpoint = _give_name(trainer, os.fspath(resume_from_checkpoint))
             _check_samples(trainer, resume_from_checkpoint)
         _meet_signals(trainer)
         try:
@@ -263,7 +263,7 @@ def _meet_signals(trainer: Any) -> None:
     trainer.add_callback(to_transformers(Preemption(free), trainer=trainer))
 
 
-def _agreed_newest(trainer: Any) -> str | None:
+def _newest_for_all(trainer: Any) -> str | None:
     """Collective: return the newest checkpoint that is whole for all ranks, to the last byte."""
     folder = trainer.args.output_dir
     paths = dict(candidates(folder)) if os.path.isdir(folder) else {}
@@ -271,7 +271,7 @@ def _agreed_newest(trainer: Any) -> str | None:
     steps = set.intersection(*map(set, collectives.all_objects(whole, operation=_WHERE)))
     for step in sorted(paths, reverse=True):
         if step in steps:
-            problem = _shared_problem(trainer, paths[step])
+            problem = _problem_for_all(trainer, paths[step])
             if problem is None:
                 return paths[step]
         else:
@@ -280,7 +280,7 @@ def _agreed_newest(trainer: Any) -> str | None:
     return None
 
 
-def _shared_problem(trainer: Any, path: str) -> str | None:
+def _problem_for_all(trainer: Any, path: str) -> str | None:
     """Collective: return what is wrong with a checkpoint, which a rank of each machine reads."""
     problem = problem_of(path, full=True) if trainer.args.local_process_index == 0 else None
     problems = collectives.all_objects(problem, operation=_WHERE)
@@ -289,7 +289,7 @@ def _shared_problem(trainer: Any, path: str) -> str | None:
 
 def _check_chosen(trainer: Any, path: str) -> None:
     """Collective: raise if the checkpoint that the script has chosen is damaged."""
-    problem = _shared_problem(trainer, path)
+    problem = _problem_for_all(trainer, path)
     if problem is None:
         return
     name = base_name(path)
@@ -301,7 +301,7 @@ def _check_chosen(trainer: Any, path: str) -> None:
     raise CorruptCheckpointError(f"{path} is not resumed from: {problem}; {advice}.")
 
 
-def _named(trainer: Any, path: str) -> str:
+def _give_name(trainer: Any, path: str) -> str:
     """Collective: return the path of a checkpoint, which gets its name if a kill came before."""
     saving, name = os.path.split(os.path.abspath(path))
     run_dir = os.path.dirname(saving)

@@ -123,7 +123,7 @@ class PartialState(state.PartialState):
         with patch_environment(**own_variables(os.environ)):
             super().__init__(_runs_on_cpu() or cpu, **kwargs)
         _ended.clear()
-        if (device := _named_device()) is not None and device.type == "cpu":
+        if (device := _device_of_variable()) is not None and device.type == "cpu":
             _assigned.setdefault(PartialState, {})["device"] = device
 
     def __getattribute__(self, name: str) -> Any:
@@ -166,7 +166,7 @@ class PartialState(state.PartialState):
         return PartialState, (True if self.device.type == "cpu" else None,)
 
 
-def _named_device() -> torch.device | None:
+def _device_of_variable() -> torch.device | None:
     """Return the device that Accelerate's variable names."""
     name = os.environ.get("ACCELERATE_TORCH_DEVICE")
     return torch.device(name) if name else None
@@ -177,7 +177,7 @@ def _runs_on_cpu() -> bool:
 
     A process alone computes on the current device; of several, each has that of its rank.
     """
-    device = _named_device()
+    device = _device_of_variable()
     if device is None or is_initialized():
         return False
     if device.type != "cpu":
@@ -787,7 +787,7 @@ class DataLoaderShard(metaclass=StandIn):
         chosen = config.DataLoaderConfiguration(use_stateful_dataloader=use_stateful_dataloader)
         feed = None if device is None else device_feed(torch.device(device), _non_blocking)
         setting = Setting(0, 1, chosen, None)
-        return _made(dataset, options, setting, feed, rng_types, skip_batches, iteration)
+        return _prepare_alone(dataset, options, setting, feed, rng_types, skip_batches, iteration)
 
 
 class DataLoaderDispatcher(metaclass=StandIn):
@@ -829,10 +829,10 @@ class DataLoaderDispatcher(metaclass=StandIn):
         )
         setting = Setting(collectives.rank(), collectives.world_size(), chosen, slice_fn)
         feed = device_feed(state.PartialState().device, _non_blocking)
-        return _made(dataset, options, setting, feed, None, skip_batches, iteration)
+        return _prepare_alone(dataset, options, setting, feed, None, skip_batches, iteration)
 
 
-def _made(
+def _prepare_alone(
     dataset: Any,
     options: dict[str, Any],
     setting: Setting,
@@ -881,7 +881,9 @@ class SkipDataLoader(metaclass=StandIn):
         """Return the view of a loader."""
         chosen = config.DataLoaderConfiguration(use_stateful_dataloader=use_stateful_dataloader)
         setting = Setting(0, 1, chosen, None)
-        view = skip.SkipDataLoader(_made(dataset, options, setting, None, None, 0, 0), skip_batches)
+        view = skip.SkipDataLoader(
+            _prepare_alone(dataset, options, setting, None, None, 0, 0), skip_batches
+        )
         if use_stateful_dataloader:
             make_stateful(view)
         return view
