@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from copy import copy
 from functools import cache, partial
-from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -154,10 +152,10 @@ def device_feed(device: torch.device, non_blocking: bool = True) -> Feed | None:
         return None
     if non_blocking and _orders_copies(device):
         return StreamFeed(device, getattr(torch, device.type))
-    return partial(_moved, device=device)
+    return partial(_move_each, device=device)
 
 
-def _moved(pairs: Pairs, device: torch.device) -> Pairs:
+def _move_each(pairs: Pairs, device: torch.device) -> Pairs:
     for batch, delivery in pairs:
         yield send_to_device(batch, device), delivery
 
@@ -197,7 +195,7 @@ class StreamFeed:
         """Return the batch for the computing stream, which waits for the copy."""
         stream = self._module.current_stream(self._device)
         stream.wait_event(copied)
-        for tensor in ahead.tensors.values():
+        for tensor in ahead.tensors:
             if tensor.device.type == self._device.type:
                 # The caching allocator would reuse the memory for the next copy on the side
                 # stream as soon as the tensor is freed, while kernels still read it.
@@ -220,18 +218,19 @@ def _side_stream(module: Any, device: torch.device) -> Any:
 class _Ahead:
     """A batch that is being copied to a device, on the stream that is current when it is made.
 
-    Objects with ``to`` are copied too where their tensors can be found, because the memory of each
-    tensor must be kept until the computing stream has read it.
+    Tensors are, and the entries of mappings. Any other object is moved by its ``to`` where it is
+    used: its tensors are not known, and the memory of each must be kept until the computing stream
+    has read it.
 
     Attributes:
         batch: the copy.
-        tensors: the dense tensors in it, by their ``id``.
-        is_partial: it has objects whose tensors are not known, still to be moved.
+        tensors: the dense tensors in it.
+        is_partial: it has objects with ``to``, still to be moved.
     """
 
     def __init__(self, batch: Any, device: torch.device) -> None:
         self._device = device
-        self.tensors: dict[int, torch.Tensor] = {}
+        self.tensors: list[torch.Tensor] = []
         self.is_partial = False
         self.batch = self._send(batch)
 
@@ -241,22 +240,14 @@ class _Ahead:
     def _send_leaf(self, item: Any) -> Any:
         if isinstance(item, torch.Tensor):
             copied = item.to(self._device, non_blocking=True)
-            self._keep(copied)
+            self.tensors += _dense_parts(copied)
             return copied
+        self.is_partial = True
         if isinstance(item, MutableMapping) and getattr(item, "device", None) is None:
-            # Such as a BatchEncoding, whose own `to` changes the dataset's object. Not a mapping
-            # with a device, such as a TensorDict: it keeps its entries there.
-            item = _like(item, {key: self._send(entry) for key, entry in item.items()})
-        if _tensors_of(item):
-            item = _send_object(item, self._device, non_blocking=True)
-        tensors = _tensors_of(item)
-        self.is_partial = self.is_partial or not tensors
-        for tensor in tensors:
-            self._keep(tensor)
+            # Such as a BatchEncoding, whose own `to` changes the dataset's object: it is called on
+            # a copy. Not a mapping with a device, such as a TensorDict: it keeps its entries there.
+            return _like(item, {key: self._send(entry) for key, entry in item.items()})
         return item
-
-    def _keep(self, tensor: torch.Tensor) -> None:
-        self.tensors.update((id(part), part) for part in _dense_parts(tensor))
 
 
 def _is_sent(item: Any) -> bool:
@@ -279,46 +270,3 @@ def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     return [tensor]
-
-
-def _tensors_of(item: Any) -> list[torch.Tensor]:
-    """Return the tensors in an object's attributes, and in the containers and objects there.
-
-    None are returned of an object that leads to very many others, such as to its dataset.
-    """
-    tensors: dict[int, torch.Tensor] = {}
-    seen: dict[int, Any] = {}  # held, so that no id is used again
-    pending = [item]
-    while pending:
-        part = pending.pop()
-        if isinstance(part, torch.Tensor):
-            tensors[id(part)] = part
-        elif id(part) not in seen and not isinstance(part, _NO_HOLDERS):
-            if len(seen) == _MOST_OBJECTS:
-                return []
-            seen[id(part)] = part
-            pending.extend(_parts_of(part))
-    return list(tensors.values())
-
-
-_MOST_OBJECTS = 1000
-# What holds no tensor of a batch, or leads out of it.
-_NO_HOLDERS = (str, bytes, int, float, complex, type, ModuleType, FunctionType, type(None))
-
-
-def _parts_of(item: Any) -> list[Any]:
-    """Return the entries of a container and the attributes of an object."""
-    parts: list[Any] = []
-    if isinstance(item, Mapping):
-        parts += item.values()
-    elif isinstance(item, (list, tuple, set, frozenset, deque)):
-        parts += item
-    parts += getattr(item, "__dict__", {}).values()
-    for kind in type(item).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        for name in [slots] if isinstance(slots, str) else slots:
-            inside = name.startswith("__") and not name.endswith("__")
-            mangled = f"_{kind.__name__.lstrip('_')}{name}" if inside else name
-            if name != "__dict__" and name != "__weakref__":
-                parts.append(getattr(item, mangled, None))
-    return parts
