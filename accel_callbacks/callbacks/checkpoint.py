@@ -38,7 +38,6 @@ __all__ = [
     "SaveRecord",
     "Schedule",
     "is_exception_checkpoint",
-    "save_on_exception",
 ]
 
 _PREFIX = "exception-step-"
@@ -159,7 +158,8 @@ class Checkpoint(ResumableState):
         self.schedule = Schedule(every_n_steps, every_n_epochs, every_seconds, every)
         if self.schedule.is_empty and monitor is None:
             self.schedule = Schedule(every_n_epochs=1)
-        self.can_vote = self.schedule.needs_votes
+        # The main process measures a time or a part of the run, for all ranks.
+        self.can_vote = bool(self.schedule.clock)
         self.monitor = Monitor(monitor, mode) if monitor is not None else None
         self.retention = Retention(keep_last, keep_best, keep_every, self.monitor, keep)
         self.async_save = async_save
@@ -327,11 +327,39 @@ class Checkpoint(ResumableState):
 
     def on_exception(self, run: TrainingRun, model: Any, exception: BaseException) -> None:
         """Save the state of a run of one process, with ``on_exception=True``."""
-        if self.saves_on_exception:
-            options = (self.max_shard_size, self.storage_options)
-            save_on_exception(
-                run, self._open(run), exception, *options, trainable_only=self.trainable_only
-            )
+        if not self.saves_on_exception:
+            return
+        if collectives.world_size() > 1:
+            if run.is_global_zero:
+                notice("no checkpoint of the error: saving takes all ranks, and some may be gone")
+            return
+        if _is_inside_step(exception):
+            notice("no checkpoint of the error: it was raised in the middle of an optimizer step")
+            return
+        try:
+            _wait_for_pending_save(run)
+            with _inside_epoch(run):
+                path = run.accelerator.checkpointer.write(
+                    self._open(run),
+                    name=f"{_PREFIX}{run.global_step:08d}",
+                    # Not the newest of the folder: `resume=True` prefers any other.
+                    generation=0,
+                    metadata={"exception": f"{type(exception).__name__}: {exception}"[:1000]},
+                    **self._write_options,
+                )
+        except Exception as problem:  # what ends the run is to be seen, and not this
+            text = f"{type(problem).__name__}: {problem}"
+            warn(f"the state at the error could not be saved: {text}")
+        else:
+            notice(f"saved the state at the error; resume={path!r} continues from there")
+
+    @property
+    def _write_options(self) -> dict[str, Any]:
+        return {
+            "storage_options": self.storage_options,
+            "max_shard_size": self.max_shard_size,
+            "trainable_only": self.trainable_only,
+        }
 
     @property
     def _clock_reason(self) -> str:
@@ -356,9 +384,6 @@ class Checkpoint(ResumableState):
             run.accelerator.checkpointer.write(
                 folder,
                 metadata=metadata,
-                storage_options=self.storage_options,
-                max_shard_size=self.max_shard_size,
-                trainable_only=self.trainable_only,
                 async_save=self.async_save and not last,
                 began=began,
                 callbacks=SaveCallbacks(
@@ -368,6 +393,7 @@ class Checkpoint(ResumableState):
                     if run.is_global_zero
                     else None,
                 ),
+                **self._write_options,
             )
         except BaseException as error:
             if not self._on_failed(before, error):
@@ -406,12 +432,12 @@ class Checkpoint(ResumableState):
         relocated: tuple[str | None, str | None, float | None] = None, None, None
         with shared_failure(f"looking into {self._folder_url(run)}"):
             if run.is_global_zero:
-                relocated = self._relocated(run)
+                relocated = self._locate_checkpoints(run)
         self.last_path, best, score = collectives.broadcast_object(relocated)
         self.best_path = self._record.best_path = best
         self._record.best_score = score
 
-    def _relocated(self, run: TrainingRun) -> tuple[str | None, str | None, float | None]:
+    def _locate_checkpoints(self, run: TrainingRun) -> tuple[str | None, str | None, float | None]:
         """Return the last and the best path, and the best score."""
         folder, resumed = self._open(run), run.resumed_from
         if resumed is not None and _is_in_memory(run, resumed):  # of which no later run knows
@@ -453,9 +479,8 @@ class Checkpoint(ResumableState):
             )
             return False
         metadata = reader.manifest.metadata
-        score = metadata.get("score")
-        value = score.get("value") if isinstance(score, dict) else None
-        return metadata.get("run_id") == run_id and value == self._record.best_score
+        best = self._record.best_score
+        return metadata.get("run_id") == run_id and _score_in(metadata) == best
 
     def _best_of(self, infos: Sequence[CheckpointInfo]) -> tuple[str | None, float | None]:
         """Return the best of some checkpoints, oldest first, and its score."""
@@ -463,10 +488,9 @@ class Checkpoint(ResumableState):
 
         if self.monitor is None:
             return None, None
-        best = keep_best(1, self.monitor.name, self.monitor.mode)(infos)
-        scores = [info.manifest.metadata.get("score") for info in best]
-        value = scores[0].get("value") if scores and isinstance(scores[0], dict) else None
-        return (best[0].path if best else None), value
+        for info in keep_best(1, self.monitor.name, self.monitor.mode)(infos):
+            return info.path, _score_in(info.manifest.metadata)
+        return None, None
 
     def find_saved(self, run: TrainingRun, which: str) -> tuple[str | None, Position]:
         """Collective: return the path of the best or the last checkpoint, and its position.
@@ -529,6 +553,12 @@ def _valid_in(folder: CheckpointFolder) -> list[CheckpointInfo]:
     return sorted(infos, key=lambda info: (info.manifest.generation, info.manifest.created))
 
 
+def _score_in(metadata: Mapping[str, Any]) -> float | None:
+    """Return the score in the metadata of a checkpoint, None without one."""
+    score = metadata.get("score")
+    return score.get("value") if isinstance(score, dict) else None
+
+
 def _is_in_memory(run: TrainingRun, path: str) -> bool:
     """Return whether a path is that of a snapshot of one of the run's callbacks."""
     sources = (getattr(saver, "_memory", None) for saver in run.checkpoint_callbacks)
@@ -587,11 +617,6 @@ class Schedule:
     def is_empty(self) -> bool:
         """True if no interval was given."""
         return self._steps is None and self._epochs is None and self._clock is None
-
-    @property
-    def needs_votes(self) -> bool:
-        """True for a time or a part of the run, which the main process measures for all ranks."""
-        return self._clock is not None
 
     @property
     def clock(self) -> str:
@@ -793,52 +818,6 @@ def is_exception_checkpoint(name: str) -> bool:
     return name.startswith(_PREFIX)
 
 
-def save_on_exception(
-    run: TrainingRun,
-    folder: CheckpointFolder,
-    error: BaseException,
-    max_shard_size: int | str,
-    storage_options: Mapping[str, Any] | None,
-    *,
-    trainable_only: bool = False,
-) -> None:
-    """Save into ``exception-step-<step>`` and print its path; a failure to save is a warning.
-
-    Args:
-        run: the run that ends.
-        folder: of the run's checkpoints.
-        error: what ends the run.
-        max_shard_size: largest tensor file.
-        storage_options: for the filesystem behind the folder.
-        trainable_only: leave frozen parameters out.
-    """
-    if collectives.world_size() > 1:
-        if run.is_global_zero:
-            notice("no checkpoint of the error: saving takes all ranks, and some may be gone")
-        return
-    if _interrupted_a_step(error):
-        notice("no checkpoint of the error: it was raised in the middle of an optimizer step")
-        return
-    try:
-        _wait_for_pending_save(run)
-        with _inside_epoch(run):
-            path = run.accelerator.checkpointer.write(
-                folder,
-                name=f"{_PREFIX}{run.global_step:08d}",
-                # Not the newest of the folder: `resume=True` prefers any other.
-                generation=0,
-                metadata={"exception": f"{type(error).__name__}: {error}"[:1000]},
-                storage_options=storage_options,
-                max_shard_size=max_shard_size,
-                trainable_only=trainable_only,
-            )
-    except Exception as problem:
-        text = f"{type(problem).__name__}: {problem}"
-        warn(f"the state at the error could not be saved: {text}")
-    else:
-        notice(f"saved the state at the error; resume={path!r} continues from there")
-
-
 def _wait_for_pending_save(run: TrainingRun) -> None:
     """Wait for a save in progress; if it fails, warn, because this save is needed even more."""
     from checkpoint_io import CheckpointError
@@ -869,7 +848,7 @@ def _inside_epoch(run: TrainingRun) -> Iterator[None]:
         loader.finished, loader.done = before
 
 
-def _interrupted_a_step(error: BaseException) -> bool:
+def _is_inside_step(error: BaseException) -> bool:
     """Return whether it was raised inside ``optimizer.step``, with only some weights updated."""
     from accel_callbacks.optimizer import AcceleratedOptimizer
 
