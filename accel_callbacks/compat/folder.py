@@ -148,7 +148,6 @@ def _as_corrupt() -> Iterator[None]:
     try:
         yield
     except WeightReadError as error:
-        require_neighbor("checkpoint_io")
         from checkpoint_io import CorruptCheckpointError
 
         raise CorruptCheckpointError(str(error)) from None
