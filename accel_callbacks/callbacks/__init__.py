@@ -1,4 +1,15 @@
-"""Callbacks: the base class and the built-in ones, one file each, one line here."""
+"""The hooks of a run: the base class, and the built-in callbacks, one file and one line each.
+
+A loop enters by ``Dispatcher`` (``dispatch/``), which orders the callbacks once and keeps a tuple
+of calls for each hook; ``Observer`` goes along with a run without being one of its callbacks. A
+callback that a checkpoint is to keep returns plain values and tensors from ``state_dict``, and
+restores them in place; one whose state is of a single run is a ``ResumableState``.
+
+What must never be done here: a collective in a hook that not all ranks fire at the same step, nor
+in ``on_exception``, where other ranks may be gone; a stop, a save or a preemption but by the vote
+of the ranks (``run.stop``, ``run.save_now``, ``run.preempt``); a wait for the device in a hook of
+each batch, where ``HostCopy`` lets a value be read a step later.
+"""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class GradientAccumulationScheduler(Callback):
         self.by_step = isinstance(schedule, Mapping) and set(schedule) == {"step"}
         if self.by_step:
             starts = schedule["step"]  # type: ignore[index]
-        self.schedule = _checked(starts)
+        self.schedule = _check_schedule(starts)
         self._default = 1  # that of the Accelerator
 
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
@@ -83,7 +83,7 @@ class GradientAccumulationScheduler(Callback):
             run.accumulate_grad_batches = wanted
 
 
-def _checked(schedule: Any) -> dict[int, int]:
+def _check_schedule(schedule: Any) -> dict[int, int]:
     form = "{epoch: micro-batches} or {'step': {step: micro-batches}}"
     if not isinstance(schedule, Mapping):
         raise TypeError(f"schedule={schedule!r} must be a dict, {form}.")

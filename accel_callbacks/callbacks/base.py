@@ -123,7 +123,7 @@ class Callback:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "__init__" in cls.__dict__:
-            cls.__init__ = _checked(cls.__init__)  # type: ignore[method-assign]
+            cls.__init__ = _check_options(cls.__init__)  # type: ignore[method-assign]
 
     @property
     def state_key(self) -> str:
@@ -309,7 +309,7 @@ def require_at_least(least: int, **numbers: float | None) -> None:
             raise ValueError(f"{name}={number} must be at least {least}.")
 
 
-def _checked(init: Callable[..., None]) -> Callable[..., None]:
+def _check_options(init: Callable[..., None]) -> Callable[..., None]:
     """Wrap a constructor: an option that it lacks is answered with the one that was meant."""
     parameters = inspect.signature(init).parameters
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):

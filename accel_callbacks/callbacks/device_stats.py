@@ -210,7 +210,7 @@ def _device_readings(device: torch.device) -> dict[str, Reading]:
     readings: dict[str, Reading] = {}
     for name, function, divisor in _MPS_READINGS if is_mps else _DEVICE_READINGS:
         if hasattr(module, function):
-            readings[name] = _scaled(getattr(module, function), args, divisor)
+            readings[name] = _divide_by(getattr(module, function), args, divisor)
     if hasattr(module, "memory_stats"):
         readings["alloc_retries"] = lambda: module.memory_stats(*args)["num_alloc_retries"]
     return readings
@@ -221,13 +221,15 @@ def _driver_readings(device: torch.device) -> dict[str, Reading]:
         return {}
     module = torch.get_device_module(device)
     return {
-        name: _scaled(getattr(module, function), (device,), divisor)
+        name: _divide_by(getattr(module, function), (device,), divisor)
         for name, function, divisor in _DRIVER_READINGS
         if hasattr(module, function)
     }
 
 
-def _scaled(function: Callable[..., Any], args: tuple[torch.device, ...], divisor: int) -> Reading:
+def _divide_by(
+    function: Callable[..., Any], args: tuple[torch.device, ...], divisor: int
+) -> Reading:
     return lambda: function(*args) / divisor
 
 

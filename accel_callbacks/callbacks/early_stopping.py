@@ -149,7 +149,7 @@ class EarlyStopping(ResumableState):
 
     def teardown(self, run: TrainingRun, model: Any, stage: str) -> None:
         """Release the run, but keep its stop reason for a later ``save_state``."""
-        self.stop_reason, self._run = self._agreed_reason(), None
+        self.stop_reason, self._run = self._reason_on_any_rank(), None
 
     def _is_missing(self, run: TrainingRun) -> bool:
         return self.strict and not self._logged and run.is_global_zero
@@ -198,12 +198,12 @@ class EarlyStopping(ResumableState):
             "best": self.best,
             "wait_count": self.wait_count,
             "patience": self.patience,
-            "stop_reason": self._agreed_reason(),
+            "stop_reason": self._reason_on_any_rank(),
             "held_back": self._deferred,
             "seen": self._logged,
         }
 
-    def _agreed_reason(self) -> str | None:
+    def _reason_on_any_rank(self) -> str | None:
         """Return why the run is stopped, if because of this metric, on any rank."""
         agreed = None if self._run is None else self._run.stop_reason
         ours = agreed is not None and agreed.startswith(f"{self.monitor.name} ")

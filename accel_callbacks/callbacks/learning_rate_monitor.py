@@ -90,12 +90,15 @@ class LearningRateMonitor(Callback):
     def _entries(self, name: str, groups: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
         """Yield the names and values of one optimizer."""
         for full, group in zip(_group_names(name, groups), groups, strict=True):
-            yield full, _copied(group["lr"])
+            yield full, _copy_tensor(group["lr"])
             if self.log_momentum:
                 betas = group.get("betas")
-                yield f"{full}-momentum", _copied(betas[0] if betas else group.get("momentum", 0.0))
+                yield (
+                    f"{full}-momentum",
+                    _copy_tensor(betas[0] if betas else group.get("momentum", 0.0)),
+                )
             if self.log_weight_decay:
-                yield f"{full}-weight_decay", _copied(group.get("weight_decay", 0.0))
+                yield f"{full}-weight_decay", _copy_tensor(group.get("weight_decay", 0.0))
 
 
 def _names(optimizers: Sequence[Any]) -> list[str]:
@@ -122,6 +125,6 @@ def _group_names(name: str, groups: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _copied(value: Any) -> Any:
+def _copy_tensor(value: Any) -> Any:
     """Copy a tensor, which trackers read later and a scheduler may change in place before."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -421,15 +421,15 @@ def _shapes_text(shapes: Shapes) -> str:
 
 def count_text(count: float) -> str:
     """Format a number with at most four digits and a letter for its thousands."""
-    return _scaled(count, 1000, ("", " K", " M", " G", " T", " P"))
+    return _scale(count, 1000, ("", " K", " M", " G", " T", " P"))
 
 
 def size_text(size: float) -> str:
     """Format bytes in units of 1024."""
-    return _scaled(size, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"))
+    return _scale(size, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"))
 
 
-def _scaled(value: float, base: int, units: Sequence[str]) -> str:
+def _scale(value: float, base: int, units: Sequence[str]) -> str:
     power = 0
     while round(value, 1) >= base and power < len(units) - 1:
         value /= base

@@ -98,7 +98,7 @@ class ProgressBar(Callback):
         if self._training is None and run.is_global_zero:
             self._waited = run.data_wait_s
             title = _epoch(run) if run.epoch_open else "training"
-            self._training = LoaderPass(title, _known(run.num_training_batches), batch_idx)
+            self._training = LoaderPass(title, _total_of(run.num_training_batches), batch_idx)
             self._start(self._training)
 
     def on_train_batch_end(
@@ -122,9 +122,9 @@ class ProgressBar(Callback):
         waited = min(1.0, (run.data_wait_s - self._waited) / max(spent, 1e-9))
         stalled = spent > _MIN_SECONDS and waited > _STALL_FRACTION
         note = f"(waits for data {waited:.0%})" if stalled else ""
-        return MetricText(self._chosen(run), note, self._value_widths)
+        return MetricText(self._select_metrics(run), note, self._value_widths)
 
-    def _chosen(self, run: TrainingRun) -> dict[str, Any]:
+    def _select_metrics(self, run: TrainingRun) -> dict[str, Any]:
         """Return the metrics to show, in their order."""
         metrics, origins = run.callback_metrics, run.metric_origins
         ranks = {name: _rank(name, self._patterns) for name in metrics}
@@ -173,7 +173,7 @@ class ProgressBar(Callback):
             return
         self._finish_evaluation()
         self._evaluated_loader = loader
-        total = _known(totals[loader]) if loader < len(totals) else None
+        total = _total_of(totals[loader]) if loader < len(totals) else None
         title = stage if self._training is None else f"{_epoch(run)}, {stage}"
         self._evaluation = LoaderPass(title, total, batch_idx)
         self._start(self._evaluation)
@@ -243,7 +243,7 @@ def _epoch(run: TrainingRun) -> str:
     return f"epoch {run.current_epoch + 1}{total}"
 
 
-def _known(batches: int | float) -> int | None:
+def _total_of(batches: int | float) -> int | None:
     return None if math.isinf(batches) else int(batches)
 
 
@@ -382,7 +382,7 @@ class MetricText:
         note: str = "",
         widths: MutableMapping[str, int] | None = None,
     ) -> None:
-        self._values = {name: _formatted(value) for name, value in (metrics or {}).items()}
+        self._values = {name: _format_value(value) for name, value in (metrics or {}).items()}
         self._note = note
         if widths is not None:
             for name, text in self._values.items():
@@ -402,7 +402,7 @@ class MetricText:
         lines: list[str] = []
         for limit in (None, *_NAME_LIMITS, _LEAST_NAME):
             parts = self._parts(limit)
-            lines, left_out = _packed(parts, rooms)
+            lines, left_out = _pack(parts, rooms)
             some = left_out < len(parts)
             if not left_out or (some and limit == _NAME_LIMITS[-1]):
                 break
@@ -411,7 +411,7 @@ class MetricText:
 
     def _parts(self, limit: int | None) -> list[str]:
         """Return ``name=value`` of each metric, with names of at most ``limit`` characters."""
-        names = {name: name if limit is None else _shortened(name, limit) for name in self._values}
+        names = {name: name if limit is None else _shorten(name, limit) for name in self._values}
         short = list(names.values())
         return [
             f"{name if short.count(names[name]) > 1 else names[name]}={value}"
@@ -419,14 +419,14 @@ class MetricText:
         ]
 
 
-def _formatted(value: Any) -> str:
+def _format_value(value: Any) -> str:
     try:
         return f"{float(value):.4g}"
     except (TypeError, ValueError):
         return printable(" ".join(str(value).split()))  # on one line
 
 
-def _shortened(name: str, limit: int) -> str:
+def _shorten(name: str, limit: int) -> str:
     """Cut the middle out of a long name: its ends tell it from others."""
     if len(name) <= limit:
         return name
@@ -434,18 +434,18 @@ def _shortened(name: str, limit: int) -> str:
     return f"{name[: limit - 2 - end]}..{name[-end:]}"
 
 
-def _packed(parts: Sequence[str], rooms: Sequence[int]) -> tuple[list[str], int]:
+def _pack(parts: Sequence[str], rooms: Sequence[int]) -> tuple[list[str], int]:
     """Fill lines with the first parts, and count those without room at the end of the last line."""
     for count in range(len(parts), 0, -1):
         left = [f"+{len(parts) - count}"] if count < len(parts) else []
-        lines = _filled([*parts[:count], *left], rooms)
+        lines = _fill_lines([*parts[:count], *left], rooms)
         if lines is not None:
             return lines, len(parts) - count
-    counted = _filled([f"+{len(parts)}"], rooms) if parts else None
+    counted = _fill_lines([f"+{len(parts)}"], rooms) if parts else None
     return counted or [""], len(parts)
 
 
-def _filled(words: Sequence[str], rooms: Sequence[int]) -> list[str] | None:
+def _fill_lines(words: Sequence[str], rooms: Sequence[int]) -> list[str] | None:
     """Break words into lines of given rooms, or return None where they do not fit."""
     lines = [""]
     for word in words:

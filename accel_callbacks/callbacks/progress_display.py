@@ -169,14 +169,14 @@ class RichDisplay:
     def draw(self, passes: Sequence[Sequence[Line]]) -> None:
         """Draw the lines."""
         self._console.width = self.width()
-        self._live.update(_styled(passes), refresh=True)
+        self._live.update(_rich_group(passes), refresh=True)
 
     def close(self) -> None:
         """Leave the lines on the screen, and what is printed to its own streams."""
         self._live.stop()
 
 
-def _styled(passes: Sequence[Sequence[Line]]) -> Group:
+def _rich_group(passes: Sequence[Sequence[Line]]) -> Group:
     from rich.console import Group
     from rich.text import Text
 

@@ -85,8 +85,10 @@ class Timer(ResumableState):
         Raises:
             ValueError: the stage is unknown.
         """
-        since = self._since.get(_checked(stage))
-        return self._elapsed[_checked(stage)] + (0.0 if since is None else time.monotonic() - since)
+        since = self._since.get(_stage_name(stage))
+        return self._elapsed[_stage_name(stage)] + (
+            0.0 if since is None else time.monotonic() - since
+        )
 
     def time_remaining(self, stage: str = "train") -> float | None:
         """Return the seconds left of ``duration``, at least 0; ``None`` without one."""
@@ -96,7 +98,7 @@ class Timer(ResumableState):
 
     def start_time(self, stage: str = "train") -> float | None:
         """Return when a stage started in this process, by ``time.time()``, or ``None``."""
-        return self._started.get(_checked(stage))
+        return self._started.get(_stage_name(stage))
 
     # --- measuring ----------------------------------------------------------------------------
 
@@ -170,7 +172,7 @@ class Timer(ResumableState):
             self._since[stage] = time.monotonic()
 
 
-def _checked(stage: str) -> str:
+def _stage_name(stage: str) -> str:
     stage = "validation" if stage == "validate" else stage  # as Lightning calls it
     if stage not in _STAGES:
         raise ValueError(

@@ -112,7 +112,7 @@ class Averaging(ResumableState, ABC):
         if first:
             self._step = run.global_step
             self.updates += 1
-        self._averages.update(self._rule(self.updates - 1), _updated_by(run, optimizer, first))
+        self._averages.update(self._rule(self.updates - 1), _weights_of(run, optimizer, first))
 
     # --- evaluation ---------------------------------------------------------------------------
 
@@ -263,7 +263,7 @@ class Averaging(ResumableState, ABC):
         self._swap_out()
         if not 0 <= number < len(averages.models):
             raise ValueError(f"number={number}: {len(averages.models)} models are averaged.")
-        averages.copy_to(_unwrapped(model), str(number))
+        averages.copy_to(_unwrap(model), str(number))
 
     def _require_average(self) -> Averages:
         if self._averages is None or not self._averages.available:
@@ -310,7 +310,7 @@ def _is_trained(model: torch.nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in model.parameters())
 
 
-def _updated_by(
+def _weights_of(
     run: TrainingRun, optimizer: torch.optim.Optimizer | None, first: bool
 ) -> Callable[[torch.Tensor], bool] | None:
     """Return a filter for the weights of one optimizer; None for all weights.
@@ -336,10 +336,10 @@ def _parameter_ids(optimizers: list[torch.optim.Optimizer]) -> set[int]:
     }
 
 
-def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+def _unwrap(model: torch.nn.Module) -> torch.nn.Module:
     """Return the model as the user built it."""
     inner = original(model)
-    return _unwrapped(inner.module) if isinstance(inner, DistributedDataParallel) else inner
+    return _unwrap(inner.module) if isinstance(inner, DistributedDataParallel) else inner
 
 
 class EMA(Averaging):

@@ -76,7 +76,7 @@ def _is_slot(item: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class _Failed:
+class _Failure:
     """An error of rank 0, sent in place of a structure."""
 
     report: str
@@ -174,7 +174,7 @@ class Sender:
         self._known = None
         world = dist.get_world_size()
         self._head(_BATCH, True, [0, 0, 0, 0], [0] * (world // self._copies))
-        self._structures([_Failed(report)] * world)
+        self._structures([_Failure(report)] * world)
 
     def _head(self, kind: int, news: bool, numbers: list[int], kept: list[int]) -> None:
         head = torch.tensor([kind, int(news), *numbers, *kept], dtype=torch.int64, device=_wire())
@@ -190,7 +190,7 @@ class Sender:
             dist.scatter_object_list(received, layouts, src=0)
         except Exception as problem:
             self._known = None
-            failed = _Failed(f"a batch cannot be sent to the other processes: {problem!r}")
+            failed = _Failure(f"a batch cannot be sent to the other processes: {problem!r}")
             dist.scatter_object_list(received, [failed] * len(layouts), src=0)
             raise AlreadySent(problem) from problem
 
@@ -233,7 +233,7 @@ class Receiver:
             received: list[Any] = [None]
             dist.scatter_object_list(received, None, src=0)
             self._layout = received[0]
-        if isinstance(self._layout, _Failed):
+        if isinstance(self._layout, _Failure):
             report, self._layout = self._layout.report, None
             raise RemoteError(rank=0, where="reading the data", details=report)
         size = max((leaf.value.end for leaf in leaves(self._layout, _is_slot)), default=0)

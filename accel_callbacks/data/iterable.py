@@ -146,7 +146,7 @@ class IterableShards(IterableDataset["Piece | None"]):
         stream, fresh = self._continue_from(mark), mark["read"] == 0
         batches = self._batches(stream)
         if self.world_size > 1 and self.batch_size is not None and not self.even:
-            batches = self._joined(batches, fresh)
+            batches = self._join_short_tail(batches, fresh)
         alone = self.world_size == 1 and self.batch_size is not None and not self.every_rank
         size, known = self.size, None
         for items, state in batches:
@@ -198,7 +198,7 @@ class IterableShards(IterableDataset["Piece | None"]):
                 state = None if ended else deepcopy(self.dataset.state_dict())  # type: ignore[attr-defined]
             yield items, state
 
-    def _joined(
+    def _join_short_tail(
         self, batches: Iterator[tuple[list[Any], Any]], fresh: bool
     ) -> Iterator[tuple[list[Any], Any]]:
         """Join a tail of fewer samples than ranks with the batch before it.

@@ -359,7 +359,7 @@ class DataLoaderShard(DataLoader[Any]):
         # Hot path: written past torch's DataLoader.__setattr__, which checks every name.
         here = vars(self)
         if self._has_own_iter:
-            pairs = self._changed(self._opened_late(generator))
+            pairs = self._run_own_iter(self._open_late(generator))
         else:
             pairs = self._deliver(self._items(generator))
         if self._feed is not None:
@@ -466,11 +466,13 @@ class DataLoaderShard(DataLoader[Any]):
             keep_workers(self)
         return items
 
-    def _opened_late(self, generator: torch.Generator | None) -> Iterator[tuple[Any, Delivery]]:
+    def _open_late(self, generator: torch.Generator | None) -> Iterator[tuple[Any, Delivery]]:
         """Yield the batches, with torch's iterator made where the first is asked for."""
         yield from self._deliver(self._items(generator))
 
-    def _changed(self, pairs: Iterator[tuple[Any, Delivery]]) -> Iterator[tuple[Any, Delivery]]:
+    def _run_own_iter(
+        self, pairs: Iterator[tuple[Any, Delivery]]
+    ) -> Iterator[tuple[Any, Delivery]]:
         """Yield the batches as the ``__iter__`` of a class of the user's changes them."""
         raise NotImplementedError
 

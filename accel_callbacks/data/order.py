@@ -43,7 +43,7 @@ __all__ = [
     "length_of",
     "own_generators",
     "packed_state",
-    "preserved_generators",
+    "preserve_generators",
     "set_packed_state",
 ]
 
@@ -234,13 +234,13 @@ def length_of(sampler: Any) -> int | None:
         return None
 
 
-def preserved_generators() -> AbstractContextManager[None]:
+def preserve_generators() -> AbstractContextManager[None]:
     """Return a context that restores the global generators of torch, Python and NumPy."""
-    return _preserved(Generators(GLOBAL, ()))
+    return _preserve(Generators(GLOBAL, ()))
 
 
 @contextmanager
-def _preserved(generators: Generators) -> Iterator[None]:
+def _preserve(generators: Generators) -> Iterator[None]:
     before = generators.capture()
     try:
         yield
@@ -277,7 +277,7 @@ def epoch_order(sampler: Iterable[Any], seed: int, epoch: int) -> Sequence[Any]:
     owners = with_inner(sampler)
     attributes = (getattr(owner, "generator", None) for owner in owners)
     seeded = [generator for generator in attributes if isinstance(generator, torch.Generator)]
-    with _preserved(Generators(GLOBAL, seeded)):
+    with _preserve(Generators(GLOBAL, seeded)):
         for generator in (torch.default_generator, *seeded):
             generator.manual_seed(mixed)
         random.seed(mixed)
@@ -313,6 +313,7 @@ def _sources_of(sampler: Any) -> _Sources:
     if kind in _DRAW_ONCE:
         if sampler.generator is None:
             return _Sources(("torch",), [], False)
+        # It draws in the middle of a pass then: 32 at a time, or one permutation after another.
         again = kind is RandomSampler and (
             sampler.replacement or sampler.num_samples > len(sampler.data_source)
         )
@@ -486,8 +487,10 @@ class Draws:
                 self._last = None
                 self.open()
             left = record["drawn"] - self.drawn
+            # To ask for one more than there was notes the end, which the saved pass had reached.
             self._ahead.extend(self._draw(left + 1 if record["ended"] else left))
         finally:
+            # These draws were made before the checkpoint, whose state of the generators is `now`.
             self.generators.restore(now)
         self._entries = [(place, state) for place, state in record["entries"]]
         self._last = None

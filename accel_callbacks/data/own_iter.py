@@ -41,7 +41,7 @@ class _OwnIter(DataLoaderShard):
     _kind: type[DataLoaderShard]
 
     def __reduce__(self) -> Any:
-        return _blank, (self._kind, self._user), self.__getstate__()
+        return _new_instance, (self._kind, self._user), self.__getstate__()
 
     def __len__(self) -> int:
         try:
@@ -49,7 +49,9 @@ class _OwnIter(DataLoaderShard):
         except TypeError:
             return len(cast(DataLoader[Any], self.origin))  # by a length of its own
 
-    def _changed(self, pairs: Iterator[tuple[Any, Delivery]]) -> Iterator[tuple[Any, Delivery]]:
+    def _run_own_iter(
+        self, pairs: Iterator[tuple[Any, Delivery]]
+    ) -> Iterator[tuple[Any, Delivery]]:
         counts: deque[Delivery] = deque()
         taken = given = 0
 
@@ -78,7 +80,7 @@ class _OwnIter(DataLoaderShard):
         return Delivery(size, size, last=number == len(self))
 
 
-class _Delivered(DataLoader[Any]):
+class _BatchSource(DataLoader[Any]):
     """What ``super().__iter__()`` gives to the class of the user's."""
 
     _delivered: Iterator[Any]
@@ -119,11 +121,11 @@ def class_with_iter(
 def _combine(kind: type[DataLoaderShard], user: type[DataLoader[Any]]) -> type[DataLoaderShard]:
     if (kind, user) not in _classes:
         members = {"_kind": kind, "_user": user, "__module__": __name__, "__doc__": user.__doc__}
-        bases = _OwnIter, kind, user, _Delivered
+        bases = _OwnIter, kind, user, _BatchSource
         _classes[kind, user] = type(user.__name__, bases, members)
     return _classes[kind, user]
 
 
-def _blank(kind: type[DataLoaderShard], user: type[DataLoader[Any]]) -> DataLoaderShard:
+def _new_instance(kind: type[DataLoaderShard], user: type[DataLoader[Any]]) -> DataLoaderShard:
     made = _combine(kind, user)
     return made.__new__(made)

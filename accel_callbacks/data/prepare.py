@@ -82,6 +82,7 @@ class Loaders:
         origin = data_loader
         if isinstance(data_loader, DataLoaderShard):
             origin = data_loader if data_loader.origin is None else data_loader.origin
+        # A loader has one position in its data: whoever prepares it again gets the same one.
         for known in self.prepared:
             if origin is known.origin or data_loader is known:
                 return known
@@ -278,13 +279,13 @@ def _open_shares(loader: DataLoader[Any], setting: Setting) -> Source:
     config, rank, world = setting.config, setting.rank, setting.world_size
     batches: Any = loader.batch_sampler
     size = share_of(getattr(batches, "batch_size", None), setting)
-    if batches is None:
+    if batches is None:  # each item of the dataset is a ready batch, and counts as one sample
         plan: Any = SamplePlan(1, False, rank, world)
         sampler: Any = loader.sampler
     elif type(batches) is BatchSampler:
         plan = SamplePlan(size or 1, batches.drop_last, rank, world)
         sampler = batches.sampler
-    else:
+    else:  # a class of the user's may choose what goes together: its batches stay whole
         plan = BatchPlan(rank, world, split=config.split_batches, batch_size=size)
         sampler = batches
     parts = world if config.split_batches else 1
@@ -312,6 +313,7 @@ def _open_stream(loader: DataLoader[Any], setting: Setting) -> Source:
     config, dataset = setting.config, cast(Iterable[Any], loader.dataset)
     check_even(config.even_batches, ready=batch_size is None)
     every_rank = bool(config.dispatch_batches)
+    # One rank reads for all, or each its own shards: a stream is divided once.
     if can_shard(dataset, setting.world_size) and not every_rank:
         return own_shards(loader, batch_size, setting)
     shards = IterableShards(

@@ -62,7 +62,7 @@ class SeedableRandomSampler(RandomSampler):
     def __iter__(self) -> Iterator[int]:
         epoch = self.epoch
         yield from self.order(self.initial_seed, epoch)
-        if self.epoch == epoch:
+        if self.epoch == epoch:  # else set_epoch was called in the middle of the pass
             self.set_epoch(epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:

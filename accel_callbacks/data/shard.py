@@ -25,7 +25,7 @@ from accel_callbacks.data.order import (
     epoch_order,
     length_of,
     own_generators,
-    preserved_generators,
+    preserve_generators,
 )
 from accel_callbacks.data.sampler import (
     SeedableRandomSampler,
@@ -159,7 +159,7 @@ class SamplePlan:
             yield Share(list(order[first : first + self.batch_size]), size, size)
         if tail:
             start = position + full * size
-            yield _divided(order[start : start + tail], order, self)
+            yield _divide(order[start : start + tail], order, self)
 
 
 @dataclass(frozen=True)
@@ -235,9 +235,9 @@ class BatchPlan:
         """Return the sampler's batches of each step."""
         first, count = self.batches_before(order, position), self._per_step
         groups = [list(order[i : i + count]) for i in range(first, len(order), count)]
-        return groups if self.even else self._joined(groups)
+        return groups if self.even else self._join_short_steps(groups)
 
-    def _joined(self, groups: list[list[Sequence[Any]]]) -> list[list[Sequence[Any]]]:
+    def _join_short_steps(self, groups: list[list[Sequence[Any]]]) -> list[list[Sequence[Any]]]:
         """Join a step that has fewer samples than ranks with the step before it.
 
         If the first step is such a one, it joins the step after it.
@@ -257,7 +257,7 @@ class BatchPlan:
         if self.even and not self.split:
             group = group + [order[extra % len(order)] for extra in range(world - len(group))]
             return Share(group[self.rank], real, _samples(group))
-        return _divided(list(chain(*group)), list(chain(*order[:world])), self)
+        return _divide(list(chain(*group)), list(chain(*order[:world])), self)
 
     def batches_before(self, order: Batches, position: int) -> int:
         """Return the number of the sampler's batches that end at or before ``position``."""
@@ -268,7 +268,7 @@ class BatchPlan:
         return first
 
 
-def _divided(samples: Sequence[Any], opening: Sequence[Any], plan: SamplePlan | BatchPlan) -> Share:
+def _divide(samples: Sequence[Any], opening: Sequence[Any], plan: SamplePlan | BatchPlan) -> Share:
     """Return this rank's share of samples that are divided over all ranks."""
     real, world = len(samples), plan.world_size
     # Fewer samples than ranks are filled up in any case: a rank without one would miss a step.
@@ -518,49 +518,47 @@ class ShareSource(Source):
         if steps is None:
             order = self._order
             if order is None:
-                with preserved_generators():
+                with preserve_generators():
                     order = list(self.sampler)
             steps = self._plan.remaining(order, 0)
         return steps
 
+    def _known_order(self) -> Any:
+        """Return the order, or a range where its length is enough; None where it is not known."""
+        if self._order is not None or isinstance(self._current, BatchPlan):
+            return self._order
+        total = length_of(self.sampler)
+        return None if total is None else range(total)
+
     def remaining(self) -> int | None:
         """Return the batches left in the current epoch, ``None`` if unknown."""
-        if self._order is not None:
-            return self._current.remaining(self._order, self._position)
-        total = length_of(self.sampler) if self._counted else None
-        if total is None:
+        if self._order is None and not self._counted:
             return None
-        if isinstance(self._current, BatchPlan):
-            return max(total - self._skip, 0)
-        return self._current.remaining(range(total), self._position)
+        if (order := self._known_order()) is not None:
+            return self._current.remaining(order, self._position)
+        total = length_of(self.sampler)
+        return None if total is None else max(total - self._skip, 0)
 
     def first_batch(self) -> int:
         """Return the index in the epoch of the first batch of this pass."""
-        if self._order is not None:
-            before = self._current.remaining(self._order, 0)
-            return before - self._current.remaining(self._order, self._position)
-        if isinstance(self._current, BatchPlan):
+        plan, order = self._current, self._known_order()
+        if order is not None:
+            return plan.remaining(order, 0) - plan.remaining(order, self._position)
+        if isinstance(plan, BatchPlan):
             return self._skip
-        total = length_of(self.sampler)
-        if total is None:
-            return -(-self._position // self._current.total_batch_size)
-        before = self._current.remaining(range(total), 0)
-        return before - self._current.remaining(range(total), self._position)
+        return -(-self._position // plan.total_batch_size)
 
     def position_of(self, batches: int) -> int:
         """Return the global samples before this batch of the current epoch (its end at most)."""
-        if self._order is None:
-            if isinstance(self._current, SamplePlan):
-                total = length_of(self.sampler)
-                size = self._current.total_batch_size
-                if total is None:
-                    return batches * size
-                return self._current.position_of(range(total), batches)
+        plan, order = self._current, self._known_order()
+        if order is None and isinstance(plan, SamplePlan):
+            return batches * plan.total_batch_size
+        if order is None:
             assert self._draws is not None
             # Batches of any size: only the order knows.
-            self._order = self._draw_all(self._draws, self._fresh and self._workers_start)
-            self._fresh = False
-        return self._current.position_of(self._order, batches)
+            order = self._draw_all(self._draws, self._fresh and self._workers_start)
+            self._order, self._fresh = order, False
+        return plan.position_of(order, batches)
 
     def worker_generator(self, seed: int, epoch: int, position: int) -> torch.Generator:
         """Return a generator that differs between ranks and after each resume."""
@@ -591,7 +589,7 @@ class ShareSource(Source):
             if self._draws.differs:
                 warn(_OTHER_ORDER.format(type(self.sampler).__name__))
             if not self._alone:
-                self._order = self._agreed_order(self._draws)
+                self._order = self._agree_on_order(self._draws)
             elif record is not None and isinstance(self._plan, BatchPlan):
                 self._skip = self._plan.batches_before(self._draws.held, position)
         if self._order is not None:
@@ -606,7 +604,7 @@ class ShareSource(Source):
         if self._order is None and self._draws is not None:
             self._draws.take(None)
 
-    def _agreed_order(self, draws: Draws) -> Sequence[Any]:
+    def _agree_on_order(self, draws: Draws) -> Sequence[Any]:
         """Collective: return the order that rank 0 draws, drawing as a single process would."""
         base = self._fresh and self._workers_start
         if not draws.draws:
@@ -727,10 +725,10 @@ class ShareSource(Source):
         if self._draws is not None and self._order is None and isinstance(plan, SamplePlan):
             expected = self.remaining()
             if expected is not None:
-                return self._drawn_samples(self._draws, plan, expected)
-        return self._planned()
+                return self._draw_samples(self._draws, plan, expected)
+        return self._planned_indices()
 
-    def _drawn_samples(self, draws: Draws, plan: SamplePlan, expected: int) -> Iterator[Any]:
+    def _draw_samples(self, draws: Draws, plan: SamplePlan, expected: int) -> Iterator[Any]:
         """Yield the indices of a single process, drawn when they are asked for.
 
         A sampler that draws once a pass is asked for several batches at once, so that torch's
@@ -755,7 +753,7 @@ class ShareSource(Source):
                 yield items[-tail:]
         self._end_draws(draws, count, expected)
 
-    def _planned(self) -> Iterator[Any]:
+    def _planned_indices(self) -> Iterator[Any]:
         for share in self._next_shares():
             self._note(share)
             yield share.indices if self._batched else share.indices[0]
@@ -772,9 +770,9 @@ class ShareSource(Source):
         if self._order is not None:
             return self._current.shares(self._order, self._position)
         assert self._draws is not None
-        return self._drawn_shares(self._draws)
+        return self._draw_shares(self._draws)
 
-    def _drawn_shares(self, draws: Draws) -> Iterator[Share]:
+    def _draw_shares(self, draws: Draws) -> Iterator[Share]:
         """Yield the batches of a single process, each drawn when it is asked for."""
         expected, count = self.remaining(), 0
         draws.take(self._skip if isinstance(self._current, BatchPlan) else self._position)

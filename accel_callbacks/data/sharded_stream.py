@@ -213,6 +213,7 @@ class AgreedSource(Source):
             real = 0 if entry is None else entry[1].real
             number += entry is not None
             goes_on = entry is not None and not entry[1].is_last(number)
+            # A rank that has run out repeats its last batch, which has this size.
             table = _exchange(real, real or size, goes_on, failure is not None)
             # The flag comes with the counts, so that a good step costs no extra collective.
             if any(row[3] for row in table):
@@ -224,6 +225,7 @@ class AgreedSource(Source):
                         failure = None  # its traceback has this frame: a cycle
             table = table[:: self._copies]  # one of the ranks that read the same shards
             reals, sizes, others = ([row[i] for row in table] for i in range(3))
+            # All ranks have the same table, and so they end at the same step.
             if not any(reals) or (self._drop_last and not all(reals)):
                 return
             if entry is not None:

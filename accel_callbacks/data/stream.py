@@ -23,7 +23,7 @@ from accel_callbacks.data.order import (
 from accel_callbacks.data.sampler import mix_seed
 from accel_callbacks.data.shard import ready_kept
 from accel_callbacks.data.sources import Delivery, Source, State, check_even
-from accel_callbacks.data.stream_checks import compared_over_ranks, compared_over_workers
+from accel_callbacks.data.stream_checks import compare_over_ranks, compare_over_workers
 from checkpoint_io.warning import warn
 
 __all__ = ["StreamSource", "leads_to"]
@@ -262,9 +262,9 @@ class StreamSource(Source):
             self._checked = True
             name = type(self._shards.dataset).__name__
             if count > 1:
-                items = compared_over_workers(items, count, name)
+                items = compare_over_workers(items, count, name)
             if self._shards.may_divide and collectives.has_peers():
-                items = compared_over_ranks(items, name)
+                items = compare_over_ranks(items, name)
         pieces = _Pieces(items, self._after_pass)
         place = _Place(position, marks)
         known: Part | None = None

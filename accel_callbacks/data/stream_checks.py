@@ -21,8 +21,8 @@ from checkpoint_io.warning import warn
 __all__ = [
     "WorkerQuestions",
     "checksum",
-    "compared_over_ranks",
-    "compared_over_workers",
+    "compare_over_ranks",
+    "compare_over_workers",
     "may_divide",
 ]
 
@@ -118,7 +118,7 @@ def _leaves(value: Any) -> Iterator[bytes]:
         yield repr(value).encode()
 
 
-def compared_over_ranks(pieces: Iterator[Any], name: str) -> Iterator[Any]:
+def compare_over_ranks(pieces: Iterator[Any], name: str) -> Iterator[Any]:
     """Yield the pieces of a pass; warn if the ranks began with different samples.
 
     Args:
@@ -173,12 +173,12 @@ class WorkerQuestions:
         try:
             # Every get_worker_info() in this process returns this object, and torch's class takes
             # no assignment.
-            object.__setattr__(info, "__class__", _noting(type(info), self))
+            object.__setattr__(info, "__class__", _class_that_notes(type(info), self))
         except TypeError:
             self.asked = True
 
 
-def _noting(kind: type, questions: WorkerQuestions) -> type:
+def _class_that_notes(kind: type, questions: WorkerQuestions) -> type:
     """Return a subclass that notes when the id, the number or the seed of a worker is read."""
 
     def read(info: Any, name: str) -> Any:
@@ -192,7 +192,7 @@ def _noting(kind: type, questions: WorkerQuestions) -> type:
     )
 
 
-def compared_over_workers(pieces: Iterator[Any], workers: int, name: str) -> Iterator[Any]:
+def compare_over_workers(pieces: Iterator[Any], workers: int, name: str) -> Iterator[Any]:
     """Yield the pieces of a pass; warn if the first one of each worker has the same samples.
 
     Nobody is warned if a worker asked which it is, and neither if the second piece of a worker is
@@ -206,10 +206,10 @@ def compared_over_workers(pieces: Iterator[Any], workers: int, name: str) -> Ite
     Example:
         >>> import warnings
         >>> from accel_callbacks.data.iterable import Part
-        >>> from accel_callbacks.data.stream_checks import compared_over_workers
+        >>> from accel_callbacks.data.stream_checks import compare_over_workers
         >>> pieces = [([sample], Part(1, 1, worker)) for sample in (1, 2) for worker in (0, 1)]
         >>> with warnings.catch_warnings(record=True) as caught:
-        ...     [batch for batch, _ in compared_over_workers(iter(pieces), 2, "Lines")]
+        ...     [batch for batch, _ in compare_over_workers(iter(pieces), 2, "Lines")]
         [[1], [1], [2], [2]]
         >>> len(caught)
         1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_callbacks.callbacks.dispatch.instances import shown
+from accel_callbacks.callbacks.dispatch.instances import option_text
 from accel_callbacks.cli.main import main
 from accel_callbacks.loop.run_identity import RunIdentity
 from loggers.redaction import HIDDEN, redacted
@@ -132,7 +132,7 @@ def test_differences_of_a_run_show_no_secret() -> None:
 
 
 def test_options_of_callbacks_show_no_secret() -> None:
-    assert shown({"api_key": "hush"}, [{"api_key": "other"}]) == f"api_key={HIDDEN}"
+    assert option_text({"api_key": "hush"}, [{"api_key": "other"}]) == f"api_key={HIDDEN}"
 
 
 def test_words_of_a_command_and_long_texts() -> None:

@@ -13,11 +13,11 @@ from accel_callbacks import collectives
 from accel_callbacks.callbacks.base import EXIT_HOOKS, HOOKS
 from accel_callbacks.callbacks.dispatch.instances import (
     family,
-    numbered,
+    key_candidates,
+    option_text,
     options_of,
-    paired,
+    pair_states,
     remedy,
-    shown,
 )
 from accel_callbacks.callbacks.dispatch.ledger import MOST_ROWS, Ledger, Tally
 from accel_callbacks.callbacks.dispatch.registration import (
@@ -25,7 +25,7 @@ from accel_callbacks.callbacks.dispatch.registration import (
     Configured,
     accepted,
     as_tuple,
-    checked_policy,
+    check_policy,
     overrides,
     saves,
 )
@@ -89,6 +89,7 @@ class Dispatcher:
 
     def add(self, *callbacks: Any) -> list[Entry]:
         """Register more callbacks: all of them, or none if one is refused."""
+        # Whatever may refuse one of them comes before the first change.
         new = [Entry(callback, self._adapters) for callback in callbacks]
         entries = [*self.entries, *new]
         self._give_keys(new)
@@ -96,7 +97,7 @@ class Dispatcher:
         order = in_order(entries)
         names = {entry.name for entry in self.entries}
         for entry in new:
-            name = next(n for n in numbered(entry.name) if n not in names)
+            name = next(n for n in key_candidates(entry.name) if n not in names)
             names.add(name)
             entry.wrap(self.ledger, name)
         self._set_entries(entries, order)
@@ -115,7 +116,7 @@ class Dispatcher:
                     f"removes what the other keeps: {remedy(entry.given)}, or one is enough."
                 )
             used = by_key.keys() | self._retired
-            entry.use_key(next(key for key in numbered(entry.key) if key not in used))
+            entry.use_key(next(key for key in key_candidates(entry.key) if key not in used))
             by_key[entry.key] = entry
 
     def remove(self, callback: Any) -> Entry:
@@ -126,6 +127,7 @@ class Dispatcher:
         """
         for entry in self.entries:
             if callback is entry.callback or callback is entry.given:
+                # A hook that is being fired goes on over the tuple of before, which has it.
                 entry.disabled = True
                 others = [other for other in self.entries if other is not entry]
                 self._set_entries(others, [other for other in self._order if other is not entry])
@@ -152,9 +154,10 @@ class Dispatcher:
             called = self.called(hook)
             if len(called) > 1 and hook not in _ONE_BY_ONE:
                 methods = [entry.methods[hook] for entry in called]
-                self.hooks[hook] = (_timed_together(methods, self.ledger),)
+                self.hooks[hook] = (_time_calls(methods, self.ledger),)
             else:
                 self.hooks[hook] = tuple(entry.calls[hook] for entry in called)
+            # Observers come first, and see what no callback has changed yet.
             self.hooks[hook] = (*_methods(self._observers, hook), *self.hooks[hook])
         self.keeps_loss = bool(self.hooks["on_train_batch_end"])
         self.ends_batches = self.can_vote or self.keeps_loss
@@ -176,6 +179,7 @@ class Dispatcher:
         order = [entry for entry in self._order if hook in entry.calls]
         if hook not in EXIT_HOOKS:
             return order
+        # Reversed, but for those that save: a checkpoint has what the others did in the hook.
         first = [entry for entry in order if not entry.runs_last]
         return [*reversed(first), *(entry for entry in order if entry.runs_last)]
 
@@ -202,7 +206,7 @@ class Dispatcher:
     def free_key(self, name: str) -> str:
         """Return a state key that no callback has: the name, or the name with a number."""
         used = {entry.key for entry in self.entries} | self._retired
-        return next(key for key in numbered(name) if key not in used)
+        return next(key for key in key_candidates(name) if key not in used)
 
     def require_same_on_all_ranks(self) -> None:
         """Check that all ranks have the same callbacks that vote, save or are collective.
@@ -272,6 +276,7 @@ class Dispatcher:
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Restore each callback in place; keep the states of absent ones for the next save."""
         self._unclaimed = dict(states)
+        # Over a copy: a function that was called once already retires as it is restored.
         for entry in list(self.entries):
             self._restore(entry)
 
@@ -289,7 +294,7 @@ class Dispatcher:
 
 def _claim(entries: Sequence[Entry], saved: Mapping[str, Mapping[str, str]]) -> None:
     """Give entries of one base the saved keys, and print what is not where it was."""
-    pairs = paired([entry.options for entry in entries], saved)
+    pairs = pair_states([entry.options for entry in entries], saved)
     everyone = [*saved.values(), *(entry.options for entry in entries)]
     news: list[str] = []
     used = set(saved)
@@ -297,17 +302,17 @@ def _claim(entries: Sequence[Entry], saved: Mapping[str, Mapping[str, str]]) -> 
         named = entry.described(everyone)
         if index not in pairs:
             news.append(f"{named} has no saved state")
-            key = next(key for key in numbered(entry.base) if key not in used)
+            key = next(key for key in key_candidates(entry.base) if key not in used)
             used.add(key)
         else:
             key = pairs[index]
-            before = shown(saved[key], [entry.options])
+            before = option_text(saved[key], [entry.options])
             if before or key != entry.key:
                 moved = f" ({before})" if before else ""
                 news.append(f"{named} takes the state that was saved as {key!r}{moved}")
         entry.use_key(key)
     for key in saved.keys() - set(pairs.values()):
-        options = shown(saved[key], everyone)
+        options = option_text(saved[key], everyone)
         differences = f" ({options})" if options else ""
         news.append(
             f"there is no callback for {key!r}{differences}, whose state is kept for the next save"
@@ -354,7 +359,7 @@ class Entry:
         self.saves_alike = bool(getattr(callback, "saves_alike", False))
         self.runs_last = bool(getattr(callback, "runs_last", False))
         self.collective = self.saves or bool(getattr(callback, "collective", False))
-        self.on_error = checked_policy(
+        self.on_error = check_policy(
             options.on_error or getattr(callback, "on_error", None) or "raise"
         )
         if self.collective and self.on_error != "raise":
@@ -373,9 +378,9 @@ class Entry:
         for hook in HOOKS:
             if overrides(self.callback, hook):
                 method = getattr(self.callback, hook)
-                method = method if self.on_error == "raise" else _guarded(method, self, hook)
+                method = method if self.on_error == "raise" else _guard(method, self, hook)
                 self.methods[hook] = _Method(method, ledger.tally(name, hook))
-                self.calls[hook] = _timed(self.methods[hook])
+                self.calls[hook] = _time_call(self.methods[hook])
 
     @property
     def disabled(self) -> bool:
@@ -396,7 +401,7 @@ class Entry:
 
     def described(self, among: Iterable[Mapping[str, str]]) -> str:
         """Return its class with the options in which it differs from others."""
-        options = shown(self.options, among)
+        options = option_text(self.options, among)
         name = type(self.given).__qualname__
         return f"{name}({options})" if options else name
 
@@ -448,7 +453,7 @@ def in_hook() -> bool:
     """Return whether a callback is being called on this thread; walks the stack, so ask rarely."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals is globals():
+        if frame.f_globals is globals():  # all calls of callbacks are made by this module
             return True
         frame = frame.f_back
     return False
@@ -477,7 +482,7 @@ def _methods(observers: Sequence[Any], name: str) -> list[Hook]:
     return [getattr(observer, name) for observer in observers if hasattr(observer, name)]
 
 
-def _timed(method: _Method) -> Hook:
+def _time_call(method: _Method) -> Hook:
     """Wrap a hook with the ledger. Hot path: this runs for each call of each hook."""
     clock, tally = perf_counter_ns, method.tally
 
@@ -495,11 +500,11 @@ def _timed(method: _Method) -> Hook:
     return call
 
 
-def _timed_together(methods: Sequence[_Method], ledger: Ledger) -> Hook:
+def _time_calls(methods: Sequence[_Method], ledger: Ledger) -> Hook:
     """Return one call of a hook of several callbacks, with the ledger. Hot path.
 
     A clock read between two of them ends the time of one and begins that of the next, and the times
-    are added up later: a call of each costs half as much as by :func:`_timed`.
+    are added up later: a call of each costs half as much as by :func:`_time_call`.
     """
     clock, rows = perf_counter_ns, ledger.rows
     reads = iter(clock, None)
@@ -520,7 +525,7 @@ def _timed_together(methods: Sequence[_Method], ledger: Ledger) -> Hook:
     return call
 
 
-def _guarded(method: Hook, entry: Entry, hook: str) -> Hook:
+def _guard(method: Hook, entry: Entry, hook: str) -> Hook:
     """Wrap a hook whose errors do not end the run."""
 
     def guarded(*args: Any) -> None:
@@ -529,7 +534,7 @@ def _guarded(method: Hook, entry: Entry, hook: str) -> Hook:
         except Exception as error:
             entry.failed(hook, error)
             if entry.disabled and hook != "teardown":
-                _tear_down(entry, *args[:2])
+                _tear_down(entry, *args[:2])  # each hook is passed the run and the model first
 
     return guarded
 

@@ -179,7 +179,7 @@ class FunctionCallback(Callback):
         self._filters = filters
         self._state_key = state_key
         self._retire = retire
-        self._arguments = _requested_arguments(function, hook)
+        self._arguments = _arguments_of(function, hook)
         self._calls = 0
         self._done = False
         # Hooks are set on the instance, so that those that are not needed cost nothing.
@@ -242,7 +242,7 @@ def name_of(function: Any) -> str:
     return str(getattr(function, "__qualname__", None) or type(function).__qualname__)
 
 
-def _requested_arguments(function: Callable[..., Any], hook: str) -> list[tuple[str, _Getter]]:
+def _arguments_of(function: Callable[..., Any], hook: str) -> list[tuple[str, _Getter]]:
     """Return the arguments in the function's signature, and how to get each."""
     name = name_of(function)
     if not callable(function):

@@ -7,14 +7,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["family", "numbered", "options_of", "paired", "remedy", "shown"]
+__all__ = ["family", "key_candidates", "option_text", "options_of", "pair_states", "remedy"]
 
 Options = Mapping[str, str]
 _CLASS = "class"  # among the options; no option can have that name
 _SIMPLE = (bool, int, float, str, type(None))
 
 
-def numbered(name: str) -> Iterator[str]:
+def key_candidates(name: str) -> Iterator[str]:
     """Yield the name, then the name with ``#2``, ``#3``, ..."""
     yield name
     number = 2
@@ -60,14 +60,14 @@ def _parameters(kind: type[Any]) -> set[str]:
         return set()
 
 
-def paired(present: Sequence[Options], saved: Mapping[str, Options]) -> dict[int, str]:
+def pair_states(present: Sequence[Options], saved: Mapping[str, Options]) -> dict[int, str]:
     """Return for each callback, by its index, the key of the saved one that is most like it.
 
     Of equally alike ones those at the same place are paired.
 
     Example:
-        >>> from accel_callbacks.callbacks.dispatch.instances import paired
-        >>> paired([{"decay": "0.9"}], {"EMA": {"decay": "0.5"}, "EMA#2": {"decay": "0.9"}})
+        >>> from accel_callbacks.callbacks.dispatch.instances import pair_states
+        >>> pair_states([{"decay": "0.9"}], {"EMA": {"decay": "0.5"}, "EMA#2": {"decay": "0.9"}})
         {0: 'EMA#2'}
     """
     ranked = sorted(
@@ -89,12 +89,12 @@ def _likeness(options: Options, other: Options) -> int:
     return len(equal) if same_class else len(equal) - len(options) - len(other)
 
 
-def shown(options: Options, among: Iterable[Options]) -> str:
+def option_text(options: Options, among: Iterable[Options]) -> str:
     """Return the options in which several callbacks differ, such as ``decay=0.9``.
 
     Example:
-        >>> from accel_callbacks.callbacks.dispatch.instances import shown
-        >>> shown({"a": "1", "b": "2"}, [{"a": "1", "b": "2"}, {"a": "1", "b": "3"}])
+        >>> from accel_callbacks.callbacks.dispatch.instances import option_text
+        >>> option_text({"a": "1", "b": "2"}, [{"a": "1", "b": "2"}, {"a": "1", "b": "3"}])
         'b=2'
     """
     from loggers.redaction import redacted  # imports all of loggers, and errors are rare

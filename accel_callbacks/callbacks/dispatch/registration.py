@@ -17,7 +17,7 @@ __all__ = [
     "Configured",
     "accepted",
     "as_tuple",
-    "checked_policy",
+    "check_policy",
     "configured",
     "overrides",
     "saves",
@@ -154,7 +154,7 @@ def configured(
           on_validation_end  Scores
     """
     if on_error is not None:
-        checked_policy(on_error)
+        check_policy(on_error)
     if isinstance(callback, Configured):
         before = (*callback.before, *as_tuple(before))
         after = (*callback.after, *as_tuple(after))
@@ -170,7 +170,7 @@ def as_tuple(targets: Any) -> tuple[Any, ...]:
     return tuple(targets) if isinstance(targets, tuple | list | set | frozenset) else (targets,)
 
 
-def checked_policy(on_error: Any) -> str:
+def check_policy(on_error: Any) -> str:
     """Return the policy; raise ValueError for an unknown one."""
     if on_error not in ON_ERROR:
         raise ValueError(f"on_error={on_error!r} is unknown; use 'raise', 'warn' or 'disable'.")
