@@ -50,7 +50,7 @@ class Monitor:
             mode = "min"
             if _is_larger_better(name) and process_rank()[0] == 0:
                 warn(
-                    f"monitor={name!r} counts as better the smaller it is, as no mode was given: "
+                    f"monitor={name!r} is treated as lower-is-better because no mode was given: "
                     'pass mode="max" if larger is better, or mode="min" if it is not.'
                 )
         if mode not in ("min", "max"):
@@ -82,10 +82,11 @@ class Monitor:
             owner: the class of the callback.
             logged: names of the logged metrics.
         """
-        listed = f"but {', '.join(sorted(logged))}" if logged else "and nothing else either"
+        names = sorted(logged)
+        listed = f"only {', '.join(map(repr, names))}" if names else "nothing"
         return (
-            f"{owner} watches {self.name!r}, which was not logged by the end of an epoch, "
-            f"{listed}.{nearest(self.name, sorted(logged))}"
+            f"{owner} watches {self.name!r}, but {listed} was logged by the end of an epoch."
+            f"{nearest(self.name, names)}"
         )
 
     def is_misspelt(self, logged: Collection[str]) -> bool:

@@ -37,7 +37,7 @@ __all__ = [
     "FiniteCheck",
     "GradientNorms",
     "NonFinite",
-    "RolledBack",
+    "Rollback",
     "StepCheck",
     "device_of",
     "keep_options",
@@ -265,7 +265,7 @@ steps, and action="rollback" goes back to the last checkpoint.
         if self.rollbacks >= self.max_rollbacks:
             raise FloatingPointError(f"{text}, after {self.rollbacks} rollbacks. {_ADVICE}")
 
-    def _go_back(self, run: TrainingRun, reason: str) -> RolledBack:
+    def _go_back(self, run: TrainingRun, reason: str) -> Rollback:
         training = run.accelerator.training_state
         return roll_back(training, newest_step=self._good_step, avoid=self._avoided)
 
@@ -539,7 +539,7 @@ def _parameter_names(run: TrainingRun) -> dict[int, str]:
     }
 
 
-class RolledBack(NamedTuple):
+class Rollback(NamedTuple):
     """The result of a rollback.
 
     Args:
@@ -553,7 +553,7 @@ class RolledBack(NamedTuple):
 
 def roll_back(
     training: TrainingState, *, newest_step: int, avoid: Collection[str] = ()
-) -> RolledBack:
+) -> Rollback:
     """Restore the weights from the newest checkpoint of a callback that saves.
 
     Collective; call it between two steps. Models, optimizer states, the loss scaler, registered
@@ -587,12 +587,12 @@ def roll_back(
     avoided: list[str] = []
     target = first_answer(training.loop.observers, "rollback_target", training.loop.run.global_step)
     if target == "":
-        return RolledBack(None, avoided)
+        return Rollback(None, avoided)
     if target is not None:
         saver = next(iter(training.loop.savers), None)
         storage_options = None if saver is None else saver.storage_options
         restore = partial(restore_from, training, target)
-        return RolledBack(_restore(training, restore, storage_options), avoided)
+        return Rollback(_restore(training, restore, storage_options), avoided)
     for saver in training.loop.savers:
         root, storage_options = saver.resume_root(training.loop.run)
         candidates = _find_candidates(root, storage_options, newest_step, avoid)
@@ -601,8 +601,8 @@ def roll_back(
             find = partial(restore_newest, training, root, skip=candidates.skipped_paths)
             path = _restore(training, find, storage_options)
             if path is not None:
-                return RolledBack(path, avoided)
-    return RolledBack(None, avoided)
+                return Rollback(path, avoided)
+    return Rollback(None, avoided)
 
 
 def save_is_due(run: TrainingRun) -> bool:

@@ -14,7 +14,7 @@ from accel_callbacks.callbacks.base import require_at_least
 from accel_callbacks.callbacks.non_finite import (
     GradientNorms,
     NonFinite,
-    RolledBack,
+    Rollback,
     StepCheck,
     device_of,
     keep_options,
@@ -222,7 +222,7 @@ class SpikeGuard(NonFinite):
         self._tries += 1
         self._good_steps = 0
 
-    def _go_back(self, run: TrainingRun, reason: str) -> RolledBack:
+    def _go_back(self, run: TrainingRun, reason: str) -> Rollback:
         snapshot = next((s for s in reversed(self._snapshots) if s.step <= self._good_step), None)
         if snapshot is None:
             result = super()._go_back(run, reason)
@@ -230,7 +230,7 @@ class SpikeGuard(NonFinite):
             with keep_options(run.accelerator.training_state):
                 for restore in snapshot.undo:
                     restore()
-            result = RolledBack(f"step {snapshot.step} in host memory", self._avoided)
+            result = Rollback(f"step {snapshot.step} in host memory", self._avoided)
         if result.path is not None:
             self.story.append(f"{reason}: went back to the weights of {result.path}")
             run.accelerator.log({"rollbacks": self.rollbacks + 1})

@@ -180,10 +180,10 @@ class StreamFeed:
         if device.index is None and hasattr(self._module, "current_device"):
             device = torch.device(device.type, self._module.current_device())
         side = _side_stream(self._module, device)
-        ahead: tuple[_Ahead, Delivery, Any] | None = None
+        ahead: tuple[_BatchCopy, Delivery, Any] | None = None
         for batch, delivery in pairs:
             with self._module.stream(side):
-                copy = _Ahead(batch, self._device)
+                copy = _BatchCopy(batch, self._device)
                 copied = side.record_event()
             if ahead is not None:
                 yield self._hand_over(*ahead)
@@ -191,7 +191,9 @@ class StreamFeed:
         if ahead is not None:
             yield self._hand_over(*ahead)
 
-    def _hand_over(self, ahead: _Ahead, delivery: Delivery, copied: Any) -> tuple[Any, Delivery]:
+    def _hand_over(
+        self, ahead: _BatchCopy, delivery: Delivery, copied: Any
+    ) -> tuple[Any, Delivery]:
         """Return the batch for the computing stream, which waits for the copy."""
         stream = self._module.current_stream(self._device)
         stream.wait_event(copied)
@@ -215,7 +217,7 @@ def _side_stream(module: Any, device: torch.device) -> Any:
     return module.Stream(device)
 
 
-class _Ahead:
+class _BatchCopy:
     """A batch that is being copied to a device, on the stream that is current when it is made.
 
     Tensors are, and the entries of mappings. Any other object is moved by its ``to`` where it is

@@ -119,6 +119,8 @@ def _unpack(layout: Any, data: torch.Tensor) -> Any:
 
 def _signature(layout: Any) -> Any:
     """Return a value that is equal for equal layouts; raise TypeError for other objects."""
+    # An object of another type is sent with each batch: one that a receiver keeps would be shared
+    # by its batches, and a script may change it in place.
     kind = type(layout)
     if layout is None or kind in (_Slot, str, bytes, bool, int):
         return kind, layout
