@@ -27,8 +27,10 @@ from accel_callbacks.collectives import BoundedStore, has_peers, rank, store, wo
 from accel_callbacks.distributed.flight_recorder import dump_hang
 from accel_callbacks.distributed.heartbeat import (
     REPORT,
+    Heartbeat,
     current_heartbeat,
     is_disconnect,
+    start_heartbeat,
     stop_heartbeat,
 )
 from accel_callbacks.distributed.remote_failure import remote_failure
@@ -48,7 +50,7 @@ __all__ = [
     "leave_aborted_group",
     "refuse_aborted_group",
     "wait_for_exempt_groups",
-    "watch_for_failures",
+    "watch_ranks",
 ]
 
 # Keys in the store of the group. REPORT holds the first error as JSON; "ended/{rank}" is set by
@@ -57,9 +59,7 @@ __all__ = [
 _ENDED, _GONE, _AGAIN = "ended", "gone", "again"
 _LONGEST_REPORT = 20_000  # characters; a longer traceback loses its beginning
 _LINGER = 5.0  # seconds that rank 0, which serves the store, waits at exit for its readers
-_SAVE_TIMEOUT = 30.0  # seconds that a save still waits for a rank that neither answers nor reports
 _ABORT_TIMEOUT = 10.0  # seconds that an abort of device collectives may take
-_POLL_EVERY = 1.0  # seconds between polls of the store, where collectives run on a device
 _UNUSED_TAG = 2**31 - 77
 _EXPLAINED = "_accel_explained"  # attribute of an error for which no cause was found
 
@@ -67,8 +67,6 @@ _EXPLAINED = "_accel_explained"  # attribute of an error for which no cause was 
 _aborted: weakref.ref[Any] | None = None
 # Groups that stay open while the run is aborted, with a function that waits until they are unused.
 _exempt: weakref.WeakKeyDictionary[Any, Callable[[], None]] = weakref.WeakKeyDictionary()
-# What ends the exemption of a group after a while.
-_limits: weakref.WeakKeyDictionary[Any, threading.Timer] = weakref.WeakKeyDictionary()
 _has_readers = True  # False if the published error tells the other ranks nothing new
 
 
@@ -94,8 +92,6 @@ def abort_run(error: BaseException, operation: str) -> BaseException:
     cause = explain(error, operation)
     lost = isinstance(cause, LostRankError)
     _has_readers = not lost and (isinstance(cause, RemoteError) or not is_disconnect(error))
-    if not _has_readers:
-        _limit_exempt()
     with suppress(Exception):  # the store is gone if rank 0 is
         # A RemoteError came from a rank that publishes its error itself.
         if not isinstance(cause, RemoteError) and not group_is_aborted():
@@ -351,9 +347,6 @@ def exempt_group(group: Any, until: Callable[[], None] | None) -> None:
     """
     if until is None:
         _exempt.pop(group, None)
-        limit = _limits.pop(group, None)
-        if limit is not None:
-            limit.cancel()  # it would keep the group, with its threads and connections
     else:
         _exempt[group] = until
 
@@ -364,60 +357,29 @@ def wait_for_exempt_groups() -> None:
         until()
 
 
-def _limit_exempt() -> None:
-    """Abort the exempt groups too after a while, if a rank was lost without a report.
+def watch_ranks(
+    store: BoundedStore, rank: int, world: int, *, timeout: float, serves_store: bool
+) -> Heartbeat:
+    """Start the heartbeat of this process, which aborts it where another rank fails or is lost.
 
-    A machine that loses its network closes no connection, and never does its part of a save.
+    Args:
+        store: of the group.
+        rank: of this process.
+        world: number of ranks.
+        timeout: seconds without a heartbeat after which a rank is lost.
+        serves_store: True if rank 0 serves the store, and not a launcher.
     """
-    for group in list(_exempt):
-        limit = threading.Timer(_SAVE_TIMEOUT, _cut_if_rank_lost, [weakref.ref(group)])
-        limit.daemon = True
-        limit.start()
-        _limits[group] = limit
-
-
-def _cut_if_rank_lost(exempt: weakref.ref[Any]) -> None:
-    group = exempt()
-    with suppress(Exception):
-        # If all ranks have ended their run, each of them was only slow and still does its part.
-        if group not in _exempt or store().check([f"{_ENDED}/{r}" for r in range(world_size())]):
-            return
-    abort_connections(group)
-
-
-def watch_for_failures() -> Callable[[], None]:
-    """Watch for errors of other ranks if collectives run on a device; return what stops it.
-
-    gloo notices a closed connection without help, NCCL waits until its timeout.
-    """
-    if all(kind.type == "cpu" for group in _groups() for kind in group._device_types):
-        return lambda: None
-    stopped = threading.Event()
-    thread = threading.Thread(target=_watch, args=(store(), stopped), daemon=True)
-    thread.start()
-
-    def stop() -> None:
-        stopped.set()
-        thread.join()
-
-    return stop
-
-
-def _watch(notes: BoundedStore, stopped: threading.Event) -> None:
-    """Abort this rank's groups too once another rank has published an error."""
-    while not stopped.wait(_POLL_EVERY):
-        with suppress(Exception):
-            if notes.check([REPORT]):
-                _follow(json.loads(notes.get(REPORT)))
-                return
-
-
-def _follow(report: dict[str, Any]) -> None:
-    """Abort this rank because of the error that another one has published."""
-    if report["rank"] != rank():
-        # Before the abort, which lets the training thread go on.
-        remote_failure.note(lambda operation: RemoteError(**report))
-    abort_group()
+    watch = Heartbeat(
+        store,
+        rank,
+        world,
+        timeout=timeout,
+        abort=abort_all_groups,
+        abort_training=abort_group,
+        serves_store=serves_store,
+    )
+    start_heartbeat(watch)
+    return watch
 
 
 def leave_aborted_group(timeout: timedelta | None) -> dist.distributed_c10d.Store:

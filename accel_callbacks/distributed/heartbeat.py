@@ -47,7 +47,7 @@ from accel_callbacks.distributed.stack import (
     stacks,
     waits_for_worker,
 )
-from accel_callbacks.errors import LostRankError
+from accel_callbacks.errors import LostRankError, RemoteError
 
 __all__ = [
     "REPORT",
@@ -57,7 +57,6 @@ __all__ = [
     "is_disconnect",
     "report_progress",
     "start_heartbeat",
-    "start_join_heartbeat",
     "stop_heartbeat",
 ]
 
@@ -138,7 +137,10 @@ class Heartbeat:
         world: number of ranks.
         timeout: seconds without a heartbeat after which a rank is lost.
         serves_store: True if rank 0 serves the store, and not a launcher.
-        abort: aborts the groups of this process; called on the thread of the watch.
+        abort: aborts all groups of this process, after the loss of a rank; like the next one, it is
+            called on the thread of the watch.
+        abort_training: aborts all but those that save in the background, after an error of another
+            rank; does nothing by default.
 
     Attributes:
         lost: the rank that was lost first, None so far.
@@ -163,12 +165,14 @@ class Heartbeat:
         *,
         timeout: float,
         abort: Callable[[], None],
+        abort_training: Callable[[], None] = lambda: None,
         serves_store: bool = True,
     ) -> None:
         self.lost: LostRank | None = None
         self.report: Mapping[str, Any] | None = None
         self._store, self._rank, self._world = store, rank, world
-        self._timeout, self._abort, self._serves_store = timeout, abort, serves_store
+        self._timeout, self._serves_store = timeout, serves_store
+        self._abort, self._abort_training = abort, abort_training
         self._interval = min(timeout / 10, _LONGEST_INTERVAL)
         self._trains, self._saves = threading.current_thread(), StuckCalls(is_saving)
         self._loads, self._saving, self._loading = StuckCalls(waits_for_worker), 0.0, 0.0
@@ -342,10 +346,22 @@ class Heartbeat:
             if text is not None:
                 self._peers[rank].update(text, now)
                 self._open_process(self._peers[rank])
-        if report is not None and (error := json.loads(report))["rank"] != self._rank:
-            self.report = error
+        if report is not None and self.report is None:
+            self._follow(json.loads(report))
         if lost is not None and self.lost is None:
             self._lose(LostRank(**json.loads(lost)), known=True)
+
+    def _follow(self, report: Mapping[str, Any]) -> None:
+        """Keep the error that another rank has published, and abort what would not notice it."""
+        if report["rank"] == self._rank:
+            return
+        self.report = report
+        # gloo's collectives fail once that rank has closed its connections. NCCL's would wait for
+        # their timeout.
+        if _runs_on_device():
+            # Before the abort, which lets the training thread go on.
+            remote_failure.note(lambda operation: RemoteError(**report))
+            self._abort_training()
 
     def _talk(self, store: Any, ranks: list[int]) -> list[str | None]:
         """Note this rank's heartbeat; return the loss, the report, and the heartbeats of ranks."""
@@ -462,9 +478,7 @@ class Heartbeat:
             print(f"[accel] {lost}{dumps and f'.{dumps}'}", file=sys.stderr, flush=True)
         # gloo notices by itself that a process has ended; NCCL does not, and nothing notices one
         # that hangs.
-        group = collectives.default_group()
-        unnoticed = group is not None and collectives.has_device_backend(group)
-        if lost.rank != self._rank and (unnoticed or not peer.status):
+        if lost.rank != self._rank and (_runs_on_device() or not peer.status):
             # Before the abort, which lets the training thread go on.
             place = place_of_thread(self._trains)
             remote_failure.note(lambda operation: self.error_of(lost, operation, place))
@@ -581,45 +595,18 @@ def _outlives_group(watch: Heartbeat) -> bool:
     return known and current_heartbeat() is None
 
 
-def start_heartbeat(abort: Callable[[], None], serves_store: bool) -> None:
-    """Start the heartbeat of the default group, unless it has one.
-
-    Args:
-        abort: aborts the groups of this process.
-        serves_store: True if rank 0 serves the store, and not a launcher.
-    """
-    global _current
-    if collectives.world_size() == 1 or current_heartbeat() is not None:
-        return
-    stop_heartbeat()
-    watch = Heartbeat(
-        collectives.store(),
-        collectives.rank(),
-        collectives.world_size(),
-        timeout=collectives.group_timeout().total_seconds(),
-        abort=abort,
-        serves_store=serves_store,
-    )
-    _current = watch, ref(dist.group.WORLD)
-    watch.start()
+def _runs_on_device() -> bool:
+    """Return whether the collectives of the default group run on a device, as NCCL's do."""
+    group = collectives.default_group()
+    return group is not None and collectives.has_device_backend(group)
 
 
-def start_join_heartbeat(
-    store: BoundedStore,
-    rank: int,
-    world: int,
-    *,
-    timeout: float,
-    abort: Callable[[], None],
-    serves_store: bool,
-) -> Heartbeat:
-    """Start the heartbeat of ranks that join a group; it follows the group once it is there."""
+def start_heartbeat(watch: Heartbeat) -> None:
+    """Start a heartbeat in place of the one before; :meth:`Heartbeat.follow_group` is to follow."""
     global _current
     stop_heartbeat()
-    watch = Heartbeat(store, rank, world, timeout=timeout, abort=abort, serves_store=serves_store)
     _current = watch, None
     watch.start()
-    return watch
 
 
 def stop_heartbeat(error: BaseException | None = None) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -22,8 +20,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from accel_callbacks import collectives
 from accel_callbacks.collectives import BoundedStore
-from accel_callbacks.distributed.abort import abort_all_groups
-from accel_callbacks.distributed.heartbeat import Heartbeat, start_join_heartbeat, stop_heartbeat
+from accel_callbacks.distributed.abort import watch_ranks
+from accel_callbacks.distributed.heartbeat import Heartbeat, stop_heartbeat
 from accel_callbacks.distributed.tcp_store import TCPStore, serve_store, uses_libuv
 from accel_callbacks.errors import nearest
 
@@ -124,9 +122,8 @@ def join_group(
     # destroy_process_group().
     importlib.import_module("torch.distributed.nn.functional")
     timeout = options.timeout or dist.distributed_c10d.default_pg_timeout
-    with _imported_meanwhile("checkpoint_io.folder.folder"):
-        store = _rendezvous(url, rank, world, timeout, env)
-        connect(backend, store, rank, world, options.timeout, env)
+    store = _rendezvous(url, rank, world, timeout, env)
+    connect(backend, store, rank, world, options.timeout, env)
     return backend
 
 
@@ -169,13 +166,9 @@ def connect(
     limit = timeout or dist.distributed_c10d.default_pg_timeout
     # The heartbeats begin before the group: torch's own error names no rank that did not come.
     bounded = BoundedStore(dist.distributed_c10d.PrefixStore("accel_callbacks", store))
-    watch = start_join_heartbeat(
-        bounded,
-        rank,
-        world,
-        timeout=limit.total_seconds(),
-        abort=abort_all_groups,
-        serves_store=not store_outlives("env://", env),
+    outlives = store_outlives("env://", env)
+    watch = watch_ranks(
+        bounded, rank, world, timeout=limit.total_seconds(), serves_store=not outlives
     )
     try:
         _bounded(
@@ -240,28 +233,6 @@ def _interface_advice(text: str, env: Mapping[str, str]) -> str:
         "GLOO_SOCKET_IFNAME on each machine to the interface by which the others reach it, such "
         "as eth0."
     )
-
-
-@contextmanager
-def _imported_meanwhile(name: str) -> Iterator[None]:
-    """Import one of our modules on a thread, while the block waits for the other ranks.
-
-    A run needs it, and all ranks would wait for the slowest import there.
-    """
-
-    def run() -> None:
-        with suppress(ImportError):  # raised again where the package is needed
-            importlib.import_module(name)
-
-    if name in sys.modules:
-        yield
-        return
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
 
 
 def _default_backend(device: torch.device) -> str:

@@ -27,6 +27,7 @@ __all__ = [
     "ending_of",
     "fate_of",
     "host_id",
+    "stat_fields",
     "stopped_workers",
 ]
 
@@ -75,17 +76,21 @@ def ending_of(code: int) -> str:
 
 def _status_of_zombie(pid: int) -> int | None:
     """Return the wait status of a process for which its parent has not waited yet."""
-    match _stat_of(pid):
+    match stat_fields(pid):
         case ["Z" | "X", *fields] if len(fields) > 48:
             return int(fields[48])
     return None
 
 
-def _stat_of(pid: int | None) -> list[str]:
-    """Return the state of a process and what follows it in its stat file; none if not known."""
+def stat_fields(task: int | str | None) -> list[str]:
+    """Return the state of a process and what follows it in its stat file; none if not known.
+
+    Args:
+        task: its id, or the folder below ``/proc`` of one of its threads.
+    """
     with suppress(OSError):
         # After the name of the program in brackets, which may hold spaces and brackets.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{task}/stat").read_text().rpartition(")")[2].split()
     return []
 
 
@@ -118,7 +123,7 @@ def host_id() -> str:
 
 def stopped_workers(workers: Iterable[BaseProcess]) -> list[BaseProcess]:
     """Return the worker processes that a signal has stopped, if the system tells."""
-    return [worker for worker in workers if _stat_of(worker.pid)[:1] in (["T"], ["t"])]
+    return [worker for worker in workers if stat_fields(worker.pid)[:1] in (["T"], ["t"])]
 
 
 def end_workers(patience: float = _PATIENCE) -> None:

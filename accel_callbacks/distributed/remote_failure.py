@@ -40,14 +40,15 @@ class RemoteFailure:
             error: makes the error for the method that raises it.
         """
         group = default_group()
-        if group is None or (self.pending is not None and self._is_of(group)):
+        if group is None or self._is_of(group):
             return
         self._group = ref(group)
         self.pending = error
 
     def forget(self) -> None:
-        """Forget the error, because the training thread has it."""
-        self.pending = self._group = None
+        """Forget the error, because the training thread has one: what comes now follows from it."""
+        group = default_group()
+        self.pending, self._group = None, None if group is None else ref(group)
 
     def raise_in(self, method: str) -> None:
         """Raise the error, unless it is of a process group that is gone.
@@ -62,7 +63,7 @@ class RemoteFailure:
         if error is None:
             return
         if not self._is_of(default_group()):
-            self.forget()
+            self.pending = None
             return
         raise error(method)
 

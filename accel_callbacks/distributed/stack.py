@@ -10,12 +10,14 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
 import torch
+
+from accel_callbacks.distributed.processes import stat_fields
 
 __all__ = [
     "Call",
@@ -229,9 +231,7 @@ def _fields_of(thread: threading.Thread) -> list[str]:
     """Return what Linux tells of a thread, from its state on; nothing elsewhere."""
     # Of a process that was forked, threading knows the id that this thread had in its parent.
     number = os.getpid() if thread is threading.main_thread() else thread.native_id
-    with suppress(OSError):
-        return Path(f"/proc/self/task/{number}/stat").read_text().rpartition(")")[2].split()
-    return []
+    return stat_fields(f"self/task/{number}")
 
 
 def is_saving(calls: Sequence[Call]) -> bool:

@@ -19,18 +19,18 @@ import torch.distributed as dist
 
 from accel_callbacks import collectives
 from accel_callbacks.distributed.abort import (
-    abort_all_groups,
     abort_devices,
     explain,
     group_is_aborted,
     leave_aborted_group,
     wait_for_exempt_groups,
+    watch_ranks,
 )
 from accel_callbacks.distributed.daemon_threads import (
     end_daemon_threads,
     register_daemon_thread,
 )
-from accel_callbacks.distributed.heartbeat import start_heartbeat, stop_heartbeat
+from accel_callbacks.distributed.heartbeat import current_heartbeat, stop_heartbeat
 from accel_callbacks.distributed.process_group import (
     GroupOptions,
     backend_for,
@@ -171,12 +171,16 @@ def resolve_topology(
         # is part of the store's prefix. All ranks resolve their topology, but not all of them may
         # need the store later, so it is called here to keep the numbers equal on all ranks.
         store, outlives = collectives.store(), store_outlives("env://", os.environ)
-        if _current.world_size > 1:
-            show_warnings_once(_current.rank, store, outlives)
-        collectives.expect_group(_current.world_size)
+        rank, world = _current.rank, _current.world_size
+        if world > 1:
+            show_warnings_once(rank, store, outlives)
+        collectives.expect_group(world)
         collectives.explains_with(explain)
         # Before the control group, which is made by a collective: a rank that hangs there is named.
-        start_heartbeat(abort_all_groups, not outlives)
+        if world > 1 and current_heartbeat() is None:  # the script has made the group
+            seconds = collectives.group_timeout().total_seconds()
+            watch = watch_ranks(store, rank, world, timeout=seconds, serves_store=not outlives)
+            watch.follow_group()
         if collectives.join_control_group():
             _leave_group_at_exit()
     register_daemon_thread()

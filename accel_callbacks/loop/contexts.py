@@ -18,7 +18,7 @@ from accel_callbacks.checkpoint.restore import find, restore_from, restore_newes
 from accel_callbacks.checkpoint.trained_parameters import require_saved
 from accel_callbacks.checkpoint.training_state import TrainingState
 from accel_callbacks.data.prepare import Loaders
-from accel_callbacks.distributed.abort import abort_run, refuse_aborted_group, watch_for_failures
+from accel_callbacks.distributed.abort import abort_run, refuse_aborted_group
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.errors import RemoteError, ResumeError, nearest
@@ -182,7 +182,6 @@ class RunContext(AbstractContextManager[TrainingRun]):
         self._differences: list[str] = []
         self._accepted: CheckpointReader | None = None  # the last, which the restore asks for again
         self._observing: list[Observer] = []
-        self._stop_watching: Callable[[], None] = lambda: None
 
     def __enter__(self) -> TrainingRun:
         refuse_aborted_group("run")
@@ -240,7 +239,6 @@ class RunContext(AbstractContextManager[TrainingRun]):
         self._take_over(loop.run)
         loop.settle_steps()
         loop.run = run
-        self._stop_watching = watch_for_failures()
         self._hold_folders()
         self._find()
         loop.begin_fit(self._restore)
@@ -365,7 +363,6 @@ class RunContext(AbstractContextManager[TrainingRun]):
         self._loop.finish_fit()
         # No rank leaves before the end hooks of all ranks have succeeded.
         collectives.barrier()
-        self._stop_watching()
         self._close_observers(run._ending)
         self._tracking.close(run._ending)
         self._loop.leases.release()
@@ -378,7 +375,6 @@ class RunContext(AbstractContextManager[TrainingRun]):
         # First of all: hooks and trackers may take long, and the other ranks are waiting.
         self._run.prepared_at_start = None
         cause = abort_run(error, f"the run {self._run.name!r}")
-        self._stop_watching()
         try:
             self._loop.fail_fit(cause)
         finally:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from accel_callbacks import collectives
-from accel_callbacks.distributed.abort import abort_run, group_is_aborted, watch_for_failures
+from accel_callbacks.distributed.abort import abort_run, group_is_aborted
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.topology import resolve_topology
 from accel_callbacks.errors import RemoteError
@@ -165,15 +165,12 @@ def attempt(
     Nothing of a failed attempt is referenced when this returns: the exception's frames would keep
     alive what fills the memory.
     """
-    stop_watching = watch_for_failures()
     try:
         result = function(size, *args, **kwargs)
         collectives.barrier()  # an attempt succeeds on all ranks or on none
         return result, None
     except BaseException as error:
         problem = _settle(error)
-    finally:
-        stop_watching()
     _wait_for_outcomes()
     return None, problem
 
