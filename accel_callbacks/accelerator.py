@@ -295,10 +295,11 @@ class Accelerator(ProcessControl, MediaLogging):
 
             loop, gradients = self.loop, self.strategy.gradients
             loop.pass_ends = PassEnds(
-                loop.position, lambda: gradients.trains_together and loop.in_lockstep
+                loop.progress, lambda: gradients.trains_together and loop.in_lockstep
             )
         self.loop.observers = observers
-        self.passes = Passes(self.loop)
+        self.first_steps = FirstSteps(self.loop, self.strategy, self.precision)
+        self.passes = Passes(self.loop, self.first_steps, lambda: self.training_state)
         self.tracking = Tracking(
             _as_list(None if rehearses else log_with),
             self.project_configuration.log_folder,
@@ -309,15 +310,12 @@ class Accelerator(ProcessControl, MediaLogging):
             window=self.window,
             local_metrics=self.loop.local_metrics,
         )
-        self.loop.require_prepared_steps = self._require_prepared_steps
-        self.loop.capture_random = lambda: self.training_state.random_state()
-        self._first_steps = FirstSteps(self.loop, self.strategy, self.precision)
         self._step = StepEngine(
             self.strategy.gradients,
             self.precision,
             self.loop,
             self.optimizers,
-            self._first_steps,
+            self.first_steps,
         )
         self._preparer = Preparer(
             self.strategy,
@@ -327,7 +325,7 @@ class Accelerator(ProcessControl, MediaLogging):
             self.models,
             self.optimizers,
             self.schedulers,
-            self._first_steps,
+            self.first_steps,
             scheduler_options={
                 "step_with_optimizer": step_scheduler_with_optimizer,
                 "steps_at_once": self.strategy.data.world if scheduler_steps_per_process else 1,
@@ -373,11 +371,6 @@ class Accelerator(ProcessControl, MediaLogging):
         )
         register_parts(training)
         return training
-
-    def _require_prepared_steps(self) -> None:
-        from accel_callbacks.checkpoint.trained_parameters import require_prepared_steps
-
-        require_prepared_steps(self.training_state)
 
     @property
     def device(self) -> torch.device:
@@ -871,7 +864,7 @@ class Accelerator(ProcessControl, MediaLogging):
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
         self.window.resize(value)
-        self.loop.progress.clear()  # windows of one micro-batch do not ask it
+        self.loop.position.progress.clear()  # windows of one micro-batch do not ask it
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -1212,7 +1205,7 @@ class Accelerator(ProcessControl, MediaLogging):
         structure = () if use_gather_object else input_data
         collectives.begin("gather_for_metrics", self.debug, lambda: rows_beside_lists(structure))
         gather = gather_counted_objects if use_gather_object else gather_counted
-        return gather(input_data, self.loop.active, self.strategy.data.first_of_each)
+        return gather(input_data, self.loop.position.active, self.strategy.data.first_of_each)
 
     def reduce(
         self,
@@ -2117,7 +2110,7 @@ class Accelerator(ProcessControl, MediaLogging):
 
         for optimizer in self.optimizers:
             self.precision.forget(optimizer.optimizer)
-        self._first_steps.forget()
+        self.first_steps.forget()
         self._loaders.clear()
         for group in (self.models, self.optimizers, self.schedulers):
             group.clear()

@@ -52,6 +52,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         # Without Optimizer.__init__, because the state is that of the wrapped optimizer.
         self.optimizer = optimizer
         self._loop = loop
+        # Bound here, because a step is the hot path; they stay the same objects.
+        self._step_state, self._position = loop.step, loop.position
+        self._window, self._hooks = loop.window, loop.dispatch.hooks
         self._precision = precision
         self._watch = watch
         self._gradients = gradients or Gradients()
@@ -133,7 +136,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def unscale_gradients(self) -> None:
         """Unscale the gradients and apply the window's normalization, at most once a step."""
-        window = self._loop.window
+        window = self._window
         self._precision.unscale(self.optimizer)
         if window.normalizer.active:
             window.normalizer.settle(self.optimizer)
@@ -143,12 +146,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Step at the end of a gradient window; the arguments are those of the optimizer."""
-        loop = self._loop
-        window = loop.window
+        state, window = self._step_state, self._window
         if remote_failure.pending is not None:
             remote_failure.raise_in("step")
-        if loop.before_work is not None:
-            loop.before_work("step")
+        if state.before_work is not None:
+            state.before_work("step")
         if not window.sync:
             return None
         # After the question for the window: a step that does nothing is no first step.
@@ -156,13 +158,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self.optimizer, closure=bool(args or kwargs)
         ):
             self._watch = None
-        if loop.stages:
-            loop.require_own_weights("step")
-        elif loop.outer is None:
-            loop.own_batches.before_step(self)
+        if self._position.outer is None and not self._position.stages:
+            self._loop.own_batches.before_step(self)
         # Hot path: without hooks or a correction, gradients are left to the precision's step.
-        table = loop.dispatch.hooks
-        hooks = table["on_before_optimizer_step"]
+        hooks = self._hooks["on_before_optimizer_step"]
         normalizer = window.normalizer
         if (
             hooks
@@ -179,19 +178,20 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         else:
             stepped, result = self._precision.step(self.optimizer, args, kwargs)
         self.outcome = stepped
-        loop.worked = window.touched = window.stepped = True
+        state.worked = window.touched = window.stepped = True
         window.dirty = normalizer.pending = False
-        after = table["on_after_optimizer_step"]
+        after = self._hooks["on_after_optimizer_step"]
         if after and isinstance(stepped, StepFinding):
             stepped = stepped.stepped
         if stepped is True:
-            loop.count_step(self)
+            state.count(self._loop.run, self)
             for hook in after:
-                hook(loop.run, loop.model, self)
+                hook(self._loop.run, self._loop.model, self)
         elif stepped is not False:
-            loop.count_later(self, stepped)
-        if loop.after_step is not None:
-            loop.after_step(self)
+            # The host runs one step of each optimizer ahead of the device, and no more.
+            state.count_later(self._loop.run, self, stepped, ahead=len(self._loop.optimizers))
+        if state.after_step is not None:
+            state.after_step(self)
         return result
 
     def _is_skipped(self, hooks: Iterable[Hook]) -> bool:
@@ -210,14 +210,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, at the end of a gradient window or before its first backward."""
-        loop = self._loop
-        window = loop.window
+        window = self._window
         # It may stand before the backward or after the step: before it, only the first micro-batch
         # of a window may clear; after it, only the last.
         if not (window.sync if window.touched else window.position <= 1):
             return
-        for hook in loop.dispatch.hooks["on_before_zero_grad"]:
-            hook(loop.run, loop.model, self)
+        for hook in self._hooks["on_before_zero_grad"]:
+            hook(self._loop.run, self._loop.model, self)
         # Discarded without a step.
         if window.normalizer.pending and self._gradients.has_gradients(self.optimizer):
             window.normalizer.forget()

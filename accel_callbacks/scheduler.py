@@ -69,13 +69,13 @@ class AcceleratedScheduler:
                 if (
                     optimizer.outcome is not True
                     and optimizer.step_was_skipped
-                    and not loop.between_passes
+                    and not loop.position.between_passes
                 ):
                     loop.own_batches.note_call(self)
                     return
         for _ in self._steps_at_once:
             self.scheduler.step(*args, **kwargs)
-        if loop.outer is None:
+        if loop.position.outer is None:
             loop.own_batches.note_call(self)
 
     def state_dict(self) -> dict[str, Any]:

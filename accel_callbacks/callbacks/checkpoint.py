@@ -833,18 +833,18 @@ def _inside_epoch(run: TrainingRun) -> Iterator[None]:
     """Reopen the pass over the data, so that a resume continues inside the epoch."""
     # The exception has closed the loader's generator, which ended the pass as `break` does.
     loop = run.accelerator.loop
-    loader = loop.train_loader
-    trained = loop.worked and run.batch_idx + 1 >= run.num_training_batches
-    if loader is None or loader in loop.active or trained or not run.epoch_open:
+    loader, active = loop.train_loader, loop.position.active
+    trained = loop.step.worked and run.batch_idx + 1 >= run.num_training_batches
+    if loader is None or loader in active or trained or not run.epoch_open:
         yield
         return
     before = loader.finished, loader.done
     loader.finished = loader.done = False
-    loop.active.append(loader)
+    active.append(loader)
     try:
         yield
     finally:
-        loop.active.remove(loader)
+        active.remove(loader)
         loader.finished, loader.done = before
 
 

@@ -239,7 +239,8 @@ def _between_steps(run: TrainingRun) -> str:
     loop = run.accelerator.loop
     if loop.evaluating:
         return "the evaluation"
-    in_step = getattr(loop, "outer", loop) is not None or loop.own_batches.is_open
+    position = getattr(loop, "position", None)  # another library's trainer has none
+    in_step = position is None or position.outer is not None or loop.own_batches.is_open
     return "" if in_step else "the code between two steps"
 
 

@@ -166,11 +166,18 @@ def _read(reader: CheckpointReader, reads: InPlaceReads, weights: Weights) -> No
 @contextmanager
 def _marked(training: TrainingState, path: str) -> Iterator[None]:
     """Refuse steps, saves and loads, which would mix up the two states."""
-    before, training.loop.borrowed = training.loop.borrowed, path
+    step = training.loop.step
+
+    def refuse_step(action: str) -> None:
+        if action == "step":  # a backward may be of something else
+            step.require_own_weights(action)
+
+    before = step.borrowed, step.before_work
+    step.borrowed, step.before_work = path, refuse_step
     try:
         yield
     finally:
-        training.loop.borrowed = before
+        step.borrowed, step.before_work = before
 
 
 @contextmanager

@@ -154,7 +154,7 @@ class Checkpointer:
         _refuse_pickle(safe_serialization)
         remote_failure.raise_in("save_model")
         training = self.training
-        training.loop.require_loaded("save_model")
+        training.loop.step.require_loaded("save_model")
         import checkpoint_io
 
         state = training.strategy.states.weights_to_write(model)
@@ -228,7 +228,7 @@ class Checkpointer:
         if verify not in _VERIFY:
             raise ValueError(f"verify={verify!r} is unknown: use one of {_VERIFY}.")
         refuse_aborted_group("load_state")
-        self.training.loop.require_own_weights("load_state")
+        self.training.loop.step.require_own_weights("load_state")
         options = LoadOptions(Selection(only, rename), strict, verify, progress, storage_options)
         if input_dir is not None:
             return restore_from(self.training, fspath(input_dir), options)

@@ -276,7 +276,7 @@ class RunPart(_OfTraining):
         """Return the position; a batch without a loader counts once it has worked."""
         loop = self._training.loop
         state = loop.run.state_dict()
-        waiting = loop.own_batches.is_open and not loop.worked
+        waiting = loop.own_batches.is_open and not loop.step.worked
         return {self.name: {**state, "batch_idx": state["batch_idx"] - waiting}}, {}
 
     def restore(self, load: Load) -> None:
@@ -312,7 +312,7 @@ class LoadersPart(_OfPreparedObjects):
         A batch that was delivered and not trained on yet is delivered again after a resume.
         """
         training, loop = self._training, self._training.loop
-        waiting = loader in loop.active and loader.trained and not loop.worked
+        waiting = loader in loop.position.active and loader.trained and not loop.step.worked
         return loader.state_dict(again=waiting and len(training.optimizers) > 0)
 
     def check(self, load: Load) -> None:

@@ -25,7 +25,7 @@ from accel_callbacks.checkpoint.training_state import TrainingState
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.errors import ResumeError
 from accel_callbacks.logging import notice
-from accel_callbacks.loop.loop import Loop
+from accel_callbacks.loop.step_state import StepState
 
 if TYPE_CHECKING:
     from checkpoint_io import CheckpointFolder, CheckpointReader
@@ -129,15 +129,16 @@ def _call_hooks(training: TrainingState, load: Load) -> None:
         training.loop.fire("on_load_checkpoint", load.state)
 
 
-def _read_in_place(loop: Loop, load: Load) -> None:
+def _read_in_place(step: StepState, load: Load) -> None:
     """Read into the memory of models and optimizers; after a failure the run refuses to step."""
     # Set before the first byte: an interrupt leaves a mixture as an error does.
-    before, loop.half_loaded = loop.half_loaded, load.reader.path
+    before = step.half_loaded
+    step.set_half_loaded(load.reader.path)
     try:
         together(_WHERE, partial(load.reads.run, load.options.progress), changes=load.reads.changes)
     except LoadFailed as failed:
         if not failed.changed:
-            loop.half_loaded = before
+            step.set_half_loaded(before)
         raise
 
 
@@ -280,10 +281,10 @@ def _load(training: TrainingState, reader: CheckpointReader, options: LoadOption
             undone.enter_context(part.undone_by_a_failure())
         with shared_failure(_WHERE), naming_checkpoint(reader.path):
             _fit(training, load)
-        _read_in_place(training.loop, load)
+        _read_in_place(training.loop.step, load)
     with shared_failure(_WHERE):
         _apply(training, load)
-    training.loop.half_loaded = None
+    training.loop.step.set_half_loaded(None)
     training.loop.run.epoch_unknown = True
     training.load_report = load.report
     training.project.count_from(number_of(reader.path))

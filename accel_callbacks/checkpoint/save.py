@@ -92,8 +92,8 @@ def _may_save(loop: Loop) -> bool:
     answers = [observer.may_save() for observer in loop.observers]
     if not all(answers):
         return False
-    loop.require_loaded("save_state")
-    loop.require_own_weights("save_state")
+    loop.step.require_loaded("save_state")
+    loop.step.require_own_weights("save_state")
     return True
 
 
@@ -123,7 +123,7 @@ def _pause(loop: Loop, began: float | None) -> Iterator[None]:
 
 def return_leases(loop: Loop) -> None:
     """Release the leases that a save outside of a training took, once it has ended."""
-    if not loop.fitting and not loop.saves.pending:
+    if not loop.flags.fit_started and not loop.saves.pending:
         loop.leases.return_lent()
 
 

@@ -77,7 +77,7 @@ def require_prepared_steps(training: TrainingState) -> None:
             break
     if text is None:
         return
-    if loop.fitting and loop.run.identity is not None:
+    if loop.flags.fit_started and loop.run.identity is not None:
         raise RuntimeError(f"save_state: {text}")
     steps.forget()
     warn(f"save_state: {text}")

@@ -140,7 +140,8 @@ class TrainingState:
     @property
     def random_at_stop(self) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
         """What :meth:`random_state` was where an open epoch was left, None elsewhere."""
-        stopped: tuple[dict[str, Any], list[dict[str, Any]]] | None = self.loop.random_at_stop
+        position = self.loop.position
+        stopped: tuple[dict[str, Any], list[dict[str, Any]]] | None = position.random_at_stop
         return stopped if self.loop.run.epoch_open else None
 
     def random_state(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -291,13 +291,13 @@ class LoaderMembers(_Lent):
 
     def begin(self: Any) -> None:
         """Count as the loader that is read, for a loop that iterates another object."""
-        if self._owner is not None and self not in self._owner.loop.active:
-            self._owner.loop.active.append(self)
+        if self._owner is not None and self not in self._owner.loop.position.active:
+            self._owner.loop.position.active.append(self)
 
     def end(self: Any) -> None:
         """Count as read."""
-        if self._owner is not None and self in self._owner.loop.active:
-            self._owner.loop.active.remove(self)
+        if self._owner is not None and self in self._owner.loop.position.active:
+            self._owner.loop.position.active.remove(self)
 
     def reset(self) -> None:
         """Have no effect: what a pass has counted is forgotten when the next one begins."""

@@ -116,17 +116,18 @@ class GradientState:
     @property
     def active_dataloader(self) -> DataLoaderShard | None:
         """The innermost prepared loader that is being iterated."""
-        return self._loop.active[-1] if self._loop.active else None
+        active = self._loop.position.active
+        return active[-1] if active else None
 
     @property
     def dataloader_references(self) -> list[DataLoaderShard | None]:
         """The loaders being iterated, the innermost last, after a ``None``."""
-        return [None, *self._loop.active]
+        return [None, *self._loop.position.active]
 
     @property
     def in_dataloader(self) -> bool:
         """True while a prepared loader is being iterated."""
-        return bool(self._loop.active)
+        return self._loop.iterating
 
     @property
     def end_of_dataloader(self) -> bool:

@@ -524,8 +524,8 @@ class Accelerator(AcceleratorMembers, accelerator.Accelerator):
         """
         if self.num_processes == 1 and (use_gather_object or _has_objects(input_data)):
             return input_data
-        if self.loop.active and not use_gather_object:
-            loader = self.loop.active[-1]
+        if self.loop.position.active and not use_gather_object:
+            loader = self.loop.position.active[-1]
             input_data = _of_last_batch(
                 input_data, loader, self.strategy.data.rank, self.strategy.data.world
             )

@@ -38,13 +38,13 @@ class Accumulate(AbstractContextManager["Accumulate"]):
 
     def __enter__(self) -> Accumulate:
         loop = self._loop
-        if loop.outer is None and not loop.stages:
+        if loop.position.outer is None and not loop.position.stages:
             loop.own_batches.enter_block()
         # The window before was left early, by an error or at the end of a pass.
         window = loop.window
         if window.dirty:
             loop.drop_gradients()
-        if window.num_steps == 1 and window.position == 0:
+        if window.num_steps == 1 and not window.position:
             # Hot path: a window of one micro-batch ends with it, however many are left.
             window.touched = window.stepped = False
             window.position, window.sync = 1, True
@@ -53,7 +53,7 @@ class Accumulate(AbstractContextManager["Accumulate"]):
         alone = window.position == window.divisor == 1 and window.sync
         inside = alone or window.block is not None
         if not inside:
-            window.enter(*loop.progress.remaining(loop.active))
+            window.enter(*loop.position.progress.remaining(loop.position.active))
             window.block = []
         self._open = [*(self._open or ()), (self._hold_back(), inside)]
         return self
@@ -86,7 +86,7 @@ class Accumulate(AbstractContextManager["Accumulate"]):
         loop = self._loop
         window = loop.window
         if error is None:
-            loop.worked = True
+            loop.step.worked = True
             if loop.own_batches.in_block:
                 stepped = window.sync
                 window.leave()
@@ -96,4 +96,6 @@ class Accumulate(AbstractContextManager["Accumulate"]):
         else:
             window.abandon()
             if loop.own_batches.in_block:
-                loop.drop_own_batch()
+                # The next batch has the index of this one, if it did no work.
+                loop.own_batches.drop()
+                loop.run.batch_idx -= not loop.step.worked

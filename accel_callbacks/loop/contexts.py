@@ -25,8 +25,7 @@ from accel_callbacks.errors import RemoteError, ResumeError, nearest
 from accel_callbacks.logging import notice
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.loop.passes import Passes
-from accel_callbacks.loop.run import TrainingRun
-from accel_callbacks.loop.run_left import RunLeft
+from accel_callbacks.loop.run import RunLeft, TrainingRun
 from accel_callbacks.loop.step_boundary import StepBoundary
 from accel_callbacks.strategy import Strategy
 from checkpoint_io.warning import warn
@@ -211,7 +210,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
             self._end(left)
         finally:
             self._training.left_state = None
-            self._loop.keep_boundary = lambda: None
+            self._loop.boundary.keep = lambda: None
             self._run.prepared_at_start = None
         # A launcher ends the other ranks as soon as one has left with an exit code.
         if self._run.preempted:
@@ -237,12 +236,12 @@ class RunContext(AbstractContextManager[TrainingRun]):
         self._tracking.close("success")
         loop.share_identity(run)  # before the leases, which show the id to other runs
         self._take_over(loop.run)
-        loop.settle_steps()
+        loop.step.settle(loop.run)
         loop.run = run
         self._hold_folders()
         self._find()
         loop.begin_fit(self._restore)
-        loop.keep_boundary()
+        loop.boundary.keep()
 
     def _hold_folders(self) -> None:
         """Collective: take the leases of the folders to which this run writes."""
@@ -445,7 +444,7 @@ def join_uneven_inputs(
 
     counts = loop.window.normalizer
     # A rank without a batch takes part in the hooks of the start and the end too.
-    loop.withdraw_consumed_stop()
+    loop.flags.withdraw_consumed_stop(loop.run)
     loop.begin_training()
     try:
         with loaders.even_batches(even_batches), strategy.gradients.join(list(joinables), follow):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -13,7 +14,6 @@ from accel_callbacks import collectives
 from accel_callbacks.gradients import first_elements, parameters_of
 from accel_callbacks.loop.added_parameters import AddedParameters
 from accel_callbacks.loop.bare_steps import BareSteps
-from accel_callbacks.loop.clipper import CheckedClipping, NotedClipping
 from accel_callbacks.loop.gradient_watch import GradientWatch
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.precision import Precision
@@ -80,8 +80,6 @@ class FirstSteps:
         self.in_backward = False
         self.bare_steps = BareSteps(loop, strategy, precision, self.warn, self._end_checks)
         self.added_parameters = AddedParameters(loop, strategy, self.warn)
-        loop.check_parameters = self.added_parameters.check
-        loop.tell_norms = self.tell_norms
         loop.unprepared_steps.count_unseen = self._count_unseen
         self._watches: list[OptimizerWatch] = []
         self._calls: list[_Calls] = []
@@ -166,7 +164,7 @@ class FirstSteps:
     def _begin_checks(self) -> None:
         self.bare_steps.renew()
         self.run_backward: Callable[..., None] | None = self._noted_backward
-        self._clip_by(CheckedClipping(self.gradients, self.bare_steps, self.warn))
+        self._clip_by(_CheckedClipping(self.gradients, self.bare_steps, self.warn))
 
     def _end_checks(self) -> None:
         if not self._watches:
@@ -180,12 +178,12 @@ class FirstSteps:
         """Call a function with each norm that gradients are clipped by; with none, stop that."""
         clipping = self.clipping
         self._note_norm = note
-        self._clip_by(clipping.clipping if isinstance(clipping, NotedClipping) else clipping)
+        self._clip_by(clipping.clipping if isinstance(clipping, _NotedClipping) else clipping)
 
-    def _clip_by(self, clipping: Gradients | CheckedClipping) -> None:
+    def _clip_by(self, clipping: Gradients | _CheckedClipping) -> None:
         note = self._note_norm
-        self.clipping: Gradients | CheckedClipping | NotedClipping = (
-            clipping if note is None else NotedClipping(clipping, note)
+        self.clipping: Gradients | _CheckedClipping | _NotedClipping = (
+            clipping if note is None else _NotedClipping(clipping, note)
         )
 
     @property
@@ -440,6 +438,94 @@ class OptimizerWatch:
         self._first.warn(
             "changes", f"two steps of {type(optimizer).__name__} changed no parameter, as {cause}."
         )
+
+
+class _CheckedClipping:
+    """Clips as the gradients of a strategy do, and warns of a used-up iterator of parameters.
+
+    Args:
+        gradients: clips.
+        bare_steps: compares gradients, which clipping changes.
+        warn: warns once of a kind of mistake.
+
+    Example:
+        >>> import torch, warnings
+        >>> from accel_callbacks import Accelerator
+        >>> parameters = torch.nn.Linear(1, 1).parameters()
+        >>> optimizer = torch.optim.SGD(parameters)
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     norm = Accelerator(cpu=True).clip_grad_norm_(parameters, 1.0)
+        >>> "model.parameters() anew" in str(caught[0].message)
+        True
+    """
+
+    def __init__(
+        self, gradients: Gradients, bare_steps: BareSteps, warn: Callable[[str, str], None]
+    ) -> None:
+        self._gradients = gradients
+        self._bare_steps = bare_steps
+        self._warn = warn
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """Clip by the total norm and return it."""
+        with self._bare_steps.clipping():
+            return self._gradients.clip_grad_norm_(self._unused(parameters), max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clip each gradient element to ``[-clip_value, clip_value]``."""
+        with self._bare_steps.clipping():
+            self._gradients.clip_grad_value_(self._unused(parameters), clip_value)
+
+    def _unused(self, parameters: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
+        """Return the parameters, none if they come from an iterator at its end."""
+        if not _is_used_up(parameters):
+            return parameters
+        self._warn(
+            "used up",
+            "the parameters to clip come from an iterator that was used before and yields nothing "
+            "any more, so that no gradient is clipped: pass model.parameters() anew in each step, "
+            "or keep a list, `parameters = list(model.parameters())`.",
+        )
+        return []  # torch would warn again of an empty generator, with less to go by
+
+
+class _NotedClipping:
+    """Clips as another one does, and tells the total norms.
+
+    Args:
+        clipping: clips.
+        note: called with each norm.
+    """
+
+    def __init__(
+        self, clipping: Gradients | _CheckedClipping, note: Callable[[torch.Tensor], None]
+    ) -> None:
+        self.clipping = clipping
+        self._note = note
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """Clip by the total norm and return it."""
+        norm = self.clipping.clip_grad_norm_(parameters, max_norm, norm_type)
+        self._note(norm)
+        return norm
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clip each gradient element to ``[-clip_value, clip_value]``."""
+        self.clipping.clip_grad_value_(parameters, clip_value)
+
+
+def _is_used_up(parameters: Any) -> bool:
+    """Return whether an iterator has ended before; one that is empty from the start has not."""
+    if isinstance(parameters, GeneratorType):
+        return parameters.gi_frame is None
+    if isinstance(parameters, (filter, map)):
+        arguments: Any = parameters.__reduce__()[1]
+        return any(map(_is_used_up, arguments[1:]))  # after the function
+    return False
 
 
 def _checksums(model: Any) -> dict[str, int]:

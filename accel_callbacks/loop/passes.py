@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from opcode import opmap
 from time import perf_counter
@@ -17,12 +17,14 @@ from accel_callbacks import collectives
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.errors import NO_MODEL, ResumeError
 from accel_callbacks.logging import notice
+from accel_callbacks.loop.first_steps import FirstSteps
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.loop.run import length_of
 from accel_callbacks.loop.step_boundary import StepBoundary
 from checkpoint_io.warning import warn
 
 if TYPE_CHECKING:
+    from accel_callbacks.checkpoint.training_state import TrainingState
     from accel_callbacks.loop.undecided_pass import UndecidedPass
 
 __all__ = ["Passes"]
@@ -38,6 +40,9 @@ class Passes:
 
     Args:
         loop: the state of the loop.
+        first_steps: checks at each training pass what models have got since they were prepared.
+        training_state: returns what a checkpoint is made of; a loop that saves nothing does not
+            ask for it.
 
     Example:
         >>> from accel_callbacks import Accelerator
@@ -46,20 +51,27 @@ class Passes:
         [0, 1]
     """
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(
+        self, loop: Loop, first_steps: FirstSteps, training_state: Callable[[], TrainingState]
+    ) -> None:
         self.boundary = StepBoundary(loop)
         self._loop = loop
+        # Bound here, because the end of a batch is the hot path; they stay the same objects.
+        self._step, self._deferred = loop.step, loop.position.deferred
+        self._hooks = loop.dispatch.hooks
+        self._first_steps = first_steps
+        self._training_state = training_state
         self._undecided: UndecidedPass | None = None  # of the first pass in eval mode
         loop.own_batches.connect(self._begin_own_batch, self._end_own_batch)
-        loop.drain_votes = self.boundary.drain
+        loop.boundary.drain_votes = self.boundary.drain
 
     def iterate(self, loader: DataLoaderShard) -> Iterator[Any]:
         """Iterate a prepared loader, as the phase of the loop says."""
-        loop = self._loop
+        loop, position = self._loop, self._loop.position
         loop.settle()
         if loop.phase != "train" and not loop.trains_in_eval_mode(loader):
             # Before anything was trained, a model in eval mode may be one of from_pretrained.
-            fresh = not loop.stages and torch.is_grad_enabled() and loop.optimizers
+            fresh = not position.stages and torch.is_grad_enabled() and loop.optimizers
             if fresh and loop.train_loader is None and not loop.run._global_step:
                 # Imported here, because most models are in train mode.
                 from accel_callbacks.loop.undecided_pass import UndecidedPass
@@ -69,14 +81,16 @@ class Passes:
                 yield from self._undecided.iterate(loader)
             else:
                 yield from self._evaluation_pass(loader)
-        elif loop.outer is not None and loop.outer is not loader:
+        elif position.outer is not None and position.outer is not loader:
             yield from self._inner_pass(loader)
         else:
             yield from self._training_pass(loader)
 
+    # --- epochs -------------------------------------------------------------------------------
+
     def epochs(self, total: int) -> Iterator[int]:
         """Count epochs up to ``total``, with their hooks; see ``TrainingRun.epochs``."""
-        loop, run = self._loop, self._loop.run
+        loop, run, position = self._loop, self._loop.run, self._loop.position
         loop.settle()
         run.max_epochs = total
         # Passes before the first call, such as a warm-up, do not count as epochs.
@@ -92,36 +106,78 @@ class Passes:
         if run.should_stop or run.epochs_done >= total:
             return
         loop.begin_training()
-        loop.epochs_counted = True
+        position.epochs_counted = True
         try:
             for epoch in range(run.epochs_done, total):
                 run.current_epoch = epoch
                 if not run.epoch_open:
-                    loop.open_epoch(counted=True)
+                    self._open_epoch(counted=True)
                 yield epoch
                 if loop.pass_ends is not None:
                     loop.pass_ends.end()
                 loop.settle()
-                loop.end_epoch(epoch, counted=True)
+                self._end_epoch(epoch, counted=True)
                 self.boundary.poll()
                 self.boundary.vote()
                 if run.should_stop:
                     return
-                loop.keep_boundary()
+                loop.boundary.keep()
         except GeneratorExit:
             if run.epoch_open:
-                loop.deferred.append(lambda: loop.end_epoch(run.current_epoch, counted=True))
+                position.deferred.append(lambda: self._end_epoch(run.current_epoch, counted=True))
             raise
         finally:
-            loop.epochs_counted = False
+            position.epochs_counted = False
+
+    def _open_epoch(self, *, counted: bool) -> None:
+        """Start an epoch of the loaders, and fire ``on_train_epoch_start``."""
+        loop = self._loop
+        loop.run.epoch_open, loop.run.batch_idx = True, -1
+        loop.flags.warming_up = False
+        for loader in loop.loaders:
+            loader.begin_epoch(counted=counted)
+        loop.fire("on_train_epoch_start")
+
+    def _end_epoch(self, epoch: int, *, counted: bool) -> None:
+        """Fire ``on_train_epoch_end``; count the epoch as done unless a stop cut it short."""
+        loop, run, position = self._loop, self._loop.run, self._loop.position
+        # A resume continues inside of an epoch that was cut short. A callback may have withdrawn
+        # the stop meanwhile; then the epoch is done after all.
+        cut_short, position.cut_short = position.cut_short, False
+        if not (cut_short and run.should_stop):
+            run.epoch_open = False
+            run.epochs_done = epoch + 1
+            if counted:
+                run.first_epoch = epoch + 1
+        if loop.savers:  # which may wait for counted steps, and save only once the run is over
+            from accel_callbacks.checkpoint.trained_parameters import require_prepared_steps
+
+            require_prepared_steps(self._training_state())
+        loop.fire("on_train_epoch_end")
+
+    def _open_plain_epoch(self, epoch: int) -> None:
+        """Start an epoch at the first batch of a pass, in a loop without ``run.epochs``."""
+        run = self._loop.run
+        # A resume in the middle of an epoch continues it: on_train_epoch_start has fired before.
+        if not self._loop.epochs_counted and not run.epoch_open:
+            run.current_epoch = epoch
+            self._open_epoch(counted=False)
+
+    def _end_plain_epoch(self, epoch: int) -> None:
+        """End an epoch that the script counts itself, and that a resumed pass has left behind."""
+        run = self._loop.run
+        if run.epoch_open and not self._loop.epochs_counted:
+            self._end_epoch(epoch, counted=False)
+
+    # --- evaluations --------------------------------------------------------------------------
 
     def begin_evaluation(self, stage: str = "validation") -> None:
         """Fire ``on_validation_start`` and ``on_validation_epoch_start``, or those of a test."""
-        loop = self._loop
+        loop, position = self._loop, self._loop.position
         loop.settle()
         loop.begin_evaluation()
-        loop.stages.append(stage)
-        loop.eval_loaders = 0
+        position.stages.append(stage)
+        position.eval_loaders = 0
         try:
             loop.fire(f"on_{stage}_start")
             loop.fire(f"on_{stage}_epoch_start")
@@ -134,15 +190,40 @@ class Passes:
         """Fire ``on_validation_epoch_end`` and ``on_validation_end``, unless an error unwinds."""
         loop = self._loop
         # The run may have ended inside of the block.
-        if loop.stages:
-            loop.stages.pop()
+        if loop.position.stages:
+            loop.position.stages.pop()
         if not failed:
             loop.settle()
             self._fire_evaluation_end(stage)
 
     def _fire_evaluation_end(self, stage: str) -> None:
+        """Fire the hooks at the end of an evaluation."""
         self._loop.fire(f"on_{stage}_epoch_end")
         self._loop.fire(f"on_{stage}_end")
+
+    # --- passes -------------------------------------------------------------------------------
+
+    def _leave(self, loader: DataLoaderShard, token: int) -> bool:
+        """End a pass; return False if a newer pass over the same loader has replaced it."""
+        loop = self._loop
+        trained = loop.position.outer is loader
+        if not loop.position.leave(loader, token):
+            return False
+        if trained:
+            loop.step.after_step = loop.own_batches.note_call
+            loop.window.leave_loader()
+        return True
+
+    def _enter_training(self, loader: DataLoaderShard) -> int:
+        """Start a training pass; return its number, for :meth:`_leave`."""
+        loop, position = self._loop, self._loop.position
+        token = position.enter(loader)
+        position.random_at_stop = position.random_after_step = loop.step.after_step = None
+        position.outer = position.used_loaders.training = loader
+        loop.own_batches.drop()  # its data comes from this loader
+        self._first_steps.added_parameters.check()
+        loop.flags.warming_up = False
+        return token
 
     def _training_pass(
         self, loader: DataLoaderShard, batches: Iterator[Any] | None = None
@@ -154,7 +235,7 @@ class Passes:
             batches: those that are left of a pass that has begun otherwise.
         """
         loop, run = self._loop, self._loop.run
-        loop.withdraw_consumed_stop()
+        loop.flags.withdraw_consumed_stop(run)
         if run.votes.pending and not loop.in_window:  # the pass before was left by `break`
             self.boundary.drain()
         if run.should_stop:
@@ -168,37 +249,38 @@ class Passes:
             # Imported here, because most passes begin at their start.
             from accel_callbacks.loop.resumed_pass import read_on
 
-            batches = read_on(loader, loop)
+            batches = read_on(loader, loop, self._end_plain_epoch)
         elif batches is None:
             batches = loader.batches()
         # A newer pass over this loader gets another token; then this one, when it is closed, leaves
         # the state of the loop alone.
-        token = loop.enter(loader, outer=True)
+        token = self._enter_training(loader)
         done, loader.done = loader.done, False
         loader.trained = True
         run.num_training_batches = length_of(loader)
+        # Bound once: the records, the list and the table of hooks stay the same objects.
+        step, window, deferred = loop.step, loop.window, loop.position.deferred
         dispatch, saves = loop.dispatch, loop.saves
-        # The dict stays the same object; its tuples are replaced when callbacks come and go.
         hooks = dispatch.hooks
         index, batch, peeked = -1, None, False
         end_batch = self._end_batch
         if loop.savers and not (begun or _is_iterated(sys._getframe())):
-            loop.keep_random_after_steps()
+            self._keep_random_after_steps()
             end_batch = self._end_asked_batch
         asked = perf_counter()
         try:
             for batch in batches:
                 run.data_wait_s += perf_counter() - asked
                 if not run.epoch_open:
-                    loop.open_plain_epoch(loader.epoch)
+                    self._open_plain_epoch(loader.epoch)
                 run.batch_idx = index = loader.batch_index
                 # Hot path: every avoided call is measurable, because the work of the step has
                 # pushed this code out of the cache. So the tests are inline.
-                loop.worked, loop.last_loss = False, None
-                if loop.unsettled:
-                    loop.unsettled.append(None)
+                step.worked, step.last_loss = False, None
+                if step.unsettled:
+                    step.unsettled.append(None)
                 else:
-                    loop.stepped = ()
+                    step.stepped = ()
                 if hooks["on_train_batch_start"]:
                     for hook in hooks["on_train_batch_start"]:
                         hook(run, loop.model, batch, index)
@@ -206,17 +288,17 @@ class Passes:
                         loader.end_pass()
                         break
                 yield batch
-                if dispatch.ends_batches or run.votes.asked or loop.deferred or saves.pending:
+                if dispatch.ends_batches or run.votes.asked or deferred or saves.pending:
                     if end_batch(batch, index) and not run.should_stop:
                         loader.end_pass()
                         break
                 else:
-                    loop.worked = True
+                    step.worked = True
                     if dispatch.end_batch is not None:
                         dispatch.end_batch(run, batch)
                 # Not through the property: this is the hot path.
-                if run._stop_reason is not None and not loop.window.is_open:
-                    loop.stop_pass(loader)
+                if run._stop_reason is not None and not window.is_open:
+                    self._stop_pass(loader)
                     break
                 asked = perf_counter()
         except GeneratorExit:
@@ -224,27 +306,31 @@ class Passes:
             if loader.passes != token:
                 raise
             # `next(iter(loader))` before the loop is no epoch: the first batch is delivered again.
-            peeked = loader.starts and not loop.worked and len(loop.optimizers) > 0
+            peeked = loader.starts and not step.worked and len(loop.optimizers) > 0
             if peeked:
                 loader.undo_pass()
                 loader.done = done
             else:
                 loader.end_pass()
-                if loop.worked:
-                    loop.deferred.append(lambda: self._end_batch(batch, index))
+                if step.worked:
+                    deferred.append(lambda: self._end_batch(batch, index))
             raise
         finally:
-            if loop.leave(loader, token) and not peeked:
+            if self._leave(loader, token) and not peeked:
                 if loop.pass_ends is not None:
                     loop.pass_ends.end()
                 loader.done = loader.finished
-                loop.close_plain_epoch(loader.epoch)
+                # Code after the loop, such as an evaluation, still belongs to the epoch for the
+                # user: hooks at its end fire when the script calls the library again.
+                if run.epoch_open and not loop.epochs_counted:
+                    epoch = loader.epoch
+                    deferred.append(lambda: self._end_epoch(epoch, counted=False))
         loop.settle()
         if run.votes.pending and not loop.in_window:
             self.boundary.drain()
         # In another loop the epoch ends before its evaluation, which a resume would not repeat.
         if loop.epochs_counted and not loop.in_window and not run.should_stop:
-            loop.keep_boundary()
+            loop.boundary.keep()
 
     def _ends_before_batch(self) -> bool:
         """Return whether the batch that was announced is left out, with the rest of its epoch."""
@@ -262,49 +348,94 @@ class Passes:
         if self._undecided is not None and self._undecided.begin_training():
             return
         loop.settle()
-        loop.withdraw_consumed_stop()
+        run, step, position = loop.run, loop.step, loop.position
+        loop.flags.withdraw_consumed_stop(run)
         loop.begin_training()
-        loop.begin_own_batch()
+        step.worked, step.last_loss = False, None
+        # A loop over data of its own that goes on after a stop is not cut short by it.
+        position.cut_short, position.ignores_stop = False, run.should_stop
+        run.num_training_batches = float("inf")
+        run.batch_idx += 1
         for hook in loop.dispatch.hooks["on_train_batch_start"]:
-            hook(loop.run, loop.model, None, loop.run.batch_idx)
+            hook(run, loop.model, None, run.batch_idx)
 
     def _end_own_batch(self) -> None:
         """Fire ``on_train_batch_end``, and vote."""
-        loop = self._loop
+        loop, position = self._loop, self._loop.position
         self._end_batch(None, loop.run.batch_idx)
         if loop.run.should_stop and not loop.window.is_open:
-            loop.stop_after_own_batch()
+            # The epoch is cut short, unless the loop over its data is over anyway.
+            ended = loop.flags.settling or position.ignores_stop
+            position.cut_short = loop.run.epoch_open and not ended
+            self._keep_random()
 
     def _end_batch(self, batch: Any, index: int) -> bool:
         """Fire ``on_train_batch_end`` and vote; return whether the ranks end the epoch here."""
-        loop = self._loop
+        loop, step = self._loop, self._step
         run = loop.run
-        if loop.deferred:
+        if self._deferred:
             loop.settle()
         # Whatever the body did with the batch, it is done: a resume must not deliver it again.
-        loop.worked = True
+        step.worked = True
         if loop.saves.pending:
             self.boundary.poll()
         if loop.dispatch.end_batch is not None:
             loop.dispatch.end_batch(run, batch)
-        hooks = loop.dispatch.hooks["on_train_batch_end"]
+        hooks = self._hooks["on_train_batch_end"]
         if hooks:
-            outputs = None if loop.last_loss is None else {"loss": loop.last_loss}
+            outputs = None if step.last_loss is None else {"loss": step.last_loss}
             for hook in hooks:
                 hook(run, loop.model, outputs, batch, index)
         if loop.dispatch.can_vote or run.votes.asked:
+            outer = loop.position.outer
             # A loop that was left, and one over data of its own, may have had its last boundary.
-            return self.boundary.vote_within_epoch(last=loop.outer is None or loop.outer.on_last)
+            return self.boundary.vote_within_epoch(last=outer is None or outer.on_last)
         return False
+
+    # --- a stop within an epoch, and the random generators there ------------------------------
+
+    def _stop_pass(self, loader: DataLoaderShard) -> None:
+        """Stop after this batch; unless it was the last, the epoch is cut short."""
+        self._loop.position.cut_short = not loader.on_last
+        if loader.on_last:
+            loader.end_pass()
+        self._keep_random()
+
+    def _keep_random(self) -> None:
+        """Keep the state of random generators where an epoch is cut short.
+
+        A resume goes on there, and what the script draws from now on, such as in an evaluation, is
+        drawn in the unbroken run only after the rest of the epoch.
+        """
+        if self._loop.position.cut_short:
+            kept = self._random_after_step()
+            self._loop.position.random_at_stop = kept or self._training_state().random_state()
+
+    def _keep_random_after_steps(self) -> None:
+        """Keep the state of random generators after each step of this pass."""
+        loop = self._loop
+
+        def keep(optimizer: Any) -> None:
+            random_state = self._training_state().random_state()
+            loop.position.random_after_step = loop.run.batch_idx, random_state
+
+        loop.step.after_step = keep
+
+    def _random_after_step(self) -> Any:
+        """Return the state of random generators after the step of this batch, if it is kept."""
+        kept = self._loop.position.random_after_step
+        return kept[1] if kept is not None and kept[0] == self._loop.run.batch_idx else None
 
     def _end_asked_batch(self, batch: Any, index: int) -> bool:
         """End a batch in a loop that calls ``next``: its draws before that are of the next step."""
-        loop = self._loop
-        loop.random_at_stop = loop.random_after_step()
+        position = self._loop.position
+        position.random_at_stop = self._random_after_step()
         try:
             return self._end_batch(batch, index)
         finally:
-            loop.random_at_stop = None
+            position.random_at_stop = None
+
+    # --- evaluations, and data inside of training ---------------------------------------------
 
     def _evaluation_pass(
         self, loader: DataLoaderShard, batches: Iterator[Any] | None = None
@@ -317,16 +448,16 @@ class Passes:
             loader: the data.
             batches: those of a pass that has begun; a new pass if ``None``.
         """
-        loop = self._loop
+        loop, position = self._loop, self._loop.position
         alone = not loop.evaluating
         if alone:
             self.begin_evaluation()
-        stage = loop.stages[-1]
+        stage = position.stages[-1]
         # Lightning passes the loader's index only where there are several loaders.
-        extra = (loop.eval_loaders,) if loop.eval_loaders else ()
-        loop.eval_loaders += 1
-        token = loop.enter(loader, outer=False)
-        loop.used_loaders.add_evaluated(loader, stage)
+        extra = (position.eval_loaders,) if position.eval_loaders else ()
+        position.eval_loaders += 1
+        token = position.enter(loader)
+        position.used_loaders.add_evaluated(loader, stage)
         loader.trained = False
         steps, trains = loop.run._global_step, False
         batches = loader.batches() if batches is None else batches
@@ -348,10 +479,10 @@ class Passes:
             if loop.local_metrics is not None:
                 loop.local_metrics.end_evaluation()
         finally:
-            loop.leave(loader, token)
-            if alone and loop.stages:
-                loop.stages.pop()
-                loop.deferred.append(partial(self._fire_evaluation_end, stage))
+            self._leave(loader, token)
+            if alone and position.stages:
+                position.stages.pop()
+                position.deferred.append(partial(self._fire_evaluation_end, stage))
         loop.settle()
         if trains:
             loop.run.in_eval_mode = True
@@ -365,8 +496,7 @@ class Passes:
 
     def _inner_pass(self, loader: DataLoaderShard) -> Iterator[Any]:
         """Iterate a second loader inside of a training pass, without hooks."""
-        loop = self._loop
-        token = loop.enter(loader, outer=False)
+        token = self._loop.position.enter(loader)
         loader.trained = True
         try:
             yield from loader.batches()
@@ -375,7 +505,7 @@ class Passes:
                 loader.end_pass()
             raise
         finally:
-            loop.leave(loader, token)
+            self._leave(loader, token)
 
 
 def _is_iterated(frame: FrameType | None) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ _SKIPPED = (
 )
 
 
-def read_on(loader: DataLoaderShard, loop: Loop) -> Iterator[Any]:
+def read_on(loader: DataLoaderShard, loop: Loop, end_epoch: Callable[[int], None]) -> Iterator[Any]:
     """Return the batches of a pass that goes on within an epoch.
 
     If nothing is left of that epoch, and the script has not asked the run for its number, the
@@ -33,12 +33,12 @@ def read_on(loader: DataLoaderShard, loop: Loop) -> Iterator[Any]:
     Args:
         loader: begins the pass.
         loop: has the run, and the prepared models and optimizers.
+        end_epoch: ends an epoch of this number that the script has counted as done.
     """
     run = loop.run
     loader.counted_done = run.epoch_unknown and not loop.epochs_counted
     if loader.moves_on:
-        if run.epoch_open and not loop.epochs_counted:
-            loop.end_epoch(run.current_epoch, counted=False)
+        end_epoch(run.current_epoch)
         return loader.batches()
     trains = loader.resumes and len(loop.optimizers) > 0 and not _leaves_batches_out(loader, loop)
     return _SkipWatch(loader, loop).batches() if trains else loader.batches()
@@ -76,7 +76,7 @@ class _SkipWatch:
 
     def batches(self) -> Iterator[Any]:
         """Yield the rest of the epoch."""
-        loader, loop = self._loader, self._loop
+        loader, loop, step = self._loader, self._loop, self._loop.step
         batches = loader.batches()
         # A hook would be compiled into a model that was compiled in place. Of Module, as the
         # method of a TorchScript module raises.
@@ -85,13 +85,13 @@ class _SkipWatch:
             for model in loop.models
             if getattr(model, "_compiled_call_impl", None) is None
         ]
-        if loop.before_work is None:
-            loop.before_work = self._check
+        if step.before_work is None:
+            step.before_work = self._check
         try:
             for batch in batches:
                 self._done = self._done or loader.batch_index
                 yield batch
-                if self._called or loop.before_work is not self._check:
+                if self._called or step.before_work is not self._check:
                     break
                 self._idle += 1
             else:
@@ -129,5 +129,5 @@ class _SkipWatch:
         self._called = True
 
     def _stop(self) -> None:
-        if self._loop.before_work is self._check:
-            self._loop.before_work = None
+        if self._loop.step.before_work is self._check:
+            self._loop.step.before_work = None

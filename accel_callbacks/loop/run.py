@@ -12,15 +12,15 @@ import torch
 
 from accel_callbacks import collectives
 from accel_callbacks.distributed.votes import Agreed, Votes
-from accel_callbacks.loop.host import Host
 from accel_callbacks.loop.run_identity import RunIdentity
 from accel_callbacks.strategy.base import Strategy
 
 if TYPE_CHECKING:
     from accel_callbacks.data.loader import DataLoaderShard
+    from accel_callbacks.loop.host import Host
     from loggers import Tracker
 
-__all__ = ["TrainerAttributes", "TrainingRun"]
+__all__ = ["RunLeft", "TrainerAttributes", "TrainingRun"]
 
 _PRECISION = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
 _log = logging.getLogger("accel_callbacks")
@@ -662,3 +662,19 @@ class TrainingRun(TrainerAttributes):
         self.callback_metrics.update(state["metrics"])
         self.in_eval_mode = state.get("in_eval_mode", False)
         self.loaded_step = self.global_step
+
+
+class RunLeft(SystemExit):
+    """Unwinds the script to the end of ``accel.run``, which ends it as preempted.
+
+    A SystemExit, so that no handler of errors in the script takes it for one.
+
+    Args:
+        reason: of the preemption.
+        rank: the one that asked for it.
+        go_back: called once the script is unwound, to return to the state that is saved.
+    """
+
+    def __init__(self, reason: str, rank: int, go_back: Callable[[], None]) -> None:
+        super().__init__(reason)
+        self.reason, self.rank, self.go_back = reason, rank, go_back

@@ -50,6 +50,9 @@ class StepEngine:
         self._gradients = gradients
         self._precision = precision
         self._loop = loop
+        # Bound here, because backward is the hot path; they stay the same objects.
+        self._state, self._position = loop.step, loop.position
+        self._window, self._dispatch = loop.window, loop.dispatch
         self._optimizers = optimizers
         self._first_steps = first_steps
         self._seeds: dict[Any, torch.Tensor] = {}
@@ -74,27 +77,27 @@ class StepEngine:
             >>> weight
             tensor(0., requires_grad=True)
         """
-        loop = self._loop
+        step = self._state
         if remote_failure.pending is not None:
             remote_failure.raise_in("backward")
-        if loop.before_work is not None:
-            loop.before_work("backward")
-        if loop.outer is None and not loop.stages:
-            loop.own_batches.before_backward()
+        if step.before_work is not None:
+            step.before_work("backward")
+        if self._position.outer is None and not self._position.stages:
+            self._loop.own_batches.before_backward()
         # Of loss_parallel, equal on all ranks. A plain tensor is told by its type.
         if type(loss) is not Tensor and collectives.is_sharded(loss):
             loss = loss.full_tensor()  # type: ignore[attr-defined]
-        hooks = loop.dispatch.hooks
+        hooks = self._dispatch.hooks
         for hook in hooks["on_before_backward"]:
-            hook(loop.run, loop.model, loss)
-        window = loop.window
+            hook(self._loop.run, self._loop.model, loss)
+        window = self._window
         # As the user computed it, before any division; kept only for a callback that gets it.
-        if loop.dispatch.keeps_loss:
-            loop.last_loss = loss.detach()
+        if self._dispatch.keeps_loss:
+            step.last_loss = loss.detach()
         divisor = window.divisor
         if normalizer is not None or window.normalizer.active:
             loss, divisor = self._normalized(loss, normalizer)
-        loop.worked = window.touched = True
+        step.worked = window.touched = True
         # GradScaler multiplies the loss itself, so the loss is divided here and not the seed.
         if self._precision.scales_loss:
             loss = self._precision.scale(loss if divisor == 1 else loss / divisor)
@@ -111,13 +114,13 @@ class StepEngine:
                 raise
             raise cause from error
         for hook in hooks["on_after_backward"]:
-            hook(loop.run, loop.model)
+            hook(self._loop.run, self._loop.model)
 
     def _normalized(
         self, loss: torch.Tensor, normalizer: float | torch.Tensor | None
     ) -> tuple[torch.Tensor, int]:
         """Return the loss for backward, and the divisor that is left."""
-        window, counts = self._loop.window, self._loop.window.normalizer
+        window, counts = self._window, self._window.normalizer
         mixed = "a window has losses with a normalizer and without: give it each time, or never."
         if normalizer is None:
             if counts.pending:
@@ -176,7 +179,7 @@ class StepEngine:
             >>> accel.clip_grad_norm_([weight], 1.0)
             tensor(4.)
         """
-        if not self._loop.window.sync:
+        if not self._window.sync:
             return None
         self.unscale_gradients()
         if isinstance(parameters, torch.Tensor):
@@ -198,7 +201,7 @@ class StepEngine:
             >>> weight.grad
             tensor([0.5000])
         """
-        if not self._loop.window.sync:
+        if not self._window.sync:
             return
         self.unscale_gradients()
         if isinstance(parameters, torch.Tensor):

@@ -30,6 +30,7 @@ class StepBoundary:
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
+        self._warned = False  # that no callback saves
 
     def poll(self) -> None:
         """Check at a step boundary whether the save in the background has ended."""
@@ -99,8 +100,8 @@ class StepBoundary:
         """Let every callback save that can."""
         loop = self._loop
         savers = [saver for saver in loop.savers if hasattr(saver, "save_now")]
-        if not savers and not loop.warned_no_saver:
-            loop.warned_no_saver = True
+        if not savers and not self._warned:
+            self._warned = True
             warn(
                 f"run.save_now({reason!r}): no callback saves; give the Accelerator a Checkpoint.",
             )

@@ -64,7 +64,7 @@ class UndecidedPass:
             self._open = None
             for handle in handles:
                 handle.remove()
-            loop.leave(loader, token)
+            loop.position.leave(loader, token)
             loop.run.in_eval_mode = trains
             chosen = (self._training if trains else self._evaluation)(loader, rest)
             next(chosen, None)  # to where it yields the batch that the script has
@@ -80,7 +80,7 @@ class UndecidedPass:
             for model in loop.models
             if getattr(model, "_compiled_call_impl", None) is None
         ]
-        token = loop.enter(loader, outer=False)  # for what reads the position of the batch
+        token = loop.position.enter(loader)  # for what reads the position of the batch
         if not first:
             choose(False)
             return

@@ -76,15 +76,15 @@ class UnseenSteps:
         self._note(owner)
         for hook in self._loop.dispatch.hooks["on_after_optimizer_step"]:
             hook(self._loop.run, self._loop.model, owner)
-        if self._loop.after_step is not None:
-            self._loop.after_step(owner)
+        if self._loop.step.after_step is not None:
+            self._loop.step.after_step(owner)
         return True
 
     def _note(self, stepped: Any) -> None:
         loop = self._loop
-        loop.worked = loop.window.touched = loop.window.stepped = True
+        loop.step.worked = loop.window.touched = loop.window.stepped = True
         loop.window.dirty = False
-        loop.count_step(stepped)
+        loop.step.count(loop.run, stepped)
 
     def _warn_of_backward(self, name: str) -> None:
         """Warn once of what steps within backward cannot wait for."""

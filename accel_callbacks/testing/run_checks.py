@@ -280,7 +280,7 @@ def _watched(callback: Any, hook: str, syncs: list[Any], seen: dict[str, str]) -
         method(run, *args)
         loop = run.accelerator.loop
         # Metrics logged once an epoch may be read in on_log; those of each batch may not.
-        hot = hook != "on_log" or (loop.active and not loop.evaluating)
+        hot = hook != "on_log" or (loop.iterating and not loop.evaluating)
         if hot and len(syncs) > before:
             seen.setdefault(hook, str(syncs[before]))
 

@@ -126,6 +126,7 @@ class Recorder(Observer):
             self._lease = _lease_of(local, run)
         self._forget()
         self._loop, self._device = run.accelerator.loop, run.accelerator.device
+        self._step_state, self._position = self._loop.step, self._loop.position
         self._on_host = self._device.type == "cpu"
         self._hub, self._writer, self._step = hub, writer, run.global_step
         self._leave = writer.waiting.append if self._on_host else self._put
@@ -136,7 +137,7 @@ class Recorder(Observer):
         run.noted = self._note_of_others
         for url, problem in self._loop.leases.unguarded.items():
             self.note("unguarded", folder=url, problem=problem)
-        self._loop.tell_norms(self._note_norm)
+        run.accelerator.first_steps.tell_norms(self._note_norm)
         return True
 
     def close(self, status: Any, error: BaseException | None = None) -> dict[str, float]:
@@ -148,7 +149,7 @@ class Recorder(Observer):
         if hub is None:
             return {}
         run = self._loop.run
-        self._loop.tell_norms(None)
+        run.accelerator.first_steps.tell_norms(None)
         run.noted = None
         try:
             self._write_end(run, status, error)
@@ -223,14 +224,14 @@ class Recorder(Observer):
 
     def on_train_epoch_end(self, run: TrainingRun, model: Any) -> None:
         """Note it again for a sampler that has drawn in the middle of the pass."""
-        loader = self._loop.used_loaders.training
+        loader = self._loop.train_loader
         if loader is not None and not self._new_pass:
             records = [layout.get("record") or {} for layout in (self._layout, loader.layout())]
             if records[0].get("entries") != records[1].get("entries"):
                 self._note_pass()
 
     def _note_pass(self) -> None:
-        loader, self._new_pass = self._loop.used_loaders.training, False
+        loader, self._new_pass = self._loop.train_loader, False
         if loader is not None:
             self._layout = loader.layout()
             self.note("pass", epoch=loader.epoch, layout=self._layout)
@@ -265,7 +266,7 @@ class Recorder(Observer):
         """Note the row of the step, if one was taken or left out."""
         # Hot path: most batches take a step, of which the host knows.
         step = run._global_step
-        if step == self._step or self._unread or self._loop.unsettled:
+        if step == self._step or self._unread or self._step_state.unsettled:
             if self._loop.window.stepped:
                 self._note_unusual(run)
             return
@@ -343,7 +344,8 @@ class Recorder(Observer):
 
     def _row(self, run: TrainingRun) -> tuple[Any, ...]:
         """Return what is known of a step that was taken, as :class:`JournalWriter` describes it."""
-        losses, rates, norm, loader = self._losses, self._rates, self._norm, self._loop.outer
+        losses, rates, norm = self._losses, self._rates, self._norm
+        loader = self._position.outer
         self._losses = []
         if norm is not None:
             self._norm = None

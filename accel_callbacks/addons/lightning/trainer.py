@@ -192,10 +192,10 @@ class TrainerFacade:
     def _lengths(self, known: list[int | float], evaluating: bool) -> list[int | float]:
         """Return the known lengths with the one of the loader that is being iterated."""
         loop = self.accel_run.accelerator.loop
-        index = loop.eval_loaders - 1
-        if not evaluating or not loop.active or index < 0:
+        index = loop.position.eval_loaders - 1
+        if not evaluating or not loop.position.active or index < 0:
             return known
-        current = length_of(loop.active[-1])
+        current = length_of(loop.position.active[-1])
         known = known + [float("inf")] * (index + 1 - len(known))
         return [*known[:index], current, *known[index + 1 :]]
 

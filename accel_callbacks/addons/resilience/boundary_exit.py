@@ -14,7 +14,7 @@ from torch.utils import _pytree
 
 from accel_callbacks import collectives
 from accel_callbacks.addons.resilience.kept_tensors import KeptTensors, own_weights
-from accel_callbacks.loop.run_left import RunLeft
+from accel_callbacks.loop.run import RunLeft
 
 if TYPE_CHECKING:
     from accel_callbacks.checkpoint.training_state import TrainingState
@@ -48,8 +48,8 @@ class BoundaryExit:
     def __init__(self, run: TrainingRun) -> None:
         self._training: TrainingState = run.accelerator.training_state
         self._run = run
-        loop = self._training.loop
-        self._keep_others, loop.keep_boundary = loop.keep_boundary, self.keep
+        boundary = self._training.loop.boundary
+        self._keep_others, boundary.keep = boundary.keep, self.keep
         self._kept: _State | None = None
         self._step = 0
         self._tensors = KeptTensors()
@@ -131,11 +131,11 @@ class BoundaryExit:
             RunLeft: it is left.
         """
         loop = self._training.loop
-        waiting = [loader for loader in loop.active if loader.waits]
+        waiting = [loader for loader in loop.position.active if loader.waits]
         if not waiting or collectives.world_size() > 1:
             return
         # While training waits for a batch, this is a boundary.
-        if loop.outer in waiting and loop.worked and not loop.in_window:
+        if loop.position.outer in waiting and loop.step.worked and not loop.in_window:
             self.keep()
         if self._kept is not None and self._can_return():
             raise RunLeft(reason, 0, self.go_back)

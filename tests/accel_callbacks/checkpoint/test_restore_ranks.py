@@ -195,7 +195,7 @@ def ddp_free(path: str) -> list:
         outcome = "ok"
     except Exception as error:
         outcome = type(error).__name__
-    return [outcome, digest(accel) == before, accel.loop.half_loaded]
+    return [outcome, digest(accel) == before, accel.loop.step.half_loaded]
 
 
 # --- another number of processes -------------------------------------------------------------

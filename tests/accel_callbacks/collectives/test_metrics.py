@@ -73,7 +73,7 @@ def gathered(kind: str, count: int, options: dict, skip: int) -> dict:
         means += len(accel.gather_for_metrics(batch.float().mean()))
         assert accel.gather_for_metrics({"rank": accel.process_index}) == [{"rank": 0}, {"rank": 1}]
         after = batch
-    assert not accel.loop.active
+    assert not accel.loop.position.active
     seen["means"] = means
     seen["outside"] = None if after is None else len(accel.gather_for_metrics(after))
     seen["last"] = None if after is None else len(accel.gather(after))

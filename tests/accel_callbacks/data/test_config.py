@@ -343,7 +343,7 @@ def test_a_loader_of_another_accelerator_is_prepared_anew_and_ones_own_is_not():
     assert second.prepare(bare) is other
     for _ in mine:
         assert [batch.tolist() for batch in other] == [[0, 1], [2, 3]]
-        assert (first.loop.active, second.loop.active) == ([mine], [])
+        assert (first.loop.position.active, second.loop.position.active) == ([mine], [])
 
 
 # --- what else a loader may be -------------------------------------------------------------

@@ -21,7 +21,7 @@ if (pid := os.fork()) == 0:
         accel.free_memory()
     else:
         accel.loaders.clear()
-        accel.loop.used_loaders.clear()
+        accel.loop.position.used_loaders.clear()
     del loader, accel
     gc.collect()
     os._exit(0)

@@ -602,7 +602,7 @@ def test_loaders_nested_in_each_other_each_deliver_their_own():
     inside = [[0, 1], [2]]
     assert seen == [(a, b) for a in ([0, 1], [2, 3]) for b in inside]
     assert (outer.epoch, inner.epoch) == (0, 1)
-    assert not accel.loop.active
+    assert not accel.loop.position.active
 
 
 def test_gather_for_metrics_inside_of_a_nested_loop_counts_by_the_inner_loader():

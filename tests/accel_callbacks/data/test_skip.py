@@ -196,10 +196,10 @@ def test_counts_and_hooks_are_right_in_a_view(training):
         "train_batch_start 3",
     ]
     assert trace.count("train_epoch_end 0") == 1
-    assert not made.accel.loop.active
+    assert not made.accel.loop.position.active
     for _ in view:
         break
-    assert not made.accel.loop.active
+    assert not made.accel.loop.position.active
 
 
 def test_a_break_in_a_view_ends_the_epoch():
@@ -246,7 +246,7 @@ def test_a_view_can_be_prepared_and_skipped_again():
     accel = Accelerator(cpu=True, dataloader_config=SEEDED)
     view = skip_first_batches(DataLoader(range(8), 2), 1)
     prepared = accel.prepare(view)
-    assert accel.loop.active == []
+    assert accel.loop.position.active == []
     assert values(prepared) == [[2, 3], [4, 5], [6, 7]]
     assert accel.loaders == [prepared.loader]
     assert values(accel.skip_first_batches(prepared, 2)) == [[6, 7]]

@@ -88,7 +88,7 @@ def go_on(method: str, folder: str) -> list:
         except RemoteError as error:
             told = str(error)
     left = [one.name for one in Path(folder).iterdir()]
-    accel.loop.stages.clear()
+    accel.loop.position.stages.clear()
     torch.set_grad_enabled(True)  # rank 1 does not leave its evaluation
     return [told, counts.seen, weight.item(), weight.grad.item(), left]
 

@@ -318,7 +318,7 @@ def test_after_three_steps_no_hook_is_left_on_the_parameters():
         optimizer.step()
         optimizer.zero_grad()
     assert hooks_of(model) == 0
-    assert accel._first_steps.run_backward is None  # loss.backward() itself
+    assert accel.first_steps.run_backward is None  # loss.backward() itself
 
 
 def test_free_memory_leaves_no_hook_on_the_parameters():

@@ -190,7 +190,7 @@ def test_an_error_of_the_device_hides_no_other_and_stops_no_hook(monkeypatch):
 
 
 def test_a_device_that_hangs_holds_no_failing_run(monkeypatch):
-    monkeypatch.setattr("accel_callbacks.loop.loop._PATIENCE", 0.05)
+    monkeypatch.setattr("accel_callbacks.loop.step_state._PATIENCE", 0.05)
 
     def hangs(self):
         raise AssertionError("this would wait for ever")
