@@ -1,6 +1,18 @@
 """Engines, a folder each: the ways in which ranks train one model.
 
-`accel_callbacks.engine_options` has the table that says when each is taken.
+`accel_callbacks.engine_options` has the table that says when each is taken, and imports the one
+that is. Its `strategy.py` is a subclass of `Strategy`; `gradients.py` and `states.py` beside it are
+its `Gradients` and `StateAccess`, where they differ from those of one device.
+
+The files of this folder itself are what engines share: `sharding.py`, `sharded_gradients.py` and
+`sharded_states.py` (shards in place of parameters: FSDP, tensor and pipeline parallelism),
+`shared_buffers.py` (buffers of rank 0), `rank_agreement.py` and `replica_agreement.py` (ranks do
+the same, in the same order), `checks.py` (models that no engine can train), `advice.py` (errors of
+torch that say too little).
+
+An engine imports no other engine but to build on it (FSDP and pipelines on tensor parallelism), and
+makes no choice by the class of another. All ranks make the same collectives in the same order: an
+error that one rank alone may raise comes before the first of them, or goes to all.
 """
 
 from __future__ import annotations

@@ -55,11 +55,11 @@ class RankAgreement:
         """Return an event as a noun of an error."""
         return str(event)
 
-    def _conflict(self, sides: Sequence[tuple[int, Event]]) -> RuntimeError:
+    def _conflict_error(self, sides: Sequence[tuple[int, Event]]) -> RuntimeError:
         """Return the error about two ranks, in order, that came to different events."""
         raise NotImplementedError
 
-    def _left_alone(self, event: Event) -> RuntimeError:
+    def _timeout_error(self, event: Event) -> RuntimeError:
         """Return the error about this rank alone having come to an event."""
         raise NotImplementedError
 
@@ -86,6 +86,8 @@ class RankAgreement:
         count = collectives.world_size() if self._ranks is None else len(self._ranks)
         report = json.dumps([rank, event, [self._phase, self._last]])
 
+        # The first to come notes what it comes to. Each one that comes to the same is counted, and
+        # the last of them lets all go; one that comes to another event tells all who wait.
         def arrive(store: Any) -> Any:
             if store.add(f"{keys}/came", 1) == 1:  # a file has no compare_set
                 store.set(f"{keys}/first", report)
@@ -104,16 +106,16 @@ class RankAgreement:
 
         other = collectives.store().call(arrive)
         if other is not None:
-            raise self._apart((rank, event), other)
+            raise self._mismatch((rank, event), other)
         outcome = self._wait(f"{keys}/go", event)
         if isinstance(outcome, list):
-            raise self._apart((rank, event), (outcome[0], tuple(outcome[1])))
+            raise self._mismatch((rank, event), (outcome[0], tuple(outcome[1])))
         if outcome:  # ranks came from different events, as after an error, and know different ones
             self._next.clear()
 
-    def _apart(self, *sides: tuple[int, Event]) -> BaseException:
+    def _mismatch(self, *sides: tuple[int, Event]) -> BaseException:
         """Return the error to raise about two ranks that came to different events."""
-        problem = self._conflict(sorted(sides))
+        problem = self._conflict_error(sorted(sides))
         # All ranks raise it at once, but those that do not take part: they wait for these.
         return problem if self._ranks is None else abort_run(problem, self._describe(sides[0][1]))
 
@@ -141,7 +143,7 @@ class RankAgreement:
                 break
             time.sleep(min(pause, left))
             pause = min(2 * pause, longest)
-        problem = self._left_alone(event)
+        problem = self._timeout_error(event)
         if in_forward:
             raise RuntimeError(f"Timed out in the process group: {problem}")
         cause = abort_run(problem, operation)

@@ -138,6 +138,7 @@ def _summary(value: Any, place: int = 1) -> float:
         return sum(_summary(entry, place + number) for number, entry in enumerate(value))
     if not isinstance(value, torch.Tensor) or value.is_meta or value.is_complex():
         return 0.0
+    # By place: the plain sum is the same for rows in another order.
     part = local_part(value).detach().double().flatten()
     places = torch.arange(1, part.numel() + 1, dtype=part.dtype, device=part.device)
     return place * (float((part * places.sqrt()).sum()) + part.numel())

@@ -114,6 +114,7 @@ class ShardedGradients(Gradients):
         Raises:
             RuntimeError: the step would train nothing.
         """
+        # Collective, and first: what follows may end on one rank alone.
         models = self._models()
         if models and self._agrees is not None:
             self._agrees.check_gradients(models)

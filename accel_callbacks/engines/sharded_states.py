@@ -64,6 +64,7 @@ def _whole_parameters(module: torch.nn.Module, *, writeback: bool = False) -> It
         module: a sharded model or a part of it; one that is not sharded is left as it is.
         writeback: keep what rank 0 has changed; off by default.
     """
+    # A forward may have left whole parameters in place of the shards.
     reshard(module)
     slots = [
         (owner, name, parameter)
@@ -71,10 +72,11 @@ def _whole_parameters(module: torch.nn.Module, *, writeback: bool = False) -> It
         for name, parameter in owner._parameters.items()
         if parameter is not None and collectives.is_sharded(parameter)
     ]
+    # One for each shard, so that tied weights stay tied; in the same order on all ranks.
     whole: dict[int, torch.nn.Parameter] = {}
     for _, _, shard in slots:
         if id(shard) not in whole:
-            gathered = _gathered(shard)
+            gathered = _gather(shard)
             whole[id(shard)] = torch.nn.Parameter(gathered, requires_grad=shard.requires_grad)
     try:
         for owner, name, shard in slots:
@@ -88,13 +90,14 @@ def _whole_parameters(module: torch.nn.Module, *, writeback: bool = False) -> It
 
 
 @torch.no_grad()
-def _gathered(shard: Any) -> torch.Tensor:
+def _gather(shard: Any) -> torch.Tensor:
     mesh = shard.device_mesh
     on_device = shard.detach()
     # Offloaded shards are on the host, where the mesh may have no backend.
     if on_device.device.type != mesh.device_type:
         on_device = on_device.to(mesh.device_type)
     gathered: torch.Tensor = on_device.full_tensor()
+    # Where the mesh has one rank, it is the shard itself, which must not change with it.
     return gathered.clone() if gathered.data_ptr() == on_device.to_local().data_ptr() else gathered
 
 

@@ -106,6 +106,7 @@ class Sharding(Strategy):
         schedulers: Sequence[Any],
     ) -> SetUp:
         """Shard the models, and let all optimizers step with the shards."""
+        # Before any model is changed.
         if self.topology.world_size > 1:
             for optimizer in optimizers:
                 self._refuse_optimizer(optimizer, _OF_ALL_PARAMETERS)
@@ -120,6 +121,7 @@ class Sharding(Strategy):
         """Replace parameters by their shards, in place, wherever an optimizer has them."""
         shard = self._shard_of
         for group in optimizer.param_groups:
+            # The same list, which a scheduler or the script may hold.
             group["params"][:] = map(shard, group["params"])
             if any(map(collectives.is_sharded, group["params"])):
                 self._refuse_optimizer(optimizer, _OF_WHOLE_PARAMETERS)
@@ -128,7 +130,8 @@ class Sharding(Strategy):
             return
         state = optimizer.state
         for known in [parameter for parameter in state if shard(parameter) is not parameter]:
-            state[shard(known)] = _sharded_state(state.pop(known), known, shard(known))
+            state[shard(known)] = _shard_state(state.pop(known), known, shard(known))
+        # Some keep parameters in lists of their own, beside the groups.
         for name, value in vars(optimizer).items():
             if name not in ("param_groups", "state"):
                 _replace_in(value, shard)
@@ -168,7 +171,7 @@ def _fit_kernels(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Non
         group["foreach"] = False
 
 
-def _sharded_state(state: Any, whole: torch.Tensor, shard: Any) -> Any:
+def _shard_state(state: Any, whole: torch.Tensor, shard: Any) -> Any:
     """Collective: shard the tensors of a state that are as large as the parameter was."""
     if not isinstance(state, dict):
         return state

@@ -1,4 +1,15 @@
-"""What the core asks of the way in which ranks train one model; on one device nothing differs."""
+"""What the core asks of the way in which ranks train one model; on one device nothing differs.
+
+The core knows no engine by name. It asks a `Strategy` to place and wrap models, and the four
+interfaces beside it for the rest: `Gradients` in each step, `StateAccess` for checkpoints,
+`DataRanks` for loaders and metrics, `Sequences` where ranks share the tokens of a batch. The
+defaults of all five are one process on one device (`SingleDevice`), so an engine overrides what
+differs for it and nothing else. `create_strategy` of `accel_callbacks.engine_options` makes the
+strategy of a run.
+
+Nothing here may import an engine, nor ask which one it is: what differs is a member of an
+interface. What a step calls is bound once, so that a run on one device pays for no engine.
+"""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def parameter_names(models: Sequence[torch.nn.Module]) -> dict[int, str]:
     return names
 
 
-def _ordered_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[str]:
+def _names_in_order(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[str]:
     """Return names in the order of torch's positions.
 
     A parameter that belongs to no model is named by its position.
@@ -54,7 +54,7 @@ def named_optimizer_state(
     Raises:
         ValueError: it keeps state of a tensor that is in no parameter group.
     """
-    ordered = _ordered_names(optimizer, names)
+    ordered = _names_in_order(optimizer, names)
     try:
         state = optimizer.state_dict()
     except KeyError as error:
@@ -82,7 +82,7 @@ def positional_optimizer_state(
     Raises:
         ResumeError: the optimizer holds other parameters than the saved one.
     """
-    ordered = _ordered_names(optimizer, names)
+    ordered = _names_in_order(optimizer, names)
     position = {name: i for i, name in enumerate(ordered)}
     current_groups, first = [], 0
     for group in optimizer.param_groups:
@@ -146,7 +146,7 @@ def find_unsaved(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> 
         return None
     if (stray := _find_stray(optimizer)) is not None:
         return stray
-    ordered = iter(_ordered_names(optimizer, names))
+    ordered = iter(_names_in_order(optimizer, names))
     by_id = {id(parameter): next(ordered) for parameter in parameters_of([optimizer])}
     tree = {
         "state": {by_id.get(id(key), key): value for key, value in optimizer.state.items()},

@@ -67,6 +67,7 @@ class StateAccess:
             for name, value in state.items()
         }
         inner = self._unwrap(model)
+        # Weights of a dispatched model that stay in their files: a load does not write them.
         fixed = unwritable(inner)
         inner.load_state_dict(
             {name: value for name, value in fitting.items() if name not in fixed},
@@ -194,7 +195,7 @@ class StateAccess:
         parameters = list(parameters_of([optimizer]))
         positions = range(len(parameters))  # other keys are those of the optimizer itself
         sharded = {
-            place: map_tensors(entry, partial(_sharded_like, parameters[place]))
+            place: map_tensors(entry, partial(_shard_like, parameters[place]))
             if place in positions and collectives.is_sharded(parameters[place])
             else entry
             for place, entry in state["state"].items()
@@ -211,6 +212,6 @@ def reshard(model: torch.nn.Module) -> None:
             module.reshard()  # type: ignore[operator]
 
 
-def _sharded_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def _shard_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     alike = tensor.shape == parameter.shape
     return collectives.shard_like(tensor, parameter) if alike else tensor

@@ -64,8 +64,8 @@ class HeadExchange(ContextParallel):
             )
         self._fixed = None if options.sp_seq_length_is_variable else options.sp_seq_length
 
-    def _checked_length(self, buffers: list[torch.Tensor], dims: list[int]) -> int:
-        length = super()._checked_length(buffers, dims)
+    def _check_length(self, buffers: list[torch.Tensor], dims: list[int]) -> int:
+        length = super()._check_length(buffers, dims)
         if self._fixed not in (None, length):
             raise ValueError(
                 f"sequences have a length of {length}, and sp_seq_length is {self._fixed}: pad "
@@ -74,13 +74,13 @@ class HeadExchange(ContextParallel):
         return length
 
     @contextmanager
-    def _patched(self, buffers: list[torch.Tensor], dims: list[int]) -> Iterator[None]:
+    def _share_attention(self, buffers: list[torch.Tensor], dims: list[int]) -> Iterator[None]:
         """Context manager: leave each rank its piece of the buffers, and replace attention."""
         rank = self._mesh().get_local_rank()
         for buffer, dim in zip(buffers, dims, strict=True):
             buffer.data = buffer.data.chunk(self._ranks, dim)[rank].contiguous()
         plain = F.scaled_dot_product_attention
-        with self._replaced(plain, self._by_heads):
+        with self._replace_attention(plain, self._by_heads):
             yield
 
     def _by_heads(
@@ -100,9 +100,10 @@ class HeadExchange(ContextParallel):
                 f"attention got {lengths[0]} queries and {lengths[1]} keys, and each rank has "
                 f"{piece} tokens: name what they are made of among the buffers."
             )
+        # From (..., heads, tokens / ranks, width) to (..., heads / ranks, tokens, width), and back.
         group = self._mesh().get_group()
-        seen = plain(*(_exchanged(tensor, group, -3, -2) for tensor in heads), **options)
-        return _exchanged(seen, group, -2, -3)
+        seen = plain(*(_exchange(tensor, group, -3, -2) for tensor in heads), **options)
+        return _exchange(seen, group, -2, -3)
 
 
 class _Exchange(torch.autograd.Function):
@@ -111,6 +112,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Any, cut: int, joined: int) -> torch.Tensor:
         ctx.options = group, cut, joined
+        # The exchange is by the first dimension: row i goes to rank i.
         sent = torch.stack(tensor.chunk(dist.get_world_size(group), cut))
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
@@ -118,10 +120,11 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        # What was cut is joined again, so that it is an exchange too.
         group, cut, joined = ctx.options
-        return _exchanged(gradients[0], group, joined, cut), None, None, None
+        return _exchange(gradients[0], group, joined, cut), None, None, None
 
 
-def _exchanged(tensor: torch.Tensor, group: Any, cut: int, joined: int) -> torch.Tensor:
+def _exchange(tensor: torch.Tensor, group: Any, cut: int, joined: int) -> torch.Tensor:
     result: torch.Tensor = _Exchange.apply(tensor, group, cut, joined)  # type: ignore[no-untyped-call]
     return result

@@ -109,8 +109,8 @@ class ContextParallel(Sequences):
             raise RuntimeError(f"{_WHAT}: this is inside of another one; leave that first.")
         sequences = list(buffers or ())
         unrestored = _ids_within(no_restore or (), sequences)
-        dims = _checked_dims(sequences, list(seq_dims or ()))
-        self._length = self._checked_length(sequences, dims)
+        dims = _check_dims(sequences, list(seq_dims or ()))
+        self._length = self._check_length(sequences, dims)
         whole = [(buffer, buffer.data) for buffer in sequences]
         self._attended = self._trained = self._pending = False
         with ExitStack() as stack:
@@ -119,7 +119,7 @@ class ContextParallel(Sequences):
                 # torch resizes buffers in place, and some are views of one tensor, such as inputs
                 # and labels: each gets memory of its own.
                 buffer.data = data.clone(memory_format=torch.contiguous_format)
-            stack.enter_context(self._patched(sequences, dims))
+            stack.enter_context(self._share_attention(sequences, dims))
             self._whole, self.active = whole, True
             yield
         if self._trained and not self._attended:
@@ -142,7 +142,7 @@ class ContextParallel(Sequences):
                 torch.autograd.graph.increment_version(buffer)
 
     @contextmanager
-    def _patched(self, buffers: list[torch.Tensor], dims: list[int]) -> Iterator[None]:
+    def _share_attention(self, buffers: list[torch.Tensor], dims: list[int]) -> Iterator[None]:
         """Context manager: let torch cut the buffers and replace attention."""
         # Imported here, because most runs have no sequences to cut.
         from torch.distributed.tensor.experimental import _attention, context_parallel
@@ -170,7 +170,7 @@ class ContextParallel(Sequences):
                         "one rank alone: restore torch's own."
                     )
                 # It is ``ring`` again after it, by which torch finds its own way back.
-                with self._replaced(ring, _attend):
+                with self._replace_attention(ring, _attend):
                     yield
             # torch keeps one for each step.
             known = getattr(inspect.getmodule(context_parallel), "_replaced_functions", {})
@@ -180,7 +180,7 @@ class ContextParallel(Sequences):
             torch.backends.cuda.enable_math_sdp(math)
             options.enable_load_balance, options.rotate_method = before
 
-    def _checked_length(self, buffers: list[torch.Tensor], dims: list[int]) -> int:
+    def _check_length(self, buffers: list[torch.Tensor], dims: list[int]) -> int:
         lengths = [buffer.shape[dim] for buffer, dim in zip(buffers, dims, strict=True)]
         length, ranks = lengths[0], self._ranks
         if len(set(lengths)) > 1:
@@ -204,7 +204,7 @@ class ContextParallel(Sequences):
         )
 
     @contextmanager
-    def _replaced(
+    def _replace_attention(
         self, inner: Callable[..., torch.Tensor], attend: Callable[..., torch.Tensor]
     ) -> Iterator[None]:
         """Context manager: attention goes through ``attend(inner, query, key, value, ...)``.
@@ -212,7 +212,7 @@ class ContextParallel(Sequences):
         It is one function in all contexts, or each would compile a model again.
         """
         if self._attention is None:
-            attention = self._checked_attention()
+            attention = self._guard_attention()
             self._attention = torch.compiler.disable(attention)  # type: ignore[no-untyped-call]
         self._over_ranks = partial(attend, inner)
         before, F.scaled_dot_product_attention = F.scaled_dot_product_attention, self._attention
@@ -222,7 +222,7 @@ class ContextParallel(Sequences):
             F.scaled_dot_product_attention = before
             self._over_ranks = None
 
-    def _checked_attention(self) -> Callable[..., torch.Tensor]:
+    def _guard_attention(self) -> Callable[..., torch.Tensor]:
         """Return torch's attention over ranks, without what it computes wrongly in silence."""
 
         def attention(
@@ -443,7 +443,7 @@ def _ids_within(no_restore: Collection[torch.Tensor], buffers: list[torch.Tensor
     return ids
 
 
-def _checked_dims(buffers: list[torch.Tensor], dims: list[int]) -> list[int]:
+def _check_dims(buffers: list[torch.Tensor], dims: list[int]) -> list[int]:
     """Return the dimensions from the front."""
     if not buffers:
         raise ValueError(

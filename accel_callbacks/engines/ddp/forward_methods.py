@@ -98,7 +98,7 @@ class DistributedDataParallel(TorchDDP):
         if isinstance(value, torch.ScriptMethod) or (
             inspect.ismethod(value) and value.__self__ is inner
         ):
-            return self._checked(name, value)
+            return self._guard_method(name, value)
         return value
 
     def _call_method(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +118,7 @@ class DistributedDataParallel(TorchDDP):
         finally:
             attributes["_compiled_call_impl"] = before
 
-    def _checked(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _guard_method(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         """Return a method that raises where it runs trained layers past the wrapper."""
         scripted = isinstance(method, torch.ScriptMethod)  # its layers run no hooks
 
@@ -130,7 +130,7 @@ class DistributedDataParallel(TorchDDP):
 
             def refuse(module: torch.nn.Module, inputs: Any) -> None:
                 if id(module) in trained and torch.is_grad_enabled():
-                    raise RuntimeError(_unmarked(type(self.module).__name__, name))
+                    raise RuntimeError(_describe_unmarked(type(self.module).__name__, name))
 
             handle = register_module_forward_pre_hook(refuse)
             try:
@@ -138,7 +138,7 @@ class DistributedDataParallel(TorchDDP):
             finally:
                 handle.remove()
             if scripted and _is_differentiable(result) and not _is_differentiable((args, kwargs)):
-                raise RuntimeError(_unmarked(type(self.module).__name__, name))
+                raise RuntimeError(_describe_unmarked(type(self.module).__name__, name))
             return result
 
         return call
@@ -152,7 +152,7 @@ def _is_differentiable(data: Any) -> bool:
     return any(tensor.requires_grad for tensor in tensors_in(data))
 
 
-def _unmarked(model: str, name: str) -> str:
+def _describe_unmarked(model: str, name: str) -> str:
     return (
         f"{model}.{name}() runs layers of the model past DistributedDataParallel, and their "
         "gradients would not be averaged over the processes: mark it with "

@@ -35,7 +35,8 @@ class AveragedGradients(Gradients):
     def __init__(self, options: DistributedDataParallelKwargs, device: torch.device) -> None:
         self._options = options
         self._device = device
-        self._group: ReferenceType[Any] | None = None  # that the models average in
+        # That the models average in. Weak: a script that destroys it must be able to free it.
+        self._group: ReferenceType[Any] | None = None
         self._reductions = Reductions()
         self.apart: WeakSet[torch.nn.Module] = WeakSet()
 
@@ -71,6 +72,7 @@ class AveragedGradients(Gradients):
         Raises:
             RuntimeError: the models average in a process group that the script has destroyed.
         """
+        # ``self`` stands for a group that was freed: None would be equal to a group that is absent.
         if self._group is not None and (self._group() or self) is not dist.group.WORLD:
             collectives.world_size()  # raises if there is no group
             raise RuntimeError(

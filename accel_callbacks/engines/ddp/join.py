@@ -70,6 +70,7 @@ def join_uneven(
         # torch leaves joining enabled, and a later forward on a single rank would hang.
         for model, config in zip(models, before, strict=True):
             model._join_config = config
+    # Those that took all steps have the same state, and any of them can give it.
     last = collectives.gather(torch.tensor([finish.was_last], device="cpu")).tolist()
     if not all(last):
         newest = max(rank for rank, was_last in enumerate(last) if was_last)
@@ -85,6 +86,7 @@ def _state_from(source: int, state: Any, device: torch.device) -> Any:
         device: where the other ranks put tensors that are not on the CPU.
     """
     is_source = collectives.rank() == source
+    # The outline first, by which the others know how many tensors come, and their shapes.
     tensors = collectives.tensors_in(state) if is_source else []
     outline = (
         collectives.map_tensors(state, lambda tensor: tensor.to("meta")) if is_source else None

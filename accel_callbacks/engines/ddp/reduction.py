@@ -66,7 +66,7 @@ class Reductions:
                 model._check_reducer_finalized()  # type: ignore[no-untyped-call]
             except RuntimeError as error:
                 if _UNFINISHED in str(error):
-                    self._compare(operation, model, _missing(model, error))
+                    self._compare(operation, model, _find_missing(model, error))
 
     def _compare(self, operation: str, model: DistributedDataParallel, missing: list[str]) -> None:
         self._checks += 1
@@ -88,7 +88,7 @@ class Reductions:
             remote_failure.raise_in(operation)
             time.sleep(pause)
             pause = min(2 * pause, longest)
-        problem = RuntimeError(f"{operation}: {_unfinished(model, missing)}")
+        problem = RuntimeError(f"{operation}: {_describe_unfinished(model, missing)}")
         cause = abort_run(problem, operation)
         raise cause from (None if cause is problem else problem)
 
@@ -96,10 +96,12 @@ class Reductions:
 def explain_unfinished(model: DistributedDataParallel, error: RuntimeError) -> None:
     """Put the names of the gradients that a model waits for into torch's error, in place."""
     if _UNFINISHED in str(error):
-        error.args = (f"{_unfinished(model, _missing(model, error))}\n\ntorch says: {error}",)
+        error.args = (
+            f"{_describe_unfinished(model, _find_missing(model, error))}\n\ntorch says: {error}",
+        )
 
 
-def _missing(model: DistributedDataParallel, error: RuntimeError) -> list[str]:
+def _find_missing(model: DistributedDataParallel, error: RuntimeError) -> list[str]:
     """Return the parameters that an error of torch numbers, all trained ones if it does not."""
     names = getattr(model, "reduced_names", None) or [  # of now, for a wrapper of the script's own
         name
@@ -111,7 +113,7 @@ def _missing(model: DistributedDataParallel, error: RuntimeError) -> list[str]:
     return [names[index] for index in indices if index < len(names)]
 
 
-def _unfinished(model: DistributedDataParallel, missing: Sequence[str]) -> str:
+def _describe_unfinished(model: DistributedDataParallel, missing: Sequence[str]) -> str:
     names = listed(map(repr, missing), _SHOWN)
     return (
         f"{names} of {class_of(model.module).__name__} got no gradient in the last backward "

@@ -1,10 +1,9 @@
-"""DistributedDataParallel and its communication hooks."""
+"""DistributedDataParallel around each model: a replica on each rank."""
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -28,80 +27,7 @@ from accel_callbacks.strategy.base import Strategy
 if TYPE_CHECKING:
     from accel_callbacks.engines.ddp.states import ReplicaStates
 
-__all__ = ["DDP", "register_hook"]
-
-_Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
-
-
-def register_hook(model: DistributedDataParallel, options: DistributedDataParallelKwargs) -> None:
-    """Register the communication hook of the options, if there is one."""
-    if options.comm_hook is Hook.NO:
-        return
-    # Imported here, because a run without hooks does not need them.
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-    hooks: dict[Hook, _Hook] = {
-        Hook.FP16: default_hooks.fp16_compress_hook,
-        Hook.BF16: default_hooks.bf16_compress_hook,
-        Hook.POWER_SGD: powerSGD_hook.powerSGD_hook,
-        Hook.BATCHED_POWER_SGD: _squared(powerSGD_hook.powerSGD_hook),
-    }
-    wrappers: dict[Hook, Callable[[_Hook], _Hook]] = {
-        Hook.NO: lambda hook: hook,
-        Hook.FP16: default_hooks.fp16_compress_wrapper,
-        Hook.BF16: default_hooks.bf16_compress_wrapper,
-    }
-    state: Any = None
-    if options.comm_hook in (Hook.POWER_SGD, Hook.BATCHED_POWER_SGD):
-        state = powerSGD_hook.PowerSGDState(None, **options.comm_state_option)
-    model.register_comm_hook(
-        state, _named(wrappers[options.comm_wrapper](hooks[options.comm_hook]))
-    )
-
-
-def _squared(hook: _Hook) -> _Hook:
-    """Return a PowerSGD hook that compresses a whole bucket as one matrix.
-
-    It replaces torch's ``batched_powerSGD_hook``, which fails at its first compressed step.
-    """
-
-    def send(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        flat = bucket.buffer()
-        future = hook(state, _Square(bucket))
-        return future.then(lambda reduced: reduced.value().flatten()[: len(flat)])
-
-    return send
-
-
-class _Square:
-    """A gradient bucket with the interface of one that holds a single square gradient."""
-
-    def __init__(self, bucket: Any) -> None:
-        flat: torch.Tensor = bucket.buffer()
-        side = math.isqrt(max(len(flat) - 1, 0)) + 1
-        self._flat = flat.new_zeros(side * side)
-        self._flat[: len(flat)] = flat
-        self._side = side
-        self.index = bucket.index
-        self.is_last = bucket.is_last
-
-    def buffer(self) -> torch.Tensor:
-        return self._flat
-
-    def gradients(self) -> list[torch.Tensor]:
-        return [self._flat.view(self._side, self._side)]
-
-
-def _named(hook: _Hook) -> _Hook:
-    """Hide the name of a hook: DDP refuses bf16 ones by name without NCCL, but gloo sends them."""
-
-    def send(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        return hook(state, bucket)
-
-    # DDP checks annotations, and expects classes; they are strings in this file.
-    send.__annotations__ = {}
-    send.__qualname__ = getattr(hook, "__qualname__", send.__qualname__)  # for DDP's own log
-    return send
+__all__ = ["DDP"]
 
 
 class DDP(Strategy):
@@ -164,7 +90,7 @@ class DDP(Strategy):
         frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
         if len(frozen) == sum(1 for _ in model.parameters()):
             return model
-        self._refuse_other_ranks()
+        self._refuse_other_ranks()  # which the constructor below would wait for
         ignored = set(ignored_weights(model, self.topology.device))
         if ignored:  # neither sent at the start nor averaged
             known = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
@@ -184,10 +110,14 @@ class DDP(Strategy):
         # Moved to the end of __dict__, so that it is freed after the reducer: a group whose last
         # reference is the reducer's can deadlock when it is freed.
         wrapped.process_group = wrapped.__dict__.pop("process_group")
-        register_hook(wrapped, self.options)
+        if self.options.comm_hook is not Hook.NO:
+            # Imported here, because most runs have none.
+            from accel_callbacks.engines.ddp.communication_hooks import register_hook
+
+            register_hook(wrapped, self.options)
         self.gradients.watch(wrapped)
         if frozen:
-            wrapped.register_forward_pre_hook(_StillFrozen(frozen))
+            wrapped.register_forward_pre_hook(_FrozenGuard(frozen))
         return wrapped
 
     def _refuse_other_ranks(self) -> None:
@@ -222,7 +152,7 @@ class DDP(Strategy):
             )
 
 
-class _StillFrozen:
+class _FrozenGuard:
     """A forward hook that raises if a parameter is trained that was frozen at ``prepare``.
 
     DDP averages only the parameters that required gradients when it was constructed.

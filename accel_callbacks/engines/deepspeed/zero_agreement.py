@@ -102,7 +102,7 @@ class ZeroAgreement(RankAgreement):
         reduction = self._reductions.get(engine)
         return [] if reduction is None else reduction.take_unused()
 
-    def _conflict(self, sides: Sequence[tuple[int, Event]]) -> RuntimeError:
+    def _conflict_error(self, sides: Sequence[tuple[int, Event]]) -> RuntimeError:
         (rank, event), (other, other_event) = sides
         for has, lacks, larger, smaller in (
             (rank, other, event, other_event),
@@ -129,7 +129,7 @@ class ZeroAgreement(RankAgreement):
         surplus = set(event[1:]).difference(other[1:])
         return self._names[min(surplus)] if surplus else None
 
-    def _left_alone(self, event: Event) -> RuntimeError:
+    def _timeout_error(self, event: Event) -> RuntimeError:
         rank, known = collectives.rank(), self._next.get((self._phase, self._last))
         if known is None:
             before = ""

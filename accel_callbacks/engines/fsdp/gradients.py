@@ -58,7 +58,8 @@ class FSDPGradients(ShardedGradients):
         self._whole: WeakKeyDictionary[torch.nn.Module, list[torch.nn.Parameter]] = (
             WeakKeyDictionary()
         )
-        self._may_hold = False  # gradients where the optimizer does not see them
+        # Gradients where the optimizer does not see them. Until then zero_grad looks into no group.
+        self._may_hold = False
 
     def watch(self, model: torch.nn.Module) -> None:
         """Follow the gradients of a sharded model from now on."""
@@ -84,6 +85,8 @@ class FSDPGradients(ShardedGradients):
             raise
         self._units.finish_backward()
         for model, whole in self._whole.items():
+            # FSDP reduces none of these. In no_sync, where it reduces no others either, they stay
+            # on their rank too.
             trained = [parameter for parameter in whole if parameter.requires_grad]
             if trained and all(group.reduce_grads for group in parameter_groups(model)):
                 _average(trained, self._data.copies, self._replica_mesh)
@@ -110,6 +113,8 @@ class FSDPGradients(ShardedGradients):
         if shards_each and not (parallelism.dp_replicate_enabled and is_sharded):
             return nullcontext()
         self._may_hold = True
+        # None leaves it on: each rank has its shard of the sum over a replica, and FSDP adds these
+        # up until the replicas exchange them.
         return reducing(model, scatter=None if shards_each else False, all_reduce=False)
 
     def trigger_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:

@@ -93,6 +93,8 @@ def reducing(
 
 
 def _holds(group: Any) -> bool:
+    # Under HSDP, shards that are reduced over a replica and not yet over all of them; else whole
+    # gradients of this rank.
     return group._partial_reduce_output is not None or _holds_unsharded(group)
 
 
@@ -107,10 +109,10 @@ def has_whole_gradient(parameter: Any) -> bool:
         parameter: one of the ``fsdp_params`` of a group.
     """
     accumulated = parameter.unsharded_accumulated_grad
-    return accumulated is not None or _unsharded_gradient(parameter) is not None
+    return accumulated is not None or _whole_gradient(parameter) is not None
 
 
-def _unsharded_gradient(parameter: Any) -> torch.Tensor | None:
+def _whole_gradient(parameter: Any) -> torch.Tensor | None:
     unsharded = getattr(parameter, "_unsharded_param", None)
     return None if unsharded is None else unsharded.grad
 
@@ -139,11 +141,12 @@ def drop_held(models: Iterable[torch.nn.Module], parameters: Collection[int]) ->
     for group in _all(models):
         if not _has(group, parameters):
             continue
+        # One buffer for all parameters of the group, also those of another optimizer.
         group._partial_reduce_output = None
         for parameter in group.fsdp_params:
             if id(parameter.sharded_param) in parameters:
                 parameter.unsharded_accumulated_grad = None
-                if _unsharded_gradient(parameter) is not None:
+                if _whole_gradient(parameter) is not None:
                     parameter._unsharded_param.grad = None
 
 

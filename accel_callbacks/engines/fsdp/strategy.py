@@ -225,10 +225,14 @@ class FSDP(Sharding):
         assert self.parallelism is not None
         if not _is_sharded(model):
             self._refuse_shared(model)
+            # Layers are cut first, so that FSDP shards each part over the ranks that have it.
             cut_already = is_cut(model)
             # Values of a model that is cut already differ between ranks as they should.
+            # Collective, and before any parameter is replaced: rank 0 keeps the whole values that
+            # it sends in fill(), of which each rank takes its shard.
             weights = self._initial_weights(model, sync=not cut_already)
             before = dict(model.named_parameters(remove_duplicate=False))
+            # Asked now: the hooks that FSDP has on state dicts would count as the model's own.
             self._plain[model] = is_plain(model)
             names = self.parallelism.fsdp_dim_names
             shards = self.parallelism.get_submesh(names, mesh.device_type)
@@ -303,7 +307,7 @@ class FSDP(Sharding):
         )
         refuse_scripted((model, *sharded), "FSDP")
         self._place_whole(model, whole)
-        common = {"mesh": mesh, "offload_policy": self._offload_policy(), **_ignoring(whole)}
+        common = {"mesh": mesh, "offload_policy": self._offload_policy(), **_ignore_options(whole)}
         common |= _around_packed(model, mesh)
         policy = self._policy or _policy(options.mixed_precision_policy, "no", AutocastKwargs())
         lingering: list[Any] = [model]
@@ -312,6 +316,7 @@ class FSDP(Sharding):
         inner = type(policy)(
             policy.param_dtype, policy.reduce_dtype, None, policy.cast_forward_inputs
         )
+        # Inner ones first: a unit takes what no unit inside of it has taken.
         units = find_units(model, options, whole)
         for unit in units:
             upcast += self._take_weights(model, unit.modules, placed, policy)
@@ -319,6 +324,7 @@ class FSDP(Sharding):
                 fully_shard(
                     list(unit.modules) if len(unit.modules) > 1 else unit.modules[0],
                     mp_policy=inner,
+                    # Backward begins with the last one, and would gather it again at once.
                     reshard_after_forward=False if unit.is_last else options.reshard,
                     **common,
                 )
@@ -362,6 +368,7 @@ class FSDP(Sharding):
         ]
         placed.update(map(id, tensors))
         upcast = 0
+        # By ``.data``, so that each stays the object that an optimizer of the user holds.
         for tensor in tensors:
             cut = collectives.is_sharded(tensor)  # and on the device already
             if not tensor.is_meta and not cut:
@@ -376,7 +383,7 @@ class FSDP(Sharding):
                     torch.utils.swap_tensors(tensor, master)  # type: ignore[no-untyped-call]
             if cut:
                 continue
-            if not tensor.is_contiguous():
+            if not tensor.is_contiguous():  # which FSDP refuses
                 tensor.data = tensor.data.contiguous()
         _refuse_dtypes(model, tensors)
         return upcast
@@ -400,7 +407,7 @@ class FSDP(Sharding):
             for name in names:
                 if not getattr(vars(model).get(name), "_gathers", False):
                     register_fsdp_forward_method(model, name)
-                    vars(model)[name] = _checked(model, name, self._buffers)
+                    vars(model)[name] = _explain_waits(model, name, self._buffers)
         if (absent := absent_weights(model)) is not None:
             absent.guard(names)
 
@@ -417,6 +424,7 @@ class FSDP(Sharding):
         """
         for unit in self._lingering.get(model, ()):
             module = unit()
+            # Within a forward or backward, its layers still compute with what would be freed.
             if module is not None and is_idle(module):
                 module.reshard()
 
@@ -500,7 +508,7 @@ def _note_precision(model: torch.nn.Module, policy: Any, upcast: int) -> None:
 # --- forwards -----------------------------------------------------------------------------------
 
 
-def _checked(
+def _explain_waits(
     model: torch.nn.Module, name: str, buffers: SharedBuffers | None
 ) -> Callable[..., Any]:
     """Return a method that gathers weights, and explains a wait for ranks that do not call it."""
@@ -508,15 +516,15 @@ def _checked(
     label = f"{class_of(model).__name__}.{name}"
 
     @functools.wraps(method)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         refuse_on_subset(label)
         with collectives.explained(f"{label}, which gathers weights from all ranks"):
             if buffers is not None:
                 buffers.share(model)
             return method(*args, **kwargs)
 
-    checked._gathers = True  # type: ignore[attr-defined]
-    return checked
+    call._gathers = True  # type: ignore[attr-defined]
+    return call
 
 
 # --- helpers of sharding ----------------------------------------------------------------------
@@ -540,7 +548,7 @@ def _refuse_dtypes(model: torch.nn.Module, unit: Sequence[torch.Tensor]) -> None
     )
 
 
-def _ignoring(whole: Sequence[torch.nn.Parameter]) -> dict[str, Any]:
+def _ignore_options(whole: Sequence[torch.nn.Parameter]) -> dict[str, Any]:
     if not whole:
         return {}
     from torch.distributed.fsdp import fully_shard

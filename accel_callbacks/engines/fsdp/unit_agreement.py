@@ -47,7 +47,9 @@ class UnitAgreement(RankAgreement):
         self._group = group
         self._fills = fills
         self._units: list[_Unit] = []
-        self._reduced: dict[Any, _Reduced] = {}  # by group, since zeros were last taken back
+        self._reduced: dict[
+            Any, _ReducedGradients
+        ] = {}  # by group, since zeros were last taken back
 
     def watch(self, model: torch.nn.Module) -> None:
         """Compare the units of a sharded model from now on."""
@@ -67,6 +69,7 @@ class UnitAgreement(RankAgreement):
         def pre_forward(*args: Any) -> Any:
             # Blocks that backward computes again follow from those that forward has computed.
             if torch._C._current_graph_task_id() == -1:
+                # Odd with gradients, and 2 more for each call of a unit in a row.
                 again = self._last[:2] == ("forward", unit)
                 count = self._last[2] + 2 if again else int(torch.is_grad_enabled())
                 self.follow(("forward", unit, count))
@@ -92,7 +95,7 @@ class UnitAgreement(RankAgreement):
                 self.follow(("gradients", unit, mask))
         elif True in present or is_root:  # which comes last on all ranks, whatever they have used
             self.follow(("gradients", unit, 0))
-            reduced = self._reduced.setdefault(group, _Reduced(group))
+            reduced = self._reduced.setdefault(group, _ReducedGradients(group))
             reduced.note(present)
             _fill(group, present)
 
@@ -105,6 +108,8 @@ class UnitAgreement(RankAgreement):
             return
         reduced = list(self._reduced.values())
         self._reduced.clear()
+        # One message for all units, at the end of a window: a parameter that any rank has used
+        # keeps its gradient on all of them.
         device = reduced[0].group.device
         local_flags = [flag for reduction in reduced for flag in reduction.used]
         used = torch.tensor(local_flags, dtype=torch.int32, device="cpu")
@@ -116,7 +121,7 @@ class UnitAgreement(RankAgreement):
             for reduction in reduced:
                 reduction.take_back([next(flags) for _ in reduction.used])
 
-    def _left_alone(self, event: Event) -> RuntimeError:
+    def _timeout_error(self, event: Event) -> RuntimeError:
         rank, known = collectives.rank(), self._next.get((self._phase, self._last))
         if known is None:
             context = ", and not all ranks did"
@@ -131,7 +136,7 @@ class UnitAgreement(RankAgreement):
             context = f", where {self._describe(known)} came before, and not all ranks did"
         return RuntimeError(f"rank {rank} came to {self._describe(event)}{context}{_SAME_UNITS}")
 
-    def _conflict(self, sides: Sequence[tuple[int, Event]]) -> RuntimeError:
+    def _conflict_error(self, sides: Sequence[tuple[int, Event]]) -> RuntimeError:
         (rank, event), (other, other_event) = sides
         if event[0] == "gradients" and other_event[:2] == event[:2]:
             name, has_one = self._difference(event, other_event)
@@ -160,7 +165,7 @@ class UnitAgreement(RankAgreement):
         return f"the {kind} of {self._units[unit].name!r}{without}"
 
 
-class _Reduced:
+class _ReducedGradients:
     """The parameters of a group that had gradients, and those that had none before."""
 
     def __init__(self, group: Any) -> None:
@@ -181,6 +186,8 @@ class _Reduced:
 def _fill(group: Any, present: Sequence[bool]) -> None:
     """Add zeros for missing gradients, in the attribute that holds those of the others."""
     parameters = group.fsdp_params
+    # Of earlier backward passes of a window that were not reduced, where FSDP reduces in another
+    # type than it computes in.
     accumulates = any(parameter.unsharded_accumulated_grad is not None for parameter in parameters)
     for parameter, is_present in zip(parameters, present, strict=True):
         if is_present or not parameter.sharded_param.requires_grad:

@@ -174,10 +174,10 @@ def _ends(
 ) -> Iterator[tuple[tuple[torch.nn.Module, ...], bool]]:
     """Yield the embedding, and the last norm and the head, with True for the latter."""
     # Only of models that name them: others may use their weights without calling them.
-    embedding = _asked(model, "get_input_embeddings")
+    embedding = _ask_model(model, "get_input_embeddings")
     if embedding is not None:
         yield (embedding,), False
-    head = _asked(model, "get_output_embeddings")
+    head = _ask_model(model, "get_output_embeddings")
     if head is None:
         return
     order = list(model.modules())
@@ -194,7 +194,7 @@ def _ends(
     yield (*between[-1:], head), True
 
 
-def _asked(model: torch.nn.Module, method: str) -> torch.nn.Module | None:
+def _ask_model(model: torch.nn.Module, method: str) -> torch.nn.Module | None:
     ask = getattr(model, method, None)
     if not callable(ask):
         return None

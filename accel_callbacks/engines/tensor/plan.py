@@ -123,10 +123,10 @@ def plan_of(model: torch.nn.Module) -> dict[str, Any]:
     plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     if not isinstance(plan, Mapping):
         return {}
-    return _completed(model, plan) if is_of_transformers(model) else dict(plan)
+    return _complete_plan(model, plan) if is_of_transformers(model) else dict(plan)
 
 
-def _completed(model: torch.nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
+def _complete_plan(model: torch.nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
     """Return a plan of transformers for one model, with what its authors leave to the reader."""
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     present: dict[str, Any] = {}
@@ -166,7 +166,7 @@ def matched_styles(
         ValueError: a pattern matches no module, or a style is unknown.
     """
     modules = dict(model.named_modules())
-    known = _checked(model, plan)
+    known = _check_plan(model, plan)
     for name, module in modules.items():
         pattern = first_pattern(name, known)
         if pattern is not None:
@@ -188,7 +188,7 @@ def matched_parameters(
     Raises:
         ValueError: as for :func:`matched_styles`, or the style is none of a parameter.
     """
-    known = _checked(model, plan)
+    known = _check_plan(model, plan)
     for module_name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             name = f"{module_name}.{key}" if module_name else key
@@ -214,9 +214,9 @@ def cut_dim(parameter: torch.Tensor, style: str) -> int | None:
     return max(parameter.dim() - (1 if "rowwise" in style else 2), 0)
 
 
-def _checked(model: torch.nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
+def _check_plan(model: torch.nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
     """Return a plan with the styles' own names, after it was compared with the model."""
-    known = {pattern: _known(pattern, style) for pattern, style in plan.items()}
+    known = {pattern: _resolve_style(pattern, style) for pattern, style in plan.items()}
     for pattern, style in known.items():
         last = pattern.rpartition(".")[2]
         if last in _PACKED and style in ("colwise", "colwise_sequence"):
@@ -459,7 +459,7 @@ def _number(places: Iterable[Any], names: Iterable[str]) -> int | None:
     return next((number for number in numbers if type(number) is int and number > 0), None)
 
 
-def _known(pattern: str, style: Any) -> Any:
+def _resolve_style(pattern: str, style: Any) -> Any:
     if not isinstance(style, str):
         return style
     short = _ALIASES.get(style, style)
@@ -518,7 +518,7 @@ def propose_plan(model: torch.nn.Module, *, sequence_parallel: bool = False) -> 
             continue
         style = None
         if last in _PACKED:
-            style = f"packed_colwise{suffix}:{_packed_parts(model, name)}"
+            style = f"packed_colwise{suffix}:{_count_parts(model, name)}"
         elif last in _COLWISE or inner in _COLWISE_IN:
             style = f"colwise{suffix}"
         elif last in _ROWWISE or inner in _ROWWISE_IN:
@@ -539,7 +539,7 @@ def propose_plan(model: torch.nn.Module, *, sequence_parallel: bool = False) -> 
     return {**_ends(model), **plan} if sequence_parallel else plan
 
 
-def _packed_parts(model: torch.nn.Module, name: str) -> int:
+def _count_parts(model: torch.nn.Module, name: str) -> int:
     """Return of how many equal layers one consists, where the module around splits its output."""
     layer, parent = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
     size = part_size(parent)

@@ -111,6 +111,7 @@ class TensorParallel(Sharding):
             model.to(self.topology.device)
             share_whole(model)
         else:
+            # Collective, and before any parameter is replaced; fill() sends each rank its part.
             weights = InitialWeights(model, self.topology.device)
             before = dict(model.named_parameters(remove_duplicate=False))
             plan = required_plan(model, self.parallelism)
@@ -147,7 +148,7 @@ def required_plan(
             f"sequences stay whole between the blocks of {type(model).__name__}, which takes "
             "positions and masks from the length of its activations: layers alone are cut."
         )
-    plan = _chosen_plan(model, parallelism)
+    plan = _find_plan(model, parallelism)
     if plan:
         check_own(model, plan)
         return plan
@@ -161,9 +162,7 @@ def required_plan(
     )
 
 
-def _chosen_plan(
-    model: torch.nn.Module, parallelism: ParallelismConfig | None
-) -> Mapping[str, Any]:
+def _find_plan(model: torch.nn.Module, parallelism: ParallelismConfig | None) -> Mapping[str, Any]:
     """Return the plan that was given or proposed as asked for, or that of the model, else empty."""
     handler = None if parallelism is None else parallelism.tp_handler
     plan = None if handler is None else handler.plan
@@ -251,12 +250,12 @@ def reduce_partial_gradients(model: torch.nn.Module) -> None:
         if all(placement.is_replicate() for placement in target.placements):
             frozen = not parameter.requires_grad
             parameter.requires_grad_(True)  # a hook that it has once it is unfrozen
-            parameter.register_hook(_summed)  # type: ignore[no-untyped-call]
+            parameter.register_hook(_sum_partial)  # type: ignore[no-untyped-call]
             if frozen:
                 parameter.requires_grad_(False)
 
 
-def _summed(gradient: Any) -> Any:
+def _sum_partial(gradient: Any) -> Any:
     placements = getattr(gradient, "placements", ())
     if not any(placement.is_partial() for placement in placements):
         return gradient
@@ -271,7 +270,7 @@ def separate_dropout(
     """Let dropout of cut activations draw other numbers on each rank of tensor parallelism."""
     if not draws_random_numbers(model):
         return
-    plan = _chosen_plan(model, parallelism)
+    plan = _find_plan(model, parallelism)
     cut = {pattern: is_cut_after(style) for pattern, style in plan.items()}
     styled = [(module, bool(cut[pattern])) for module, pattern in _by_pattern(model, cut).items()]
     if styled:
@@ -305,8 +304,10 @@ def parallelize(model: torch.nn.Module, plan: Mapping[str, Any], mesh: Any) -> N
     # All ranks have the same values, or get them afterwards.
     known = inspect.signature(parallelize_module).parameters
     options: dict[str, Any] = {"src_data_rank": None} if "src_data_rank" in known else {}
+    # Before layers are cut, each place of a tied weight by itself.
     ties = _ties(model)
     chosen, parameters = checked_plan(model, plan, mesh.size())
+    # Likewise: it compares stored numbers with the sizes of whole layers.
     _divide_counts(model, chosen, mesh.size())
     _cut_parameters(parameters, mesh)
     for name, module, style in chosen:

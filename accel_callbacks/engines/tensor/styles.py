@@ -83,14 +83,17 @@ class LocalColwise(ParallelStyle):
         def localize(name: str, parameter: Any) -> torch.Tensor:
             if name == "weight":
                 return parameter.to_local()  # type: ignore[no-any-return]
+            # Of the whole bias, as many elements as this rank has outputs; its gradient is a part
+            # of that of the whole one.
             return _part(parameter.to_local(grad_placements=[Partial()]), 0, parts, rank, ranks)
 
-        def whole(module: torch.nn.Module, inputs: Any) -> Any:
+        # All outputs are made of the whole input, so each rank has a part of its gradient.
+        def gather_input(module: torch.nn.Module, inputs: Any) -> Any:
             first = DTensor.from_local(inputs[0], device_mesh, [input_layout], run_check=False)
             first = first.redistribute(placements=[Replicate()])
             return (first.to_local(grad_placements=[Partial()]), *inputs[1:])
 
-        module.register_forward_pre_hook(whole)
+        module.register_forward_pre_hook(gather_input)
         local_parameters(module, localize)
         return module
 
@@ -119,12 +122,12 @@ class LocalRowwise(ParallelStyle):
             local: torch.Tensor = parameter.to_local(grad_placements=[Partial()]) / ranks
             return local
 
-        def summed(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+        def sum_output(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
             part = DTensor.from_local(output, device_mesh, [Partial()], run_check=False)
             return part.redistribute(placements=[output_layout]).to_local()
 
         local_parameters(module, localize)
-        module.register_forward_hook(summed)
+        module.register_forward_hook(sum_output)
         return module
 
 
@@ -152,10 +155,10 @@ class LocalModule(ParallelStyle):
         local_parameters(module, localize)
         if self._sums:
 
-            def summed(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+            def sum_output(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
                 return tree_map_only(torch.Tensor, lambda part: _sum(part, device_mesh), output)
 
-            module.register_forward_hook(summed)
+            module.register_forward_hook(sum_output)
         return module
 
 
@@ -184,11 +187,11 @@ class RotaryGradient(ParallelStyle):
     def _apply(self, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
         width = self._width
 
-        def joined(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        def sum_rotary(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
             compressed, rotary = torch.split(output, [output.shape[-1] - width, width], -1)
             return torch.cat([compressed, _with_summed_gradient(rotary, device_mesh)], -1)
 
-        module.register_forward_hook(joined)
+        module.register_forward_hook(sum_rotary)
         return module
 
 
@@ -237,14 +240,14 @@ def _part(tensor: torch.Tensor, dim: int, parts: int, rank: int, ranks: int) -> 
 def _map_inputs(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Apply a function to the inputs of a module that are numbers with fractions."""
 
-    def mapped(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    def map_inputs(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         return tree_map_only(
             torch.Tensor,
             lambda tensor: function(tensor) if tensor.is_floating_point() else tensor,
             (args, kwargs),
         )
 
-    module.register_forward_pre_hook(mapped, with_kwargs=True)
+    module.register_forward_pre_hook(map_inputs, with_kwargs=True)
 
 
 def _with_summed_gradient(tensor: torch.Tensor, mesh: Any) -> torch.Tensor:

@@ -80,6 +80,7 @@ class XLA(Strategy):
                     f"{axis}_size={size} does not go with XLA, which cuts batches and parameters "
                     "only: use dp_replicate_size and dp_shard_size."
                 )
+        # Without the arrangement, which is of devices: this process is the only rank.
         super().__init__(topology, handlers)
         self.engine_plugins = () if fsdp is None else (fsdp,)
         self._shards = arranged.sizes[_SHARD]
@@ -155,6 +156,7 @@ class XLA(Strategy):
             RuntimeError: something else holds on to a parameter, such as the graph of a forward.
         """
         _warn_of_untied(model)
+        # Each once, so that tied weights stay tied.
         for tensor in dict.fromkeys([*model.parameters(), *model.buffers()]):
             if tensor.device.type != self.topology.device.type:
                 _replace(tensor, self.topology.device)
@@ -186,6 +188,7 @@ class XLA(Strategy):
     def _deliver(self, pairs: Pairs) -> Pairs:
         shapes: list[list[tuple[int, ...]]] = []
         for batch, delivery in pairs:
+            # What the loop did with the batch before becomes one graph, however it was written.
             self._xla.sync()
             moved = send_to_device(batch, self.topology.device)
             batch_shapes: list[tuple[int, ...]] = []
@@ -216,6 +219,7 @@ class XLA(Strategy):
 
     def _annotate(self, tensor: torch.Tensor, like: torch.Tensor | None = None) -> None:
         """Cut a parameter, or a tensor like it, over the devices that share parameters."""
+        # Along the first dimension that the devices divide; without one it stays whole.
         shape = tuple((tensor if like is None else like).shape)
         place = next((i for i, size in enumerate(shape) if size % self._shards == 0), None)
         alike = tensor.device.type == self.topology.device.type and tuple(tensor.shape) == shape
@@ -233,7 +237,7 @@ def _replace(tensor: torch.Tensor, device: torch.device) -> None:
         new = torch.nn.Parameter(new, tensor.requires_grad)
     if tensor.grad is not None:
         new.grad = tensor.grad.detach().to(device)
-    vars(new).update(vars(tensor))
+    vars(new).update(vars(tensor))  # attributes that a model or a script has set
     try:
         torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
     except RuntimeError as error:

@@ -28,7 +28,7 @@ GRADIENTS = ("gradients", 0)
 )
 def test_a_rank_that_changes_what_it_uses_names_the_parameter(agreement, mask, before, text):
     agreement._next[END, END] = (*GRADIENTS, before)
-    assert str(agreement._left_alone((*GRADIENTS, mask))).startswith(text)
+    assert str(agreement._timeout_error((*GRADIENTS, mask))).startswith(text)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_a_rank_that_changes_what_it_uses_names_the_parameter(agreement, mask, b
 def test_a_rank_alone_names_the_unit_and_what_came_before(agreement, known, text):
     if known is not None:
         agreement._next[END, END] = known
-    message = str(agreement._left_alone(("backward", 0, 0)))
+    message = str(agreement._timeout_error(("backward", 0, 0)))
     assert text in message
     assert "ignored_modules" in message
 
@@ -54,7 +54,7 @@ def test_a_rank_alone_names_the_unit_and_what_came_before(agreement, known, text
 def test_of_two_ranks_the_one_with_the_gradient_is_named(agreement, first, second, has, lacks):
     sides = [(0, (*GRADIENTS, first)), (1, (*GRADIENTS, second))]
     text = f"'b.weight' has a gradient on rank {has} and none on rank {lacks}"
-    assert str(agreement._conflict(sides)).startswith(text)
+    assert str(agreement._conflict_error(sides)).startswith(text)
 
 
 def test_on_one_rank_nothing_is_compared_and_each_pass_is_followed(agreement):
