@@ -114,7 +114,7 @@ class Freeze(Callback):
         """Match the schedule with parameters, and split groups before a checkpoint is restored."""
         self._is_set_up = True
         strategy = getattr(run.accelerator, "strategy", None)
-        if strategy is not None and strategy.states.keeps_gradients_apart:
+        if strategy is not None and strategy.gradients.keeps_gradients_apart:
             raise RuntimeError(
                 "Freeze does not work with an engine that keeps gradients, as ZeRO does: set "
                 "requires_grad=False before prepare(), or train with DDP or FSDP."

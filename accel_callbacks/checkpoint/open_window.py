@@ -82,7 +82,7 @@ def read_window(
         gradients = _means(parts, parameters, selection)
         state = _combined(parts, ranks.averaged_over)
         state["logged"] = local["window"]["logged"] if local and "window" in local else None
-    if training.strategy.states.keeps_gradients_apart:
+    if training.strategy.gradients.keeps_gradients_apart:
         raise ResumeError(
             f"{reader.path} was saved inside of a gradient window, and this engine does not take "
             'its gradients: load it with only=lambda key: key != "window", which begins the window '

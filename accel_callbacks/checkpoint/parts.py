@@ -422,7 +422,7 @@ class WindowPart(_OfTraining):
             RuntimeError: the engine keeps the gradients.
         """
         training, window = self._training, self._training.loop.window
-        if window.is_open and training.strategy.states.keeps_gradients_apart:
+        if window.is_open and training.strategy.gradients.keeps_gradients_apart:
             raise RuntimeError(
                 "save_state inside of a gradient window: the engine keeps its gradients, and they "
                 "would be lost. Save after optimizer.step() has ended the window."
@@ -452,7 +452,7 @@ class WindowPart(_OfTraining):
         waiting = None  # all
         if not loop.window.is_open:
             left = [o for o in training.optimizers if o not in loop.stepped_in_batch()]
-            if not left or training.strategy.states.keeps_gradients_apart:
+            if not left or training.strategy.gradients.keeps_gradients_apart:
                 return {}
             waiting = {id(p) for optimizer in left for p in parameters_of([optimizer])}
         gradients: dict[str, torch.Tensor] = {}

@@ -130,7 +130,7 @@ def return_leases(loop: Loop) -> None:
 def _complete_gradients(training: TrainingState) -> None:
     """Put into ``parameter.grad`` what FSDP holds back inside of a window."""
     if training.loop.window.is_open:
-        training.strategy.states.reduce_gradients()
+        training.strategy.gradients.reduce_gradients()
 
 
 def _url(target: str | CheckpointFolder, name: str | None, step: int) -> str:

@@ -1,4 +1,4 @@
-"""The states of sharded models: whole parameters, and gradients that are held back."""
+"""The states of sharded models, and whole parameters for a while."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 
 from accel_callbacks import collectives
 from accel_callbacks.distributed.rank_subset import refuse_on_subset
-from accel_callbacks.engines.fsdp.groups import reduce_held
 from accel_callbacks.strategy.checks import is_plain
 from accel_callbacks.strategy.state_access import StateAccess, reshard
 
@@ -24,7 +23,6 @@ class ShardedStates(StateAccess):
         unwrap: as of the base class.
         rank: likewise.
         plain: whether each model had a plain state before its parameters were replaced.
-        models: returns the sharded models, in the same order on all ranks.
     """
 
     def __init__(
@@ -32,11 +30,9 @@ class ShardedStates(StateAccess):
         unwrap: Callable[[torch.nn.Module], torch.nn.Module],
         rank: int,
         plain: Mapping[torch.nn.Module, bool],
-        models: Callable[[], list[torch.nn.Module]],
     ) -> None:
         super().__init__(unwrap, rank)
         self._plain = plain
-        self._models = models
 
     def full_parameters(
         self, module: torch.nn.Module, *, writeback: bool = False
@@ -48,10 +44,6 @@ class ShardedStates(StateAccess):
     def loads_in_place(self, model: torch.nn.Module) -> bool:
         """Return whether the model was plain before its parameters were replaced."""
         return self._plain.get(model, is_plain(model))
-
-    def reduce_gradients(self) -> None:
-        """Collective: bring the gradients that FSDP holds back into ``parameter.grad``."""
-        reduce_held(self._models())
 
 
 @contextmanager

@@ -71,7 +71,7 @@ class Sharding(Strategy):
         """The states of shards."""
         from accel_callbacks.engines.sharded_states import ShardedStates
 
-        return ShardedStates(self.unwrap, self.topology.rank, self._plain, lambda: self._models)
+        return ShardedStates(self.unwrap, self.topology.rank, self._plain)
 
     def _refuse_shared(self, model: torch.nn.Module) -> None:
         for name, parameter in model.named_parameters():

@@ -61,6 +61,11 @@ class Gradients:
         """
         return nullcontext()
 
+    @property
+    def keeps_gradients_apart(self) -> bool:
+        """True if the gradients of an open window cannot be brought into ``parameter.grad``."""
+        return False
+
     # --- backward -----------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
@@ -86,6 +91,13 @@ class Gradients:
     def trigger_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which backward synchronizes after forwards in :meth:`no_sync`."""
         return nullcontext()
+
+    def reduce_gradients(self) -> None:
+        """Collective: bring the gradients of an open window into ``parameter.grad``.
+
+        An engine may hold some back until the end of the window.
+        """
+        return None
 
     # --- before a step ------------------------------------------------------------------------
 

@@ -45,11 +45,6 @@ class StateAccess:
         self._unwrap = unwrap
         self._rank = rank
 
-    @property
-    def keeps_gradients_apart(self) -> bool:
-        """True if a checkpoint cannot reach the gradients of an open window."""
-        return False
-
     def local_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return this rank's part of a model's state, under the names of the unwrapped one.
 
@@ -156,13 +151,6 @@ class StateAccess:
         """
         named = self._unwrap(model).named_parameters()
         return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
-
-    def reduce_gradients(self) -> None:
-        """Collective: bring the gradients of an open window into ``parameter.grad``.
-
-        An engine may hold some back until the end of the window.
-        """
-        return None
 
     def optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]

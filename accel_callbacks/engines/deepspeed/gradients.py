@@ -35,6 +35,11 @@ class EngineGradients(Gradients):
         self._called: list[Any] = []  # engines since the last backward
         self._boundary = True  # the next backward is the last one of a window
 
+    @property
+    def keeps_gradients_apart(self) -> bool:
+        """True under ZeRO, which reduces and partitions gradients within a window."""
+        return any(is_zero(optimizer.engine) for optimizer in self._optimizers.values())
+
     def note_call(self, engine: Any, inputs: Any) -> None:
         """Note that an engine is called: a hook before its forward."""
         if torch.is_grad_enabled() and engine not in self._called:
@@ -130,7 +135,7 @@ class EngineGradients(Gradients):
             return optimizer.micro_batches > 0
         return has_gradients(optimizer)
 
-    def _asked(self, parameters: Iterable[torch.Tensor]) -> list[EngineOptimizer]:
+    def _optimizers_of(self, parameters: Iterable[torch.Tensor]) -> list[EngineOptimizer]:
         """Return the optimizers of the engines that parameters belong to.
 
         Raises:
@@ -160,7 +165,7 @@ class EngineGradients(Gradients):
         """
         parameters = list(parameters)
         norms = []
-        for optimizer in self._asked(parameters):
+        for optimizer in self._optimizers_of(parameters):
             if optimizer.clipping and optimizer.clipping != max_norm:
                 raise ValueError(
                     f"clip_grad_norm_(max_norm={max_norm}) contradicts gradient_clipping="
@@ -180,7 +185,7 @@ class EngineGradients(Gradients):
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Clip each gradient element to ``[-clip_value, clip_value]``."""
-        for optimizer in self._asked(parameters):
+        for optimizer in self._optimizers_of(parameters):
             scale = float(getattr(optimizer.engine.optimizer, "loss_scale", 1.0))
             for part in gradient_parts(optimizer.engine):
                 part.clamp_(-clip_value * scale, clip_value * scale)

@@ -35,7 +35,6 @@ class ZeroStates(StateAccess):
     Args:
         unwrap: as of the base class.
         rank: likewise.
-        optimizers: by model, those of the engines that train.
         engines: returns all engines.
         engine_of: returns the engine around a model, None without one.
         rows: cuts tensors over all ranks.
@@ -45,20 +44,13 @@ class ZeroStates(StateAccess):
         self,
         unwrap: Callable[[torch.nn.Module], torch.nn.Module],
         rank: int,
-        optimizers: Mapping[torch.nn.Module, EngineOptimizer],
         engines: Callable[[], list[Any]],
         engine_of: Callable[[torch.nn.Module], Any],
         rows: RowMesh,
     ) -> None:
         super().__init__(unwrap, rank)
-        self._optimizers = optimizers
         self._engines, self._engine_of = engines, engine_of
         self._rows = rows
-
-    @property
-    def keeps_gradients_apart(self) -> bool:
-        """True under ZeRO, which reduces and partitions gradients within a window."""
-        return any(is_zero(optimizer.engine) for optimizer in self._optimizers.values())
 
     def full_parameters(
         self, module: torch.nn.Module, *, writeback: bool = False

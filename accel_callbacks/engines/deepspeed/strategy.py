@@ -138,7 +138,6 @@ class DeepSpeed(Strategy):
         return ZeroStates(
             self.unwrap,
             self.topology.rank,
-            self._optimizers,
             self._engines,
             self._engine_of,
             self._rows,

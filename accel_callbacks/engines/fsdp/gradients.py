@@ -15,6 +15,7 @@ from accel_callbacks.engines.fsdp.groups import (
     drop_held,
     has_held,
     parameter_groups,
+    reduce_held,
     reducing,
 )
 from accel_callbacks.engines.fsdp.sharded_calls import explain_backward
@@ -120,6 +121,10 @@ class FSDPGradients(ShardedGradients):
     def trigger_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which backward reduces gradients."""
         return reducing(model, scatter=True, all_reduce=True)
+
+    def reduce_gradients(self) -> None:
+        """Collective: bring the gradients that FSDP holds back into ``parameter.grad``."""
+        reduce_held(self._models())
 
     def has_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether there are gradients to step with, those held back by FSDP included."""

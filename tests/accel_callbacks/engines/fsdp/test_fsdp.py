@@ -258,7 +258,7 @@ def reduced_in_between(plugin: Any, layout: str, interrupt: bool) -> tuple[int, 
             accel.backward(torch.nn.functional.mse_loss(model(inputs), targets))
             optimizer.step()
             if number == 1 and interrupt:
-                accel.strategy.states.reduce_gradients()
+                accel.strategy.gradients.reduce_gradients()
                 shared, _ = accel.training_state.capture()
                 there = len(shared["window"]["gradients"])
             optimizer.zero_grad()
