@@ -104,6 +104,9 @@ def restore_window(training: TrainingState, saved: OpenWindow | None) -> None:
     window.close()
     window.normalizer.forget()
     window.dirty = False
+    # Those of the window that is left, which an engine may hold beside parameter.grad.
+    for optimizer in training.optimizers:
+        training.strategy.gradients.drop_gradients(optimizer.optimizer)
     gradients = {} if saved is None else saved.gradients
     for index, model in enumerate(training.bare_models):
         for name, parameter in model.named_parameters():

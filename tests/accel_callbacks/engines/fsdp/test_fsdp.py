@@ -280,6 +280,23 @@ def test_and_those_that_replicas_have_not_exchanged(pool_of_4):
         assert weights == reordered(expected)
 
 
+def left_by_a_load(path: str) -> list[bool]:
+    """Load inside of a window; whether there are gradients before and after it."""
+    accel = accelerator("fsdp", Plugin(no_sync=True), gradient_accumulation_steps=2)
+    model = Network()
+    model, optimizer = accel.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accel.save_state(path)
+    with accel.accumulate(model):
+        accel.backward(model(batch(accel)[0]).sum())
+    seen = [accel.strategy.gradients.has_gradients(optimizer.optimizer)]
+    accel.load_state(path)
+    return [*seen, accel.strategy.gradients.has_gradients(optimizer.optimizer)]
+
+
+def test_a_load_leaves_no_gradients_of_the_window_before(pool, tmp_path):
+    assert pool.run(left_by_a_load, str(tmp_path / "c")) == [[True, False]] * 2
+
+
 def mixed_losses() -> None:
     accel = accelerator("fsdp", Plugin(no_sync=True), gradient_accumulation_steps=2)
     model = Network()
