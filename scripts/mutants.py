@@ -301,7 +301,6 @@ offload
     accel_callbacks/compat/hooks.py
     accel_callbacks/models/offload/origins.py
     accel_callbacks/models/offload/placeholder.py
-    accel_callbacks/models/offload/placement.py
     accel_callbacks/models/offload/planner.py
     accel_callbacks/models/offload/residence.py
     accel_callbacks/models/offload/sizes.py

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from accel_callbacks.engines.pipeline.stages import StagePlan, balanced_split_points
 from accel_callbacks.engines.tensor.plan import cut_dim, matched_parameters, matched_styles
 
 __all__ = ["ShardedMemory", "sharded_memory"]
@@ -54,7 +53,6 @@ def sharded_memory(
     *,
     tensor_parallel: int = 1,
     plan: Mapping[str, Any] | None = None,
-    stages: int = 1,
 ) -> list[ShardedMemory]:
     """Return the memory of the rank with the largest parts, by dtype; activations do not count.
 
@@ -69,51 +67,17 @@ def sharded_memory(
         tensor_parallel: ranks that share each layer.
         plan: how they do, as :class:`accel_callbacks.TorchTensorParallelConfig` takes it; styles
             by their names only.
-        stages: of a pipeline, which has the model's blocks as `prepare` cuts them.
 
     Raises:
-        ValueError: the plan does not fit the model, or has a style without a name; or the model
-            has fewer blocks than stages.
+        ValueError: the plan does not fit the model, or has a style without a name.
     """
     shapes = _cut_shapes(model, tensor_parallel, plan or {})
-    kinds = [(name, masters) for name in dtypes for masters in dict.fromkeys(("fp32", name))]
-    units = list(units)
-    estimates = []
-    for stage in _stages(model, stages):
-        sizes = dict(_units(model, units, shapes, stage))
-        name = max(sizes, key=lambda unit: sizes[unit])
-        estimates.append(
-            [_memory(stage, shards, shapes, *kind, sizes[name], name) for kind in kinds]
-        )
-    return max(estimates, key=lambda kinds_of_stage: kinds_of_stage[0].total)
-
-
-class _Stage(NamedTuple):
-    """The tensors of a rank of a pipeline.
-
-    Args:
-        parameters: that it trains.
-        borrowed: parameters of another stage, of which it has a copy with a gradient.
-        buffers: of its layers.
-    """
-
-    parameters: Sequence[torch.nn.Parameter]
-    borrowed: Sequence[torch.nn.Parameter]
-    buffers: Sequence[torch.Tensor]
-
-
-def _stages(model: torch.nn.Module, count: int) -> list[_Stage]:
-    if count == 1:
-        return [_Stage(list(model.parameters()), [], list(model.buffers()))]
-    plan = StagePlan(model, balanced_split_points(model, count))
-    named, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    sizes = dict(_unit_elements(model, units, shapes))
+    largest = max(sizes, key=lambda name: sizes[name])
     return [
-        _Stage(
-            [parameter for name, parameter in named.items() if plan.owner[name] == stage],
-            [named[name] for name, borrowers in plan.shared.items() if stage in borrowers],
-            [b for name, b in buffers.items() if plan.keeps(name, stage, is_parameter=False)],
-        )
-        for stage in range(count)
+        _memory(model, shards, shapes, dtype, masters, sizes[largest], largest)
+        for dtype in dtypes
+        for masters in dict.fromkeys(("fp32", dtype))
     ]
 
 
@@ -156,7 +120,7 @@ def _cut_dimension(module: torch.nn.Module, key: str, style: str) -> int | None:
 
 
 def _memory(
-    stage: _Stage,
+    model: torch.nn.Module,
     shards: int,
     shapes: _Shapes,
     dtype: str,
@@ -164,68 +128,47 @@ def _memory(
     largest: int,
     name: str,
 ) -> ShardedMemory:
-    trained = [parameter for parameter in stage.parameters if parameter.requires_grad]
-    frozen = [parameter for parameter in stage.parameters if not parameter.requires_grad]
-    copies = sum(
-        math.prod(shapes[id(parameter)]) * _size(parameter, masters) for parameter in stage.borrowed
+    parameters, buffers = list(model.parameters()), list(model.buffers())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    elements = {id(p): _shard_elements(shapes[id(p)], shards) for p in parameters}
+    states = sum(elements[id(parameter)] for parameter in trained) * _BYTES[masters]
+    # Beside fp32 masters, what is frozen keeps the type that it was loaded in.
+    frozen = sum(
+        elements[id(parameter)]
+        * (parameter.element_size() if masters != dtype else _itemsize(parameter, dtype))
+        for parameter in parameters
+        if not parameter.requires_grad
     )
-    states = (
-        sum(shard_elements(shapes[id(parameter)], shards) for parameter in trained)
-        * _BYTES[masters]
-    )
-    frozen_bytes = sum(
-        shard_elements(shapes[id(parameter)], shards)
-        * (parameter.element_size() if masters != dtype else _size(parameter, dtype))
-        for parameter in frozen
-    )
-    buffers = sum(buffer.numel() * _size(buffer, masters) for buffer in stage.buffers)
     return ShardedMemory(
         dtype,
         masters,
-        weights=states + frozen_bytes + buffers + copies,
-        gradients=states + copies,
+        weights=states + frozen + sum(b.numel() * _itemsize(b, masters) for b in buffers),
+        gradients=states,
         optimizer=2 * states + _COUNTER * len(trained),
         largest_unit=largest * _BYTES[dtype] if shards > 1 else 0,
         unit_name=name,
     )
 
 
-def shard_elements(shape: Sequence[int], shards: int) -> int:
-    """Return the elements of the first rank's shard: FSDP2 cuts the first dimension in chunks.
-
-    Example:
-        >>> from accel_callbacks.models.sharded_memory import shard_elements
-        >>> shard_elements((7, 3), 2)
-        12
-    """
+def _shard_elements(shape: Sequence[int], shards: int) -> int:
+    """Return the elements of the first rank's shard: FSDP2 cuts the first dimension in chunks."""
     if not shape:
         return 1
     return -(-shape[0] // shards) * math.prod(shape[1:])
 
 
-def _size(tensor: torch.Tensor, dtype: str) -> int:
+def _itemsize(tensor: torch.Tensor, dtype: str) -> int:
     return _BYTES[dtype] if tensor.is_floating_point() else tensor.element_size()
 
 
-def _units(
-    model: torch.nn.Module,
-    units: Iterable[Sequence[torch.nn.Module]],
-    shapes: _Shapes,
-    stage: _Stage,
+def _unit_elements(
+    model: torch.nn.Module, units: Iterable[Sequence[torch.nn.Module]], shapes: _Shapes
 ) -> Iterator[tuple[str, int]]:
     """Yield the name of each unit and its elements; a parameter is in its innermost unit."""
     names = {module: name for name, module in model.named_modules()}
-    trained = set(map(id, stage.parameters))
-    seen = {id(parameter) for parameter in model.parameters() if id(parameter) not in trained}
-    for unit in units:
-        yield (
-            ", ".join(names[module] for module in unit),
-            sum(_elements(module, seen, shapes) for module in unit),
-        )
-    yield type(model).__name__, _elements(model, seen, shapes)
-
-
-def _elements(module: torch.nn.Module, seen: set[int], shapes: _Shapes) -> int:
-    unseen = [parameter for parameter in module.parameters() if id(parameter) not in seen]
-    seen.update(map(id, unseen))
-    return sum(math.prod(shapes[id(parameter)]) for parameter in unseen)
+    seen: set[int] = set()
+    for unit in [*units, (model,)]:
+        unseen = {id(p) for module in unit for p in module.parameters()} - seen
+        seen |= unseen
+        elements = sum(math.prod(shapes[mark]) for mark in unseen)
+        yield ", ".join(names[module] for module in unit) or type(model).__name__, elements

@@ -324,22 +324,29 @@ def test_a_model_without_a_plan_is_told_of_one(
     words = ["estimate-memory", "mlps:make", "--parallelism", "tp=2", "--dtypes", "fp32"]
     assert main(words) == 1
     error = capsys.readouterr().err
-    proposed = '{"fc1": "colwise", "fc2": "rowwise"}'
     assert "mlps:make has no plan of tensor parallelism" in error
-    assert f"--tp_plan '{proposed}'" in error
-    assert main([*words, "--tp_plan", proposed, "--json"]) == 0
+    proposed = {"fc1": "colwise", "fc2": "rowwise"}
+    assert f"set its _tp_plan (by usual names it is {proposed})" in error
+    text = (tmp_path / "mlps.py").read_text()
+    text += (
+        f"def planned():\n    model = make()\n    model._tp_plan = {proposed}\n    return model\n"
+    )
+    (tmp_path / "planned_mlps.py").write_text(text)
+    assert main([words[0], "planned_mlps:planned", *words[2:], "--json"]) == 0
     (one,) = json.loads(capsys.readouterr().out)["processes"]
     assert one["weights"] == 4 * (2 * 4 * 4 + 4 + 4)
-    assert main([*words, "--tp_plan", '{"fc3": "colwise"}']) == 1
-    assert "names 'fc3'" in capsys.readouterr().err
-    assert main(["estimate-memory", "mlps:make", "--tp_plan", proposed]) == 2
-    assert "--tp_plan is for --parallelism" in capsys.readouterr().err
     assert main(["estimate-memory", "torch.nn:Identity", "--parallelism=tp=2"]) == 1
-    assert "give one with --tp_plan (Identity has no layers" in capsys.readouterr().err
+    assert "set its _tp_plan (Identity has no layers" in capsys.readouterr().err
 
 
-def test_the_estimate_as_text(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["torch.nn:Linear", "--kwargs", '{"in_features": 1000, "out_features": 1000}']
+def test_the_estimate_as_text(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wide_layer.py").write_text(
+        "from torch import nn\ndef make(): return nn.Linear(1000, 1000)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    words = ["wide_layer:make"]
     words += ["--parallelism", "dp_shard=8, dp_replicate=2", "--dtypes", "bf16"]
     assert main(["estimate-memory", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -352,5 +359,5 @@ def test_the_estimate_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert lines[4] == "Largest unit: Linear."
     assert (
-        main(["estimate-memory", *words[:3], "--parallelism=dp_replicate=2", "--dtypes=int8"]) == 2
+        main(["estimate-memory", *words[:1], "--parallelism=dp_replicate=2", "--dtypes=int8"]) == 2
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -113,26 +113,21 @@ class Assignment:
     weights: Sequence[Assigned]
     main: torch.device
     several: bool
-    _by_place: dict[str, list[Assigned]] = field(init=False, repr=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for assigned in self.weights:
-            self._by_place.setdefault(assigned.place, []).append(assigned)
 
     @property
     def resident(self) -> Sequence[Assigned]:
         """Weights that stay on their device."""
-        return self._by_place.get("resident", [])
+        return [assigned for assigned in self.weights if assigned.place == "resident"]
 
     @property
     def held(self) -> Sequence[Assigned]:
         """Weights in host memory that are fetched from there."""
-        return self._by_place.get("host", [])
+        return [assigned for assigned in self.weights if assigned.place == "host"]
 
     @property
     def on_disk(self) -> Sequence[Assigned]:
         """Weights that are fetched from files."""
-        return self._by_place.get("disk", [])
+        return [assigned for assigned in self.weights if assigned.place == "disk"]
 
 
 def assign(

@@ -18,10 +18,10 @@ from accel_callbacks.errors import nearest
 from accel_callbacks.models.offload.sizes import convert_file_size_to_int
 from checkpoint_io.warning import warn
 
-__all__ = ["Budget", "Device", "budgets_of", "get_max_memory"]
+__all__ = ["STORES", "Budget", "Device", "budgets_of", "get_max_memory"]
 
 Device: TypeAlias = "int | str"
-_STORES = ("cpu", "disk")
+STORES = ("cpu", "disk")
 _NVML = ("libnvidia-ml.so.1", "nvml.dll")
 
 
@@ -73,14 +73,14 @@ def _place(device: Device) -> tuple[int, str, int]:
     """Return the sort key of a device in a dict of budgets."""
     if isinstance(device, int) and not isinstance(device, bool):
         return 0, "", device
-    if device in _STORES:
-        return 2 + _STORES.index(str(device)), "", 0
+    if device in STORES:
+        return 2 + STORES.index(str(device)), "", 0
     try:
         parsed = torch.device(device)
     except (RuntimeError, TypeError):
         parsed = None
     if parsed is None or parsed.type in ("cpu", "meta"):
-        hint = nearest(str(device), [*_STORES, "mps", "cuda:0"])
+        hint = nearest(str(device), [*STORES, "mps", "cuda:0"])
         raise ValueError(
             f"{device!r} is no device of a budget: give numbers of accelerators, names such as "
             f"'cuda:1' or 'mps', 'cpu' and 'disk'.{hint}"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from accel_callbacks.errors import nearest
-from accel_callbacks.models.offload.budgets import Device, get_max_memory
+from accel_callbacks.models.offload.budgets import STORES, Device, get_max_memory
 from accel_callbacks.models.offload.planner import POLICIES, Plan, PlanError, offloaded_bytes, plan
 from accel_callbacks.models.offload.sizes import (
     AnyDtype,
@@ -36,7 +35,6 @@ __all__ = [
     "planned_device_map",
 ]
 
-_STORES = ("cpu", "disk")
 _Memory = Mapping[Device, "int | float | str"]
 
 
@@ -129,7 +127,7 @@ def _fitted(weights: Weights, memory: Mapping[Device, int], offload_buffers: boo
     except PlanError as error:
         warn(f"{error} The map leaves no room to run what it offloads.")
         return error.plan
-    fast = [device for device, nbytes in memory.items() if device not in _STORES and nbytes > 0]
+    fast = [device for device, nbytes in memory.items() if device not in STORES and nbytes > 0]
     if fast and weights.nbytes and fitted.execution_device == "cpu":
         way = "" if offload_buffers else "pass offload_buffers=True, "
         warn(
@@ -151,8 +149,8 @@ def get_balanced_memory(
     """Return budgets with which :func:`infer_auto_device_map` shares a model evenly.
 
     Each accelerator but the last gets its share and a little more: 1.25 times the largest block, or
-    the mean layer if that is larger. It gets more where something would be offloaded otherwise that
-    the budgets given would hold.
+    the mean layer if that is larger. The budgets stay as they are where something would be
+    offloaded otherwise that they hold.
 
     Args:
         model: also one on the meta device.
@@ -171,7 +169,7 @@ def get_balanced_memory(
         {'cpu': 500}
     """
     memory = get_max_memory(max_memory)
-    fast = [device for device, nbytes in memory.items() if device not in _STORES and nbytes > 0]
+    fast = [device for device, nbytes in memory.items() if device not in STORES and nbytes > 0]
     if not fast:
         return memory
     if len(fast) == 1:
@@ -182,17 +180,15 @@ def get_balanced_memory(
     sizes = compute_module_sizes(model, dtype, special_dtypes)
     share = sizes[""] // (len(fast) - low_zero) + _margin(model, sizes, classes)
     weights = Weights.of_model(model, classes, dtype, special_dtypes)
-    best = offloaded_bytes(weights, memory)
-
-    def limited(share: int) -> dict[Device, int]:
-        return _limited(memory, fast, share, sizes[""], low_zero)
-
-    def holds_as_much(share: int) -> bool:
-        return offloaded_bytes(weights, limited(share)) <= best
-
-    if not holds_as_much(share):  # then the smallest share with which no more is offloaded
-        share += bisect_left(range(share, sizes[""]), True, key=holds_as_much)
-    return limited(share)
+    shares = dict(memory)
+    for device in fast[1 if low_zero else 0 : -1]:
+        shares[device] = min(share, memory[device])
+    if low_zero:
+        others = sum(shares[device] for device in fast[1:])
+        shares[fast[0]] = min(max(0, sizes[""] - others), memory[fast[0]])
+    # An even share is worth nothing that is offloaded for it.
+    worse = offloaded_bytes(weights, shares) > offloaded_bytes(weights, memory)
+    return memory if worse else shares
 
 
 def _margin(model: torch.nn.Module, sizes: Mapping[str, int], classes: frozenset[str]) -> int:
@@ -207,19 +203,6 @@ def _margin(model: torch.nn.Module, sizes: Mapping[str, int], classes: frozenset
     layers = get_module_leaves(modules)
     mean = sum(modules[name] for name in layers) // max(1, len(layers))
     return max([*blocks, mean]) * 5 // 4
-
-
-def _limited(
-    memory: Mapping[Device, int], fast: Sequence[Device], share: int, total: int, low_zero: bool
-) -> dict[Device, int]:
-    """Return budgets with a share for each accelerator but the last, which keeps its own."""
-    limited = dict(memory)
-    for device in fast[1 if low_zero else 0 : -1]:
-        limited[device] = min(share, memory[device])
-    if low_zero:
-        others = sum(limited[device] for device in fast[1:])
-        limited[fast[0]] = min(max(0, total - others), memory[fast[0]])
-    return limited
 
 
 def clean_device_map(device_map: dict[str, Device], module_name: str = "") -> dict[str, Device]:

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
-from operator import add
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from accel_callbacks.errors import nearest
-from accel_callbacks.models.offload.budgets import Budget, Device, budgets_of
-from accel_callbacks.models.offload.placement import ELSEWHERE, Items, balance, place
-from accel_callbacks.models.offload.sizes import convert_file_size_to_int
+from accel_callbacks.models.offload.budgets import STORES, Budget, Device, budgets_of
 from accel_callbacks.models.offload.weights import Unit, Weights
 from accel_callbacks.terminal_text import size_of, table
 
-__all__ = ["POLICIES", "DeviceUse", "Plan", "PlanError", "plan"]
+__all__ = ["POLICIES", "DeviceUse", "Plan", "PlanError", "offloaded_bytes", "plan"]
 
 POLICIES = ("auto", "sequential", "balanced", "balanced_low_0")
 _NO_LIMIT = 1 << 62
-_STORES = ("cpu", "disk")
+_ELSEWHERE = -1
+_TRIALS = 10_000  # groups to look at in all, over the sizes of a window that are tried
+_GAIN = 100  # groups are torn from their order for more than this part of all bytes
 
 
 @dataclass(frozen=True)
@@ -33,9 +32,7 @@ class DeviceUse:
         budget: what it may hold; None for no limit.
         weights: parameters on it.
         buffers: buffers on it, those of offloaded units too where these stay.
-        cache: the share of the cache of keys and values.
         window: kept free for offloaded units while they run.
-        activations: kept free for activations.
 
     Example:
         >>> from accel_callbacks.offload import DeviceUse
@@ -47,19 +44,12 @@ class DeviceUse:
     budget: int | None
     weights: int = 0
     buffers: int = 0
-    cache: int = 0
     window: int = 0
-    activations: int = 0
-
-    @property
-    def reserve(self) -> int:
-        """Bytes kept free: window and activations."""
-        return self.window + self.activations
 
     @property
     def used(self) -> int:
         """Sum of all."""
-        return self.weights + self.buffers + self.cache + self.reserve
+        return self.weights + self.buffers + self.window
 
     @property
     def left(self) -> int | None:
@@ -109,16 +99,13 @@ class Plan:
         return sum(
             use.weights + use.buffers
             for use in self.devices
-            if use.device != self.execution_device and use.device in _STORES
+            if use.device != self.execution_device and use.device in STORES
         )
 
     @cached_property
-    def _groups(self) -> list[list[int]]:
-        return groups_of(self.weights.units)
-
-    @cached_property
     def _group_of(self) -> dict[int, list[int]]:
-        return {number: group for group in self._groups for number in group}
+        groups = tied_groups(self.weights.units)
+        return {number: group for group in groups for number in group}
 
     def explain(self, name: str) -> str:
         """Return one line for each unit that a module or tensor has part in, with the reason.
@@ -159,8 +146,8 @@ class Plan:
             for use in self.devices:
                 if use.device == device:
                     break
-                reasons.append(self._refused(use, size))
-        if device in _STORES and device != self.execution_device:
+                reasons.append(self._reason_against(use, size))
+        if device in STORES and device != self.execution_device:
             reasons.append(
                 "runs on nothing"
                 if self.execution_device is None
@@ -168,8 +155,8 @@ class Plan:
             )
         return "; ".join(filter(None, reasons)) or "fits"
 
-    def _refused(self, use: DeviceUse, size: int) -> str:
-        """Return the reason why a unit is not on a device that is filled earlier."""
+    def _reason_against(self, use: DeviceUse, size: int) -> str:
+        """Return why a unit is not on a device that is filled earlier."""
         if self.policy != "sequential" and use.used and not self.offloaded:
             return f"{use.device} has its share"
         if use.left is not None and size > use.left:
@@ -195,22 +182,20 @@ class Plan:
             UNITS   COUNT  SIZE  DEVICE  REASON
             a to b  2      10 B  0       fits
         """
-        head = ["DEVICE", "BUDGET", "WEIGHTS", "BUFFERS", "CACHE", "RESERVE", "LEFT"]
-        rows = [
+        devices = table(
+            ("DEVICE", "BUDGET", "WEIGHTS", "BUFFERS", "RESERVE", "LEFT"),
             [
-                str(use.device),
-                _text(use.budget),
-                size_of(use.weights),
-                size_of(use.buffers),
-                size_of(use.cache),
-                size_of(use.reserve),
-                _text(use.left),
-            ]
-            for use in self.devices
-        ]
-        if not any(use.cache for use in self.devices):
-            rows = [[cell for at, cell in enumerate(row) if at != 4] for row in rows]
-            head.remove("CACHE")
+                (
+                    str(use.device),
+                    _text(use.budget),
+                    size_of(use.weights),
+                    size_of(use.buffers),
+                    size_of(use.window),
+                    _text(use.left),
+                )
+                for use in self.devices
+            ],
+        )
         units = table(
             ("UNITS", "COUNT", "SIZE", "DEVICE", "REASON"),
             [
@@ -218,7 +203,7 @@ class Plan:
                 for name, count, nbytes, device, reason in self.runs(every_unit)
             ],
         )
-        return f"{table(head, rows)}\n\n{units}"
+        return f"{devices}\n\n{units}"
 
     def runs(self, every_unit: bool = False) -> Iterator[tuple[str, int, int, Device, str]]:
         """Yield names, count, bytes, device and reason of neighbors that are on one device.
@@ -276,23 +261,26 @@ class PlanError(ValueError):
         return type(self), (str(self), self.plan)
 
 
-class _Request(NamedTuple):
-    """The arguments of a plan that stay the same for all budgets that are tried."""
+class _Group(NamedTuple):
+    """Units that share parameters, and so are on one device.
 
-    weights: Weights
-    groups: list[list[int]]
-    items: Items
-    cache: list[int]
-    policy: str
-    factor: int
-    activations: int
-    keep_buffers: bool
+    Args:
+        units: their numbers.
+        size: bytes of all of them.
+        fixed: bytes of their buffers, if these stay on the running device when they are offloaded.
+        window: bytes kept free on the running device when they are offloaded.
+    """
+
+    units: Sequence[int]
+    size: int
+    fixed: int
+    window: int
 
 
-class _Placed(NamedTuple):
-    """The device of each group; None for one that has no bytes."""
+class _Placement(NamedTuple):
+    """The device of each group, the one that runs the offloaded, and the windows kept free."""
 
-    devices: list[Device]
+    devices: Sequence[Device]
     execution: Device | None
     windows: Mapping[Device, int]
     fits: bool
@@ -303,8 +291,6 @@ def plan(
     budgets: Mapping[Device, int | float | str | None] | Iterable[Budget],
     policy: str = "auto",
     *,
-    activations: int | str = 0,
-    kv_cache: int | str = 0,
     prefetch: int = 1,
     offload_buffers: bool = False,
 ) -> Plan:
@@ -318,14 +304,12 @@ def plan(
 
     Args:
         weights: the units of a model, or bytes by the names of tensors.
-        budgets: bytes, or text such as ``"8GB"``, by device; see ``get_max_memory``.
+        budgets: bytes, or text such as ``"8GB"``, by device; see ``get_max_memory``. What
+            activations and caches need is not to be in them.
         policy: how accelerators share a model that they hold whole. ``"sequential"`` fills one
             after the other, ``"balanced"`` (also ``"auto"``) leaves the fullest as much room as
             possible, ``"balanced_low_0"`` puts on the first what the others do not hold. A model
             that they do not hold whole fills them in each case.
-        activations: bytes that each device needs to compute.
-        kv_cache: bytes of the cache of keys and values, for all blocks. A block's share is where
-            the block runs.
         prefetch: offloaded units that are fetched ahead of the one that runs.
         offload_buffers: buffers of offloaded units are fetched too.
 
@@ -347,279 +331,324 @@ def plan(
         raise ValueError(f"prefetch={prefetch!r}: a number of units from 0 on.")
     if isinstance(weights, Mapping):
         weights = Weights.of_sizes(weights)
-    known = budgets_of(
-        budgets
-        if isinstance(budgets, Mapping)
-        else {budget.device: budget.nbytes for budget in budgets}
-    )
-    request = _request(
-        weights,
-        policy,
-        1 + prefetch,
-        convert_file_size_to_int(activations),
-        convert_file_size_to_int(kv_cache),
-        not offload_buffers,
-    )
-    placed = _place(request, known)
-    if placed.fits:
-        return _plan(request, known, placed)
-    short = _short_by(request, known)
-    incomplete = _plan(request, known, placed, short)
-    raise PlanError(_message(incomplete, known), incomplete)
+    if not isinstance(budgets, Mapping):
+        budgets = {budget.device: budget.nbytes for budget in budgets}
+    limits = _limits(budgets)
+    groups = _groups(weights.units, 1 + prefetch, offload_buffers)
+    placement = _place(groups, limits, policy)
+    if placement.fits:
+        return _plan(weights, groups, limits, policy, placement)
+    short = _short_by(groups, limits, policy)
+    closest = _plan(weights, groups, limits, policy, placement, short)
+    raise PlanError(_message(closest), closest)
 
 
 def offloaded_bytes(weights: Weights, budgets: Mapping[Device, int]) -> int:
     """Return what a sequential plan without prefetch offloads; all bytes if there is none."""
-    known = budgets_of(budgets)
-    request = _request(weights, "sequential", 1, 0, 0, True)
-    placed = _place(request, known)
-    return _plan(request, known, placed).offloaded if placed.fits else weights.nbytes
+    limits = _limits(budgets)
+    groups = _groups(weights.units, 1, offload_buffers=False)
+    placement = _place(groups, limits, "sequential")
+    if not placement.fits:
+        return weights.nbytes
+    return _plan(weights, groups, limits, "sequential", placement).offloaded
 
 
-def _request(
-    weights: Weights, policy: str, factor: int, activations: int, cache: int, keep_buffers: bool
-) -> _Request:
-    """Sum up sizes by groups of units that are on one device."""
-    units = weights.units
-    parameters = [unit.parameters for unit in units]
-    buffers = [unit.buffers for unit in units]
-    windows = [unit.parameters + unit.shared for unit in units]
-    holders = [n for n, unit in enumerate(units) if unit.is_block]
-    holders = holders or [n for n, nbytes in enumerate(parameters) if nbytes]
-    caches = [0] * len(units)
-    for at, number in enumerate(holders):
-        caches[number] = cache // len(holders) + (at < cache % len(holders))
-    moved, fixed = (
-        (parameters, buffers)
-        if keep_buffers
-        else (list(map(add, parameters, buffers)), [0] * len(units))
-    )
-    if not keep_buffers:
-        windows = list(map(add, windows, buffers))
-    fixed = list(map(add, fixed, caches))
-    held = list(map(add, map(add, windows, buffers), caches))
-    groups = [group for group in groups_of(units) if any(held[n] for n in group)]
-    if len(groups) < len(units):  # otherwise each unit is a group, in their order
-        moved, fixed, caches = (
-            [sum([values[n] for n in group]) for group in groups]
-            for values in (moved, fixed, caches)
-        )
-        windows = [max([windows[n] for n in group]) for group in groups]
-    items = Items(moved, fixed, windows)
-    return _Request(weights, groups, items, caches, policy, factor, activations, keep_buffers)
+def _limits(budgets: Mapping[Device, int | float | str | None]) -> dict[Device, int]:
+    """Return bytes by device, in the order in which devices are filled."""
+    return {
+        budget.device: _NO_LIMIT if budget.nbytes is None else budget.nbytes
+        for budget in budgets_of(budgets)
+    }
 
 
-def groups_of(units: Sequence[Unit]) -> list[list[int]]:
+def _groups(units: Sequence[Unit], factor: int, offload_buffers: bool) -> list[_Group]:
+    """Return the groups that have bytes; the window holds ``factor`` of them at a time."""
+    groups = []
+    for numbers in tied_groups(units):
+        members = [units[number] for number in numbers]
+        buffers = sum([unit.buffers for unit in members])
+        size = buffers + sum([unit.parameters for unit in members])
+        fetched = [unit.parameters + unit.shared for unit in members]
+        if offload_buffers:
+            fetched = [unit.buffers + nbytes for unit, nbytes in zip(members, fetched, strict=True)]
+        window = factor * max(fetched)
+        if size or window:
+            groups.append(_Group(numbers, size, 0 if offload_buffers else buffers, window))
+    return groups
+
+
+def tied_groups(units: Sequence[Unit]) -> list[list[int]]:
     """Return the groups of unit numbers that share a parameter, directly or transitively."""
-    leader = list(range(len(units)))
-
-    # Union-find with path halving; the smallest number leads a group.
-    def find(number: int) -> int:
-        while leader[number] != number:
-            leader[number] = leader[leader[number]]
-            number = leader[number]
-        return number
-
-    holder: dict[str, int] = {}
-    tied = [number for number, unit in enumerate(units) if unit.ties]
-    if not tied:
-        return [[number] for number in leader]
-    for number in tied:
-        for tie in units[number].ties:
-            root, other_root = find(number), find(holder.setdefault(tie, number))
-            leader[max(root, other_root)] = min(root, other_root)
-    groups: dict[int, list[int]] = {}
-    for number in range(len(units)):
-        groups.setdefault(find(number), []).append(number)
-    return list(groups.values())
+    groups: list[list[int]] = []
+    group_of: dict[str, list[int]] = {}  # by the name of a shared parameter
+    for number, unit in enumerate(units):
+        joined = [number]
+        for tie in unit.ties:
+            group = group_of.get(tie, joined)
+            if group is not joined:
+                groups.remove(group)
+                joined += group
+                group_of.update((known, joined) for known, of in group_of.items() if of is group)
+            group_of[tie] = joined
+        groups.append(joined)
+    return sorted(sorted(group) for group in groups)
 
 
-def _place(request: _Request, budgets: Sequence[Budget]) -> _Placed:
-    """Place on accelerators, then on the host, then on disk."""
-    sizes = {b.device: _NO_LIMIT if b.nbytes is None else b.nbytes for b in budgets}
-    fast = [b.device for b in budgets if b.device not in _STORES and sizes[b.device]]
+def _place(groups: Sequence[_Group], limits: Mapping[Device, int], policy: str) -> _Placement:
+    """Place groups on accelerators, then on the host, then on disk."""
+    fast = [device for device, nbytes in limits.items() if device not in STORES and nbytes]
     for start in range(len(fast)):
-        placed = _on_accelerators(request, sizes, fast[start:])
-        if placed is not None and _shows_execution(placed):
-            return placed
-    for device in fast:  # only to run what is elsewhere
-        placed = _on_accelerators(request, sizes, [device])
-        if placed is not None:
-            return placed
-    if sizes.get("cpu"):
-        room = sizes["cpu"] - request.activations
-        placement = place(request.items, [room], request.factor) if room >= 0 else None
+        placement = _place_on(fast[start:], groups, limits, policy)
+        # Who reads a device map runs the offloaded on its first accelerator: it needs the window.
+        if placement is not None and (
+            placement.execution in placement.devices or set(placement.devices).isdisjoint(STORES)
+        ):
+            return placement
+    computing = [*fast, "cpu"] if limits.get("cpu") else fast
+    for device in computing:  # an accelerator only to run what is elsewhere
+        placement = _place_on([device], groups, limits, policy)
         if placement is not None:
-            return _stored(request, sizes, placement, ["cpu"], "cpu")
-    if not request.groups:
-        return _Placed([], next(iter([*fast, "cpu"])), {}, True)
-    first: Device | None = fast[0] if fast else "cpu" if sizes.get("cpu") else None
-    if first is None:
-        return _Placed(["disk"] * len(request.groups), None, {}, False)
-    devices = fast or ["cpu"]
-    placement = place(request.items, [sizes[device] for device in devices], 0)
-    stored = _stored(request, sizes, placement or [], devices, first, with_windows=False)
-    return stored._replace(fits=False)
+            return placement
+    if not groups:
+        return _Placement([], "cpu", {}, fits=True)
+    if not computing:
+        return _Placement(["disk"] * len(groups), None, {}, fits=False)
+    # What fits without room to run the rest, for the error.
+    bare = [group._replace(fixed=0, window=0) for group in groups]
+    placement = _place_on(fast or ["cpu"], bare, limits, "sequential")
+    assert placement is not None
+    return placement._replace(fits=False)
 
 
-def _shows_execution(placed: _Placed) -> bool:
-    """Return whether a device map implies the execution device: its first accelerator."""
-    return placed.execution in placed.devices or set(placed.devices).isdisjoint(_STORES)
+def _place_on(
+    computing: Sequence[Device], groups: Sequence[_Group], limits: Mapping[Device, int], policy: str
+) -> _Placement | None:
+    """Place groups on computing devices, then on the host, then on disk.
 
-
-def _on_accelerators(
-    request: _Request, sizes: Mapping[Device, int], fast: Sequence[Device]
-) -> _Placed | None:
-    """Place groups on accelerators; None if the first has no room for the window of the rest."""
-    rooms = [sizes[device] - request.activations for device in fast]
-    if rooms[0] < 0:
+    Returns:
+        None if the first of the devices has no room for the window of what is elsewhere.
+    """
+    rooms = [limits[device] for device in computing]
+    places = None
+    if policy != "sequential":
+        places = _balance([group.size for group in groups], rooms, policy == "balanced_low_0")
+    if places is None:
+        places = _fill(groups, rooms)
+    if places is None:
         return None
-    rooms = [max(0, room) for room in rooms]
-    placement = None
-    if request.policy != "sequential":
-        placement = balance(request.items.sizes, rooms, request.policy == "balanced_low_0")
-    if placement is None:
-        placement = place(request.items, rooms, request.factor)
-    if placement is not None and 0 not in placement:
-        placement = _with_first(request, placement, rooms[0])
-    return None if placement is None else _stored(request, sizes, placement, fast, fast[0])
-
-
-def _with_first(request: _Request, placement: Sequence[int], room: int) -> list[int]:
-    """Return a placement with a group on the first device, which implies that it runs the rest."""
-    items = request.items
-    away = [n for n, device in enumerate(placement) if device == ELSEWHERE]
-    room -= request.factor * max((items.windows[n] for n in away), default=0)
-    room -= sum(items.fixed[n] for n in away)
-    fitting = (
-        n for n, size in enumerate(items.sizes) if placement[n] != ELSEWHERE and size <= room
-    )
-    number = next(fitting, None) if away else None
-    return [0 if n == number else device for n, device in enumerate(placement)]
-
-
-def _stored(
-    request: _Request,
-    sizes: Mapping[Device, int],
-    placement: Sequence[int],
-    devices: Sequence[Device],
-    execution: Device,
-    with_windows: bool = True,
-) -> _Placed:
-    """Place the groups that no computing device holds: on the host, then on disk."""
-    items, factor = request.items, request.factor
-    rest = [n for n, device in enumerate(placement) if device == ELSEWHERE]
-    group_devices: list[Device] = [devices[device] for device in placement]
-    for number in rest:
-        group_devices[number] = "disk"
-    windows = {execution: factor * max((items.windows[n] for n in rest), default=0)}
+    devices = ["disk" if place == _ELSEWHERE else computing[place] for place in places]
+    rest = [number for number, place in enumerate(places) if place == _ELSEWHERE]
+    windows = {computing[0]: max((groups[number].window for number in rest), default=0)}
     fits = True
-    if rest and execution != "cpu" and sizes.get("cpu"):
-        waiting = Items(
-            [items.moved[n] for n in rest], [0] * len(rest), [items.windows[n] for n in rest]
-        )
-        # What comes from disk goes through the host's memory.
-        held = place(waiting, [sizes["cpu"]], factor if with_windows else 0)
-        fits = held is not None
-        for number, device in zip(rest, held or [ELSEWHERE] * len(rest), strict=True):
-            group_devices[number] = "disk" if device == ELSEWHERE else "cpu"
-        staged = [items.windows[n] for n in rest if group_devices[n] == "disk"]
-        windows["cpu"] = factor * max(staged, default=0)
-    on_disk = sum(items.moved[n] for n in rest if group_devices[n] == "disk")
-    return _Placed(group_devices, execution, windows, fits and on_disk <= sizes["disk"])
+    if rest and computing[0] != "cpu" and limits.get("cpu"):
+        # The host has a window too: what comes from disk goes through its memory.
+        waiting = [
+            groups[number]._replace(size=groups[number].size - groups[number].fixed, fixed=0)
+            for number in rest
+        ]
+        on_host = _fill(waiting, [limits["cpu"]])
+        fits = on_host is not None
+        for number, place in zip(rest, on_host or [], strict=fits):
+            if place != _ELSEWHERE:
+                devices[number] = "cpu"
+        staged = (groups[number].window for number in rest if devices[number] == "disk")
+        windows["cpu"] = max(staged, default=0)
+    on_disk = sum(
+        group.size - group.fixed
+        for group, device in zip(groups, devices, strict=True)
+        if device == "disk"
+    )
+    return _Placement(devices, computing[0], windows, fits and on_disk <= limits["disk"])
+
+
+def _balance(sizes: Sequence[int], rooms: Sequence[int], low_first: bool) -> list[int] | None:
+    """Place all groups in order so that the fullest device holds least; None if not all fit.
+
+    Args:
+        sizes: bytes of each group.
+        rooms: bytes of each device.
+        low_first: the first device takes only what the others have no room for.
+    """
+    ends = [0, *accumulate(sizes)]
+    count, total = len(sizes), ends[-1]
+
+    def reached(limit: int, first: int = 0, start: int = 0) -> int:
+        for room in rooms[start:]:
+            first = bisect_right(ends, ends[first] + min(limit, room)) - 1
+        return first
+
+    if reached(total) < count:
+        return None
+    begin = start = 0
+    if low_first and len(rooms) > 1:  # the fewest groups for the first device
+        start = 1
+        begin = bisect_left(range(count), True, key=lambda first: reached(total, first, 1) == count)
+    # All groups fit from some limit on, so bisection finds the least.
+    limit = bisect_left(range(total), True, key=lambda most: reached(most, begin, start) == count)
+    places = [0] * begin
+    for device in range(start, len(rooms)):
+        at = len(places)
+        end = bisect_right(ends, ends[at] + min(limit, rooms[device])) - 1
+        places += [device] * (end - at)
+    return places
+
+
+def _fill(groups: Sequence[_Group], rooms: Sequence[int]) -> list[int] | None:
+    """Return the device of each group, `_ELSEWHERE` for the fewest bytes; None without a window.
+
+    The first device keeps room for the largest window of what is elsewhere, and for its buffers. A
+    smaller window, for which larger groups have to stay, may leave room for more.
+    """
+    whole = [_Group(group.units, group.size, 0, 0) for group in groups]
+    windows = sorted({group.window for group in groups}, reverse=True)
+    windows = windows[: max(1, _TRIALS // max(1, len(groups)))]
+    total = sum([group.size for group in groups])
+    too_much = total - sum(rooms)
+    if too_much > 0:
+        too_much += windows[-1]
+    in_order = range(len(groups))
+    # The largest first waste least, and tear neighbors apart: only for a gain.
+    largest_first = sorted(in_order, key=lambda number: groups[number].size, reverse=True)
+    best: list[int] | None = None
+    least = total + 1
+    for order in (in_order, largest_first):
+        gain = 0 if order is in_order else total // _GAIN
+        if too_much >= least - gain:
+            break
+        places = _fill_in_order(order, whole, rooms, 0)
+        if places is not None and _ELSEWHERE not in places:
+            return places
+        for window in windows:
+            places = _fill_in_order(order, groups, rooms, window)
+            if places is None:
+                continue
+            elsewhere = [g.size - g.fixed for g, p in zip(groups, places, strict=True) if p < 0]
+            if sum(elsewhere) < least - gain:
+                best, least = places, sum(elsewhere)
+    return best
+
+
+def _fill_in_order(
+    order: Sequence[int], groups: Sequence[_Group], rooms: Sequence[int], window: int
+) -> list[int] | None:
+    """Place groups on one device after the other, then into gaps.
+
+    Args:
+        order: the numbers of the groups.
+        groups: what is placed.
+        rooms: bytes of each device.
+        window: kept free on the first device; a group that needs a larger one has to be placed.
+
+    Returns:
+        The device of each; None if the first has no room for the window of what is elsewhere.
+    """
+    left = list(rooms)
+    # The buffers of all groups are on the first device, but for groups on another one.
+    left[0] -= window + sum([group.fixed for group in groups])
+    places = [_ELSEWHERE] * len(groups)
+
+    def put(number: int, device: int) -> bool:
+        _, size, fixed, _ = groups[number]
+        nbytes = size if device else size - fixed
+        if nbytes > left[device]:
+            return False
+        left[device] -= nbytes
+        left[0] += fixed if device else 0
+        places[number] = device
+        return True
+
+    has_to_be_placed = sum([group.size for group in groups if group.window > window])
+    device = 0
+    for number in order:
+        if device == len(rooms):
+            break
+        group = groups[number]
+        if group.window > window:
+            has_to_be_placed -= group.size
+        elif group.size > sum(left[device:]) - has_to_be_placed:
+            continue
+        while device < len(rooms) and not put(number, device):
+            device += 1  # what a device has no room for closes it, until gaps are filled
+    for number in order:
+        if places[number] == _ELSEWHERE and groups[number].size - groups[number].fixed <= max(left):
+            for device in range(len(rooms)):
+                if put(number, device):
+                    break
+    needed = [group.window for group, place in zip(groups, places, strict=True) if place < 0]
+    return places if left[0] + window >= max(needed, default=0) else None
 
 
 def _plan(
-    request: _Request,
-    budgets: Sequence[Budget],
-    placed: _Placed,
+    weights: Weights,
+    groups: Sequence[_Group],
+    limits: Mapping[Device, int],
+    policy: str,
+    placement: _Placement,
     short: Mapping[Device, int] | None = None,
 ) -> Plan:
     """Return the plan of a placement, with what it uses of each device."""
-    units = request.weights.units
-    unit_devices: list[Device | None] = [None] * len(units)
-    weights, buffers, cache = ({budget.device: 0 for budget in budgets} for _ in range(3))
-    for group, device, share in zip(request.groups, placed.devices, request.cache, strict=True):
-        cache[_of_fixed(True, device, placed)] += share
-        of_buffers = _of_fixed(request.keep_buffers, device, placed)
-        for number in group:
-            unit_devices[number] = device
-            weights[device] += units[number].parameters
-            buffers[of_buffers] += units[number].buffers
-    computing = {placed.execution} if request.groups else set()
-    computing |= {device for device in placed.devices if device not in _STORES}
-    uses = tuple(
+    execution = placement.execution
+    where: list[Device | None] = [None] * len(weights.units)
+    parameters = dict.fromkeys(limits, 0)
+    buffers = dict.fromkeys(limits, 0)
+    for group, device in zip(groups, placement.devices, strict=True):
+        # Buffers that are not fetched are where their group runs.
+        stays = group.fixed and device in STORES
+        at = execution if stays and execution is not None else device
+        for number in group.units:
+            where[number] = device
+            parameters[device] += weights.units[number].parameters
+            buffers[at] += weights.units[number].buffers
+    uses = [
         DeviceUse(
-            budget.device,
-            budget.nbytes,
-            weights[budget.device],
-            buffers[budget.device],
-            cache[budget.device],
-            placed.windows.get(budget.device, 0),
-            request.activations if budget.device in computing else 0,
+            device,
+            None if nbytes == _NO_LIMIT else nbytes,
+            parameters[device],
+            buffers[device],
+            placement.windows.get(device, 0),
         )
-        for budget in budgets
-    )
-    return Plan(
-        request.weights,
-        tuple(_next_to(unit_devices, placed.execution)),
-        uses,
-        placed.execution,
-        request.policy,
-        placed.fits,
-        short,
-    )
+        for device, nbytes in limits.items()
+    ]
+    # Modules without tensors follow the unit before them, the first ones that after them.
+    known = (device for device in where if device is not None)
+    last = next(known, "cpu" if execution is None else execution)
+    for number, at_unit in enumerate(where):
+        last = where[number] = last if at_unit is None else at_unit
+    devices = tuple(device for device in where if device is not None)
+    return Plan(weights, devices, tuple(uses), execution, policy, placement.fits, short)
 
 
-def _of_fixed(keep: bool, device: Device, placed: _Placed) -> Device:
-    """Return the device of a unit's buffers and cache."""
-    offloaded = device in _STORES and device != placed.execution
-    return placed.execution if keep and offloaded and placed.execution is not None else device
-
-
-def _next_to(devices: Sequence[Device | None], default: Device | None) -> Iterator[Device]:
-    """Yield the devices; modules without tensors follow the unit before them."""
-    last = next((device for device in devices if device is not None), default)
-    for device in devices:
-        last = last if device is None else device
-        yield "cpu" if last is None else last
-
-
-def _short_by(request: _Request, budgets: Sequence[Budget]) -> dict[Device, int]:
-    """Return by device how many bytes more would suffice."""
-    enough = sum(request.items.sizes) + request.activations
-    enough += request.factor * max(request.items.windows, default=0)
+def _short_by(
+    groups: Sequence[_Group], limits: Mapping[Device, int], policy: str
+) -> dict[Device, int]:
+    """Return how many bytes more would do, of the first accelerator, the host, or the disk."""
+    enough = sum(group.size for group in groups)
+    enough += max((group.window for group in groups), default=0)
     short: dict[Device, int] = {}
-    fast = [budget.device for budget in budgets if budget.device not in _STORES]
-    limits = {budget.device: budget.nbytes for budget in budgets}
-    for device in [*fast[:1], "cpu", "disk"]:
-        now = limits.get(device)
-        if device not in limits or now is None:
+    for device in dict.fromkeys([*list(limits)[:1], "cpu", "disk"]):
+        budget = limits.get(device, _NO_LIMIT)
+        if budget == _NO_LIMIT:
             continue
 
         def fits(nbytes: int, device: Device = device) -> bool:
-            tried = [Budget(b.device, nbytes) if b.device == device else b for b in budgets]
-            return _place(request, tried).fits
+            return _place(groups, {**limits, device: nbytes}, policy).fits
 
-        if fits(max(now, enough)):
-            short[device] = 1 + bisect_left(range(now + 1, enough), True, key=fits)
+        if fits(max(budget, enough)):
+            short[device] = 1 + bisect_left(range(budget + 1, enough), True, key=fits)
     return short
 
 
-def _message(plan: Plan, budgets: Sequence[Budget]) -> str:
-    """Return the error text: why nothing fits, and the smallest budgets that would suffice."""
-    sizes = {budget.device: budget.nbytes or 0 for budget in budgets}
-    units = plan.weights.units
-    sized = [unit for unit in units if unit.nbytes] or units  # there may be no more than a cache
+def _message(plan: Plan) -> str:
+    """Return why nothing fits, and the smallest budgets that would do."""
+    sized = [unit for unit in plan.weights.units if unit.nbytes] or plan.weights.units
     largest = max(sized, key=lambda unit: unit.nbytes + unit.shared)
     text = (
         f"The model ({size_of(plan.weights.nbytes)}, its largest unit {largest.name!r} with "
         f"{size_of(largest.nbytes + largest.shared)}) does not fit the budgets"
     )
-    if not plan.short_by:
+    budgets = {use.device: use.budget or 0 for use in plan.devices}
+    needed = {device: budgets[device] + more for device, more in (plan.short_by or {}).items()}
+    if not needed:
         return f"{text}: give one to a device that computes, as {{0: '8GB'}} or {{'cpu': '16GB'}}."
-    ways = " or ".join(
-        f"{sizes[device] + more:,} bytes ({size_of(sizes[device] + more)}) of {device}"
-        for device, more in plan.short_by.items()
-    )
+    ways = " or ".join(f"{size:,} bytes ({size_of(size)}) of {d}" for d, size in needed.items())
     return f"{text}. With the other budgets as they are, it needs at least {ways}."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -30,28 +30,28 @@ _Tree: TypeAlias = "dict[str, Any]"  # of names, with bytes at its leaves
 
 
 class Part(NamedTuple):
-    """A part of a model that is not split further, or the own tensors of a module that is.
+    """A part of a model that is not split further: a module, or a tensor of a module that is.
 
     Args:
-        name: of the module.
-        module: the module.
-        parameters: by the name within the module.
+        name: of the module or tensor.
+        parameters: by the name within the module; that of a single tensor is ``""``.
         buffers: the same.
-        is_split: the module is split, and these are what it has besides its children.
         is_block: the module has children, and is not split.
     """
 
     name: str
-    module: torch.nn.Module
     parameters: Mapping[str, torch.nn.Parameter]
     buffers: Mapping[str, torch.Tensor]
-    is_split: bool = False
     is_block: bool = False
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Parameters and buffers."""
         return [*self.parameters.values(), *self.buffers.values()]
+
+    def name_of(self, key: str) -> str:
+        """Return the name in the model of one of the tensors."""
+        return f"{self.name}.{key}" if key else self.name
 
 
 def parts(
@@ -76,14 +76,15 @@ def parts(
         is_whole = type(module).__name__ in classes or id(module) in whole_ids
         if name and (not children or is_whole):
             inside = dict(module.named_parameters()), dict(module.named_buffers())
-            yield Part(name, module, *inside, is_block=bool(children))
+            yield Part(name, *inside, is_block=bool(children))
             return
-        if parameters := _present(module._parameters):
-            yield Part(name, module, parameters, {}, is_split=True)
+        prefix = f"{name}." if name else ""
+        for key, parameter in _present(module._parameters).items():
+            yield Part(prefix + key, {"": parameter}, {})
         for key, child in children.items():
-            yield from visit(child, f"{name}.{key}" if name else key, classes)
-        if buffers := _present(module._buffers):
-            yield Part(name, module, {}, buffers, is_split=True)
+            yield from visit(child, prefix + key, classes)
+        for key, buffer in _present(module._buffers).items():
+            yield Part(prefix + key, {}, {"": buffer})
 
     yield from visit(model, "", class_names(no_split))
 
@@ -103,7 +104,6 @@ class Unit:
         buffers: bytes of its buffers.
         shared: bytes of its parameters that are tied to those of an earlier unit.
         ties: for each parameter that other units have too, one name: the first that it has.
-        is_block: one of the blocks that a model repeats, which keep a cache in generation.
 
     Example:
         >>> from accel_callbacks.offload import Unit
@@ -116,7 +116,6 @@ class Unit:
     buffers: int = 0
     shared: int = 0
     ties: tuple[str, ...] = ()
-    is_block: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -173,8 +172,7 @@ class Weights:
             16
         """
         model = original(model)
-        classes: Collection[str] | str | None = no_split
-        pieces: list[Part] = list(parts(model, classes))
+        pieces = list(parts(model, no_split))
         if no_split is None and not any(part.is_block for part in pieces):
             pieces = list(parts(model, None, list(regions(model))))
         return cls(tuple(_units(pieces, as_dtype(dtype), special_dtypes or {})))
@@ -208,11 +206,10 @@ class Weights:
             if isinstance(node.get(last), dict):
                 raise ValueError(f"{name!r} is a tensor, and other tensors are inside of it.")
             node[last] = sizes[further.get(name, name)]
-        named = [(name, inside, block) for name, inside, block in _leaves(tree, "")]
         tied = set(further.values())
         seen: set[str] = set()
         units = []
-        for name, inside, is_block in named:
+        for name, inside in _leaves(tree, ""):
             unshared = shared = 0
             groups = []
             for tensor, nbytes in inside:
@@ -224,7 +221,7 @@ class Weights:
                 if group in tied:
                     groups.append(group)
                     seen.add(group)
-            units.append(Unit(name, unshared, 0, shared, tuple(groups), is_block))
+            units.append(Unit(name, unshared, 0, shared, tuple(groups)))
         return cls(tuple(units))
 
     @classmethod
@@ -268,29 +265,16 @@ class Weights:
 
 
 def _units(
-    pieces: list[Part],
-    dtype: Any,
-    special_dtypes: Mapping[str, AnyDtype],
+    pieces: Sequence[Part], dtype: Any, special_dtypes: Mapping[str, AnyDtype]
 ) -> Iterator[Unit]:
     """Yield units with their bytes after loading."""
     special = {name: as_dtype(dtype) for name, dtype in special_dtypes.items()}
     first: dict[int, str] = {}  # the first name of a parameter, by identity
     holders: dict[int, set[str]] = {}
-    flat: list[tuple[str, Mapping[str, torch.nn.Parameter], Mapping[str, torch.Tensor], bool]] = []
     for part in pieces:
-        dot = f"{part.name}." if part.name else ""
-        if part.is_split:
-            flat += [
-                (dot + key, {"": parameter}, {}, False)
-                for key, parameter in part.parameters.items()
-            ]
-            flat += [(dot + key, {}, {"": buffer}, False) for key, buffer in part.buffers.items()]
-        else:
-            flat.append((part.name, part.parameters, part.buffers, part.is_block))
-    for name, parameters, _, _ in flat:
-        for key, parameter in parameters.items():
-            first.setdefault(id(parameter), f"{name}.{key}" if key else name)
-            holders.setdefault(id(parameter), set()).add(name)
+        for key, parameter in part.parameters.items():
+            first.setdefault(id(parameter), part.name_of(key))
+            holders.setdefault(id(parameter), set()).add(part.name)
 
     def size(name: str, tensor: torch.Tensor) -> int:
         if name not in special:
@@ -298,58 +282,56 @@ def _units(
         return converted_bytes(tensor.numel(), special[name])
 
     counted: set[int] = set()
-    for name, parameters, buffers, is_block in flat:
+    for part in pieces:
         unshared = shared = 0
-        for parameter in parameters.values():
+        for parameter in part.parameters.values():
             nbytes = size(first[id(parameter)], parameter)
             if id(parameter) in counted:
                 shared += nbytes
             else:
                 unshared += nbytes
                 counted.add(id(parameter))
-        held = sum(
-            size(f"{name}.{key}" if key else name, buffer) for key, buffer in buffers.items()
-        )
-        ties = tuple(first[id(p)] for p in parameters.values() if len(holders[id(p)]) > 1)
-        yield Unit(name, unshared, held, shared, ties, is_block)
+        buffers = sum(size(part.name_of(key), buffer) for key, buffer in part.buffers.items())
+        ties = [first[id(p)] for p in part.parameters.values() if len(holders[id(p)]) > 1]
+        yield Unit(part.name, unshared, buffers, shared, tuple(ties))
 
 
-def _leaves(tree: _Tree, name: str) -> Iterator[tuple[str, list[tuple[str, int]], bool]]:
-    """Yield name, tensors and whether it is a block, of each part of a tree of names."""
+def _leaves(tree: _Tree, name: str) -> Iterator[tuple[str, list[tuple[str, int]]]]:
+    """Yield name and tensors of each part of a tree of names."""
     modules = {key: inside for key, inside in tree.items() if isinstance(inside, dict)}
     if not modules and name:
-        yield name, [(f"{name}.{key}", tree[key]) for key in sorted(tree)], False
+        yield name, [(f"{name}.{key}", tree[key]) for key in sorted(tree)]
         return
-    blocks = _repeated(modules)
-    for key in sorted(tree, key=_order):
+    blocks = _repeated_blocks(modules)
+    for key in sorted(tree, key=_likely_position):
         inside, full = tree[key], f"{name}.{key}" if name else key
         if key in blocks:
-            yield full, sorted((f"{full}.{rest}", nbytes) for rest, nbytes in _flat(inside)), True
+            yield full, sorted((f"{full}.{rest}", nbytes) for rest, nbytes in _flatten(inside))
         elif isinstance(inside, dict):
             yield from _leaves(inside, full)
         else:
-            yield full, [(full, inside)], False
+            yield full, [(full, inside)]
 
 
-def _repeated(modules: Mapping[str, _Tree]) -> set[str]:
+def _repeated_blocks(modules: Mapping[str, _Tree]) -> set[str]:
     """Return the numbered modules if two have the same names and sizes."""
     numbered = {
-        key: frozenset(_flat(inside))
+        key: frozenset(_flatten(inside))
         for key, inside in modules.items()
         if key.isdecimal() and any(isinstance(entry, dict) for entry in inside.values())
     }
     return set(numbered) if len(set(numbered.values())) < len(numbered) else set()
 
 
-def _flat(tree: _Tree, prefix: str = "") -> Iterator[tuple[str, int]]:
+def _flatten(tree: _Tree, prefix: str = "") -> Iterator[tuple[str, int]]:
     for key, inside in tree.items():
         if isinstance(inside, dict):
-            yield from _flat(inside, f"{prefix}{key}.")
+            yield from _flatten(inside, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", inside
 
 
-def _order(key: str) -> tuple[int, list[int | str]]:
+def _likely_position(key: str) -> tuple[int, list[int | str]]:
     """Return the sort key of a module: its likely position in forward, among its neighbors."""
     if _LAST.search(key):
         rank = 3

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from accel_callbacks.models.offload.planner import POLICIES, groups_of
+from accel_callbacks.models.offload.planner import POLICIES, tied_groups
 from accel_callbacks.offload import Budget, Plan, PlanError, Unit, Weights, plan
 
 STORES = ("cpu", "disk")
@@ -23,8 +23,7 @@ def random_request(seed: int) -> tuple[Weights, dict[Any, Any], dict[str, Any]]:
         shared = 7 * len(earlier.intersection(ties))
         own = source.choice([0, 1, 5, 20, 20, 20, 90]) + 7 * len(set(ties) - earlier)
         buffers = source.choice([0, 0, 0, 1, 6])
-        is_block = source.random() < 0.5
-        units.append(Unit(f"part{number}", own, buffers, shared, ties, is_block))
+        units.append(Unit(f"part{number}", own, buffers, shared, ties))
     weights = Weights(tuple(units))
     total = weights.nbytes
     budgets: dict[Any, Any] = {
@@ -36,8 +35,6 @@ def random_request(seed: int) -> tuple[Weights, dict[Any, Any], dict[str, Any]]:
         budgets["disk"] = int(total * source.uniform(0, 1))
     options = {
         "policy": source.choice(POLICIES),
-        "activations": source.choice([0, 0, 3]),
-        "kv_cache": source.choice([0, 0, 17]),
         "prefetch": source.choice([0, 1, 2]),
         "offload_buffers": source.random() < 0.5,
     }
@@ -57,17 +54,11 @@ def recount(found: Plan, options: dict[str, Any]) -> dict[Any, int]:
     units, runs_on = found.weights.units, found.execution_device
     needed: dict[Any, int] = {"cpu": 0} | {use.device: 0 for use in found.devices}
     windows: dict[Any, int] = {}
-    holders = [u.name for u in units if u.is_block] or [u.name for u in units if u.parameters]
-    cache = options["kv_cache"]
     for unit in units:
         device = found.device_map[unit.name]
         away = device in STORES and device != runs_on
         needed[device] += unit.parameters
         needed[runs_on if away and not options["offload_buffers"] else device] += unit.buffers
-        if unit.name in holders:
-            at = holders.index(unit.name)
-            share = cache * (at + 1) // len(holders) - cache * at // len(holders)
-            needed[runs_on if away else device] += share
         if away:
             window = unit.parameters + unit.shared
             window += unit.buffers if options["offload_buffers"] else 0
@@ -78,9 +69,6 @@ def recount(found: Plan, options: dict[str, Any]) -> dict[Any, int]:
         staged = any(use.device == "cpu" and use.budget for use in found.devices)
         if runs_on != "cpu" and staged:
             needed["cpu"] += factor * windows.get("disk", 0)
-    computing = {d for d in found.device_map.values() if d not in STORES} | {runs_on}
-    for device in computing:
-        needed[device] += options["activations"] if found.weights.nbytes else 0
     return needed
 
 
@@ -93,7 +81,7 @@ def test_nothing_is_lost_and_no_budget_is_exceeded(first: int) -> None:
         found, options = planned(seed)
         units = found.weights.units
         assert list(found.device_map) == [unit.name for unit in units]
-        for group in groups_of(units):
+        for group in tied_groups(units):
             assert len({found.where[number] for number in group}) == 1
         assert sum(use.weights + use.buffers for use in found.devices) == found.weights.nbytes
         if not found.fits:
@@ -101,8 +89,7 @@ def test_nothing_is_lost_and_no_budget_is_exceeded(first: int) -> None:
         fitting += 1
         needed = recount(found, options)
         for use in found.devices:
-            # A share of the cache differs by a byte at most, as to who gets the remainder.
-            assert abs(use.used - needed[use.device]) <= len(units) * bool(options["kv_cache"])
+            assert use.used == needed[use.device]
             assert use.left is None or use.left >= 0, (seed, use)
     assert fitting > 75
 
@@ -152,7 +139,7 @@ def test_the_budget_that_an_error_names_is_the_smallest(first: int) -> None:
 
 
 def blocks(count: int, nbytes: int = 10) -> Weights:
-    return Weights(tuple(Unit(f"blocks.{n}", nbytes, is_block=True) for n in range(count)))
+    return Weights(tuple(Unit(f"blocks.{n}", nbytes) for n in range(count)))
 
 
 def counts(found: Plan) -> dict[Any, int]:
@@ -191,16 +178,6 @@ def test_policies_share_what_fits() -> None:
     assert counts(plan(blocks(8), budgets, "balanced_low_0")) == {1: 40, 2: 40}
     assert counts(plan(blocks(14), budgets, "balanced_low_0")) == {0: 20, 1: 60, 2: 60}
     assert counts(plan(blocks(30), {**budgets, "cpu": 500})) == {0: 40, 1: 60, 2: 60, "cpu": 140}
-
-
-def test_activations_and_cache_take_room_where_units_run() -> None:
-    found = plan(blocks(4), {0: 56, "cpu": 100}, activations=8, kv_cache=16)
-    assert counts(found) == {0: 10, "cpu": 30}
-    first = found.devices[0]
-    assert (first.cache, first.activations, first.window) == (16, 8, 20)
-    assert first.left == 2
-    split = plan(blocks(4), {0: 30, 1: 30}, kv_cache="16B")
-    assert [use.cache for use in split.devices] == [8, 8, 0]
 
 
 def test_buffers_of_offloaded_units_stay_where_these_run() -> None:
@@ -282,7 +259,6 @@ def test_a_table_has_a_line_for_each_run_of_units() -> None:
     ]
     assert "blocks.2 to blocks.4  3      30 B  disk" in found.table()
     assert len(found.table(every_unit=True).splitlines()) == len(found.table().splitlines()) + 2
-    assert "CACHE" in plan(blocks(2), {0: 100}, kv_cache=5).table()
 
 
 def test_a_unit_without_bytes_has_no_line_unless_its_weights_are_elsewhere() -> None:
@@ -337,18 +313,3 @@ def test_ten_thousand_units_are_looked_at_a_bounded_number_of_times() -> None:
     finally:
         sys.setprofile(before)
     assert calls < 40 * len(units)
-
-
-def test_a_unit_shows_on_which_device_offloaded_ones_run() -> None:
-    """All but two of 30 fit device 1; as the map tells it, they would run there, without room."""
-    sizes = {f"part{number}.w": size for number, size in enumerate([30, 40, 5, 5, 30])}
-    found = plan(sizes, {0: 40, 1: 50, "cpu": 30}, prefetch=0)
-    assert list(found.device_map.values()) == ["disk", 1, 0, 1, "disk"]
-    assert found.execution_device == 0
-    assert all(use.left is None or use.left >= 0 for use in found.devices)
-
-
-def test_a_cache_for_which_there_is_no_room_is_told_also_without_weights() -> None:
-    weights = Weights((Unit("part0", 0, is_block=True),))
-    with pytest.raises(PlanError, match=r"needs at least 17 bytes .* of cpu"):
-        plan(weights, {"cpu": 10}, kv_cache=17)

@@ -42,7 +42,7 @@ def test_a_model_is_cut_into_blocks_layers_and_single_tensors() -> None:
     named = {unit.name: unit for unit in weights.units}
     expected = ["bias", "wte", "drop", *(f"h.{n}" for n in range(11)), "ln_f", "head", "mask"]
     assert list(named) == expected
-    assert named["h.3"] == Unit("h.3", 60, 8, is_block=True)
+    assert named["h.3"] == Unit("h.3", 60, 8)
     assert named["wte"] == Unit("wte", 60, ties=("wte.weight",))
     assert named["head"] == Unit("head", 0, shared=60, ties=("wte.weight",))
     assert named["mask"] == Unit("mask", 0, 4)
@@ -60,7 +60,6 @@ def test_classes_that_are_not_split_are_the_models_or_given() -> None:
     model = Language()
     split = Weights.of_model(model, no_split=[])
     assert {"h.0.scale", "h.0.mlp.0", "h.0.table"} <= {unit.name for unit in split.units}
-    assert not any(unit.is_block for unit in split.units)
     model._no_split_modules = ["Sequential"]  # what the model says comes before what is repeated
     assert "h.0.mlp" in {unit.name for unit in Weights.of_model(model).units}
     assert "h" in {unit.name for unit in Weights.of_model(model, "ModuleList").units}
@@ -69,7 +68,7 @@ def test_classes_that_are_not_split_are_the_models_or_given() -> None:
 def test_dtypes_are_those_after_the_load() -> None:
     half = Weights.of_model(Language(), dtype="bfloat16", special_dtypes={"bias": torch.float32})
     named = {unit.name: unit for unit in half.units}
-    assert named["h.0"] == Unit("h.0", 30, 4, is_block=True)
+    assert named["h.0"] == Unit("h.0", 30, 4)
     assert (named["bias"].nbytes, named["mask"].nbytes) == (8, 4)
 
 
@@ -103,8 +102,6 @@ def test_headers_alone_give_the_units_of_the_model(tmp_path: Path) -> None:
     head = next(unit for unit in stored.units if unit.name == "head")
     assert (head.parameters, head.shared) == (0, 60)
     assert plan(stored, {0: 100, "cpu": 900}, prefetch=0).explain("head").count("tied to wte") == 1
-    blocks = [unit.name for unit in stored.units if unit.is_block]
-    assert blocks == [f"h.{number}" for number in range(11)]
     assert plan(stored, {"cpu": 300}, prefetch=0).device_map["head"] == "cpu"
     half = Weights.of_checkpoint(tmp_path / "model.safetensors", "float16")
     assert half.nbytes < stored.nbytes
