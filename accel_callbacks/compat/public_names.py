@@ -24,43 +24,6 @@ _NAMES = {
     "checkpointing": """
         load_accelerator_state load_custom_state save_accelerator_state save_custom_state
     """,
-    "commands.accelerate_cli": """
-        main
-    """,
-    "commands.config": """
-        get_config_parser main
-    """,
-    "commands.config.config": """
-        config_command main
-    """,
-    "commands.config.config_args": """
-        BaseConfig ClusterConfig SageMakerConfig default_config_file default_json_config_file
-        default_yaml_config_file load_config_from_file
-    """,
-    "commands.config.default": """
-        write_basic_config
-    """,
-    "commands.env": """
-        env_command env_command_parser main
-    """,
-    "commands.estimate": """
-        estimate_command estimate_command_parser gather_data main
-    """,
-    "commands.launch": """
-        _validate_launch_command launch_command launch_command_parser main
-    """,
-    "commands.merge": """
-        main merge_command merge_command_parser
-    """,
-    "commands.test": """
-        main test_command test_command_parser
-    """,
-    "commands.to_fsdp2": """
-        convert_config_to_fsdp2 to_fsdp2_command to_fsdp2_command_parser
-    """,
-    "commands.tpu": """
-        tpu_command_launcher tpu_command_parser
-    """,
     "data_loader": """
         BatchSamplerShard DataLoaderAdapter DataLoaderDispatcher DataLoaderShard
         DataLoaderStateMixin IterableDatasetShard SeedableRandomSampler SkipBatchSampler
@@ -99,72 +62,6 @@ _NAMES = {
         AimTracker ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker LOGGER_TYPE_TO_CLASS
         MLflowTracker SwanLabTracker TensorBoardTracker TrackioTracker WandBTracker filter_trackers
         get_available_trackers on_main_process register_tracker_class
-    """,
-    "utils": """
-        AORecipeKwargs AbstractTrainStep AutocastKwargs BertTrainStep BnbQuantizationConfig
-        CannotPadNestedTensorWarning ComputeEnvironment CustomDtype DDPCommunicationHookType
-        DataLoaderConfiguration DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedPlugin
-        DeepSpeedSchedulerWrapper DeepSpeedSequenceParallelConfig DistributedDataParallelKwargs
-        DistributedType DummyOptim DummyScheduler DynamoBackend FP8RecipeKwargs
-        FullyShardedDataParallelPlugin GPTTrainStep GatheredParameters GradScalerKwargs
-        GradientAccumulationPlugin HfDeepSpeedConfig InitProcessGroupKwargs KwargsHandler LoggerType
-        MITA_PROFILING_AVAILABLE_PYTORCH_VERSION MODEL_NAME MSAMPRecipeKwargs
-        MegatronLMDummyDataLoader MegatronLMDummyScheduler MegatronLMPlugin OPTIMIZER_NAME
-        OffloadedWeightsLoader PROFILE_PATTERN_NAME ParallelismConfig PrecisionType PrefixedDataset
-        PrepareForLaunch ProfileKwargs ProjectConfiguration RNGType RNG_STATE_NAME SAFE_MODEL_NAME
-        SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SAMPLER_NAME SCALER_NAME
-        SCHEDULER_NAME SageMakerDistributedType T5TrainStep TERecipeKwargs
-        TORCH_DISTRIBUTED_OPERATION_TYPES TORCH_LAUNCH_PARAMS TensorInformation
-        TorchContextParallelConfig TorchDynamoPlugin TorchTensorParallelConfig
-        TorchTensorParallelPlugin WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME
-        XPU_PROFILING_AVAILABLE_PYTORCH_VERSION add_model_config_to_megatron_parser
-        align_module_device apply_fp8_autowrap are_libraries_initialized
-        avg_losses_across_data_parallel_group broadcast broadcast_object_list
-        calculate_maximum_sizes check_cuda_fp8_capability check_cuda_p2p_ib_support check_device_map
-        check_os_kernel check_tied_parameters_in_config check_tied_parameters_on_same_device
-        clean_state_dict_for_safetensors clear_environment compare_versions compile_regions
-        compile_regions_deepspeed compile_regions_fsdp2 compute_module_sizes concatenate
-        contextual_fp8_autocast convert_bytes convert_dict_to_env_variables convert_file_size_to_int
-        convert_model convert_model_to_fp8_ao convert_outputs_to_fp32 convert_to_fp32
-        copy_tensor_to_devices deepspeed_required disable_fsdp_ram_efficient_loading dtype_byte_size
-        enable_fsdp_ram_efficient_loading ensure_weights_retied extract_model_from_parallel
-        extract_submodules_state_dict filter_first_and_last_linear_layers find_batch_size
-        find_device find_executable_batch_size find_tied_parameters fsdp2_apply_ac
-        fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_model
-        fsdp2_switch_optimizer_parameters gather gather_object get_active_deepspeed_plugin
-        get_balanced_memory get_cpu_distributed_information get_current_device_type
-        get_data_structure get_fsdp2_grad_scaler get_gpu_info get_grad_scaler get_int_from_env
-        get_max_layer_size get_max_memory get_mixed_precision_context_manager get_model_tp_size
-        get_module_children_bottom_up get_pretty_name has_4bit_bnb_layers has_ao_layers
-        has_compiled_regions has_offloaded_params has_transformer_engine_layers honor_type
-        id_tensor_storage ignorant_find_batch_size infer_auto_device_map initialize_tensors
-        install_xla is_4bit_bnb_available is_8bit_bnb_available is_aim_available is_amdsmi_available
-        is_bf16_available is_bitsandbytes_multi_backend_available is_bnb_available
-        is_boto3_available is_clearml_available is_comet_ml_available is_compiled_module
-        is_cuda_available is_datasets_available is_deepspeed_available is_dvclive_available
-        is_fp16_available is_fp8_available is_habana_gaudi1 is_hpu_available
-        is_import_timer_available is_lomo_available is_matplotlib_available is_megatron_lm_available
-        is_mlflow_available is_mlu_available is_mps_available is_msamp_available is_musa_available
-        is_namedtuple is_neuron_available is_npu_available is_pandas_available is_peft_available
-        is_peft_model is_pippy_available is_port_in_use is_pynvml_available is_pytest_available
-        is_rich_available is_rocm_available is_sagemaker_available is_schedulefree_available
-        is_sdaa_available is_swanlab_available is_tensor_information is_tensorboard_available
-        is_timm_available is_torch_tensor is_torch_version is_torch_xla_available
-        is_torchao_available is_torchdata_available is_torchdata_stateful_dataloader_available
-        is_torchvision_available is_trackio_available is_transformer_engine_available
-        is_transformer_engine_mxfp8_available is_transformers_available is_triton_available
-        is_wandb_available is_weights_only_available is_xccl_available is_xpu_available listify load
-        load_and_quantize_model load_checkpoint_in_model load_fsdp_model load_fsdp_optimizer
-        load_offloaded_weight load_offloaded_weights load_state_dict merge_dicts merge_fsdp_weights
-        model_has_dtensor named_module_tensors offload_state_dict offload_weight
-        pad_across_processes pad_input_tensors parse_choice_from_env parse_flag_from_env
-        patch_environment prepare_deepspeed_cmd_env prepare_multi_gpu_env
-        prepare_sagemager_args_inputs prepare_simple_launcher_cmd_env prepare_tpu
-        purge_accelerate_environment recursive_getattr recursively_apply reduce release_memory
-        retie_parameters save save_fsdp_model save_fsdp_optimizer save_offload_index send_to_device
-        set_module_tensor_to_device set_numa_affinity set_seed slice_tensors str_to_bool
-        synchronize_rng_state synchronize_rng_states torchao_required tqdm wait_for_everyone
-        write_basic_config
     """,
     "utils.ao": """
         convert_model_to_fp8_ao filter_first_and_last_linear_layers filter_linear_layers
@@ -293,7 +190,35 @@ _NAMES = {
     """,
 }
 
+#: Names of modules of ``utils`` that ``utils`` itself has not.
+_INNER = """
+    BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_SP_AVAILABLE_DEEPSPEED_VERSION
+    BETA_TP_AVAILABLE_PYTORCH_VERSION BETA_TP_AVAILABLE_TRANSFORMERS_VERSION BaseEnum
+    CPUInformation CUDA_DISTRIBUTED_TYPES DEEPSPEED_MULTINODE_LAUNCHERS DTENSOR_PYTORCH_VERSION
+    DistributedOperationException ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION
+    EnumWithContains FP8BackendType FSDP2_PYTORCH_VERSION FSDP2_STATE_DICT_TYPE
+    FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_MODEL_NAME FSDP_PYTORCH_VERSION
+    FSDP_SHARDING_STRATEGY FSDP_STATE_DICT_TYPE STR_OPERATION_TO_FUNC
+    SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING TORCH_DYNAMO_MODES clean_device_map
+    clear_device_cache compute_module_total_buffer_size fallback_allocate filter_linear_layers
+    find_first_last_linear_layers fsdp2_prepare_auto_wrap_policy get_driver_version
+    get_free_port get_module_class_from_name get_module_leaves get_module_size_with_ties
+    get_non_persistent_buffers get_parameters_from_modules get_shape get_state_dict_from_offload
+    get_state_dict_offloaded_model has_repeated_blocks is_numpy_available
+    is_torch_distributed_available is_tqdm_available override_numa_affinity prepare_data_loader
+    should_reduce_batch_size
+"""
+#: Names of ``utils`` that are in none of its modules.
+_OUTER = ("ParallelismConfig", "get_model_tp_size", "write_basic_config")
+
 
 def public_names(module: str) -> list[str]:
-    """Return the names that ``from module import *`` gives, for a module of Accelerate."""
-    return _NAMES.get(module.removeprefix("accelerate").removeprefix("."), "").split()
+    """Return the names that ``from module import *`` gives, for a module of Accelerate.
+
+    Modules of commands give none.
+    """
+    name = module.removeprefix("accelerate").removeprefix(".")
+    if name != "utils":
+        return _NAMES.get(name, "").split()
+    parts = (names.split() for part, names in _NAMES.items() if part.startswith("utils."))
+    return sorted({name for names in parts for name in names} - {*_INNER.split()} | {*_OUTER})
