@@ -88,7 +88,7 @@ def offload_weight(
             file.write(piece)
         if not weight.numel():
             file.write(b"\0")  # numpy, with which Accelerate reads it, maps no empty file
-    replace(part, path)
+    replace(part, path)  # a file of this name is whole, or that of before
     if index is not None:
         dtype = str(weight.dtype).removeprefix("torch.")
         index[weight_name] = {
@@ -557,6 +557,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if key in self.state_dict:
             return self.state_dict[key]
         with _as_corrupt():
+            # A digest is compared once: after that the identity of the file tells of another one.
             weights = self._locate(key)
             (tensor,) = weights.read([key])
             if key not in self._verified:

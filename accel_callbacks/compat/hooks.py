@@ -179,7 +179,7 @@ def _forward_with_hook(module: Any, /, *args: Any, **kwargs: Any) -> Any:
                 output = module._old_forward(*args, **kwargs)
         else:
             output = module._old_forward(*args, **kwargs)
-    except BaseException:
+    except BaseException:  # KeyboardInterrupt too: fetched weights would stay on the device
         if hasattr(hook, "forward_failed"):  # a class of Accelerate's has none
             hook.forward_failed(module)
         raise
@@ -215,6 +215,7 @@ def add_hook_to_module(module: _Module, hook: Any, append: bool = False) -> _Mod
             _set_forward(module, _wrap_forward(module, attributes["_old_forward"]))
         return module
     if before is not None:
+        # First of all: the new hook is to see weights, and not the placeholders of the old one.
         before.detach_hook(module)
         del attributes["_hf_hook"]
     if "_old_forward" not in attributes:
@@ -400,6 +401,7 @@ class AlignDevicesHook(ModelHook):
             for name, tensor in everything.items()
         }
         away = self._tensors(module, self.offload_buffers)
+        # They stay: no state dict has them, of which maps are made.
         for name in get_non_persistent_buffers(module, self.place_submodules, True):
             away.pop(name, None)
         if self.weights_map is None:
@@ -455,7 +457,7 @@ class AlignDevicesHook(ModelHook):
 
     @outside_graphs
     def _fetch(self, module: Any) -> None:
-        if not self._lent.begin():
+        if not self._lent.begin():  # an outer call has fetched them, and releases them
             return
         try:
             self._lend(module)

@@ -293,6 +293,7 @@ class MegatronLMPlugin(_Unmapped):
         data = world_size // _group_size(degrees, world_size)
         if notes := self.notes():
             warn(notes)
+        # FSDP shards over the ranks of one sequence too, since each has all weights.
         shards = data * cp > 1 and (self._shards or tp * pp > 1)
         words = "proposed_sequence" if self.sequence_parallelism else "proposed"
         parallelism = ParallelismConfig(

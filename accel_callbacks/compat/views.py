@@ -67,7 +67,7 @@ class OffloadWeights(Mapping[str, torch.Tensor]):
         return index
 
 
-class _Dispatched:
+class _DispatchHooks:
     """A dispatched model and the hooks that serve it.
 
     Args:
@@ -90,7 +90,7 @@ class _Dispatched:
                     guard.off()
 
 
-class _Served(NamedTuple):
+class _OffloadedWeight(NamedTuple):
     """An offloaded weight of a module."""
 
     offload: Offload
@@ -121,9 +121,9 @@ class DispatchHook(AlignDevicesHook):
     def __init__(
         self,
         module: torch.nn.Module,
-        served: Mapping[str, _Served],
+        served: Mapping[str, _OffloadedWeight],
         device: torch.device,
-        dispatched: _Dispatched,
+        dispatched: _DispatchHooks,
         offload_buffers: bool = False,
     ) -> None:
         super().__init__(device, bool(served), offload_buffers=offload_buffers)
@@ -194,6 +194,7 @@ class DispatchHook(AlignDevicesHook):
         for loan in self._lent:
             served, tensor = self._served[loan.name], _slot(module, loan.name).get()
             if tensor is not loan.tensor:
+                # A script has assigned another parameter, as peft does: that one stays.
                 self._lent.give(loan.name)
                 self._keep(loan.name, loan.tensor if tensor is None else tensor, loan.tensor)
             elif not same_bits(tensor, served.offload.tensor(served.name)):
@@ -219,6 +220,7 @@ class DispatchHook(AlignDevicesHook):
         for key, (offload, _, name) in list(self._served.items()):
             stands = _slot(module, key).get()
             if isinstance(stands, AbsentWeight):
+                # `writable` takes it away from copies of the model, which share what is held.
                 is_held = name in offload.held
                 value = offload.writable(name) if is_held else offload.tensor(name)
                 weight = stands.filled(value)
@@ -244,14 +246,14 @@ def put_views(model: torch.nn.Module, device: torch.device, offload_buffers: boo
         offload_buffers: buffers are offloaded too.
     """
     remove_views(model)
-    served: dict[int, dict[str, _Served]] = {}
-    dispatched = _Dispatched(model)
+    served: dict[int, dict[str, _OffloadedWeight]] = {}
+    dispatched = _DispatchHooks(model)
     for hook in offload_hooks(model):
         for _, unit in hook.units:
             for name, slots in unit.slots.items():
                 for slot in slots:
                     weights = served.setdefault(id(slot.module), {})
-                    weights[slot.key] = _Served(hook.offload, unit, name)
+                    weights[slot.key] = _OffloadedWeight(hook.offload, unit, name)
     for module in model.modules():
         weights, align = served.get(id(module), {}), vars(module).get("_align_hook")
         if weights or align is not None or module is model:
