@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 import checkpoint_io
 from accel_callbacks.cli.main import main
-from checkpoint_io.weights.foreign.torch_pickle import Record, read_inert
+from checkpoint_io.weights.foreign.inert_pickle import Record, read_inert
 from checkpoint_io.weights.merge import merge_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -25,14 +25,14 @@ from checkpoint_io.sharding.boxes import overlapping
 from checkpoint_io.sharding.dtensor import is_dtensor, local_of
 from checkpoint_io.sharding.planner import plan_reads
 from checkpoint_io.storage.open import RangeReader, Store, child_name
-from checkpoint_io.weights.foreign.torch_pickle import (
+from checkpoint_io.weights.foreign.inert_pickle import (
     Name,
     Record,
-    described,
+    describe_entry,
     natural_numbers,
     read_inert,
-    read_restricted,
 )
+from checkpoint_io.weights.foreign.torch_pickle import read_restricted
 from checkpoint_io.weights.source import Wanted, WeightFile, WeightInfo, sizes_of
 
 DCP_METADATA = ".metadata"
@@ -92,7 +92,7 @@ class DcpSource:
         self.where = store.url
         self.tied: dict[str, str] = {}
         metadata = _read_metadata(store)
-        tensors = _mapping(metadata, "state_dict_metadata", self.where)
+        tensors = _table(metadata, "state_dict_metadata", self.where)
         self._planned = planned = metadata.fields.get("planner_data")
         paths = {key: _path_of(key, planned, self.where) for key in tensors}
         chosen = _choose(paths, part, self.where)
@@ -127,7 +127,7 @@ class DcpSource:
             planned = self._planned.get(key) if isinstance(self._planned, dict) else None
             path = planned if isinstance(planned, tuple) else (key,)
             inner: Any = root
-            with _described(key, self.where):
+            with _describe_key(key, self.where):
                 for word in path[:-1]:
                     inner = inner.setdefault(word, {})
                 if path[-1] in inner:
@@ -138,11 +138,9 @@ class DcpSource:
     def _value(self, name: str, key: str) -> Any:
         if name in self.infos:
             return DcpTensor(name, *self.infos[name])
-        with _described(key, self.where):
+        with _describe_key(key, self.where):
             file, begin, end = _place_of(self._storage[key, ()])
-        stored = WeightFile.at(self._store, file)
-        with stored.open() as reader:
-            return read_restricted(_Part(reader, begin, end), stored.where)
+        return _read_part(WeightFile.at(self._store, file), begin, end)
 
     def read(self, wanted: Wanted, progress: TransferProgress) -> None:
         """Assemble the pieces of each tensor in its target; of a DTensor, the local part."""
@@ -159,8 +157,7 @@ class DcpSource:
     def _read_piece(self, name: str, piece: _Piece) -> torch.Tensor:
         """Read one piece; raise CorruptCheckpointError unless it is as the metadata describes."""
         file = WeightFile.at(self._store, piece.file)
-        with file.open() as reader:
-            value = read_restricted(_Part(reader, piece.begin, piece.end), file.where)
+        value = _read_part(file, piece.begin, piece.end)
         expected = self.infos[name].dtype, piece.sizes
         if (
             not isinstance(value, torch.Tensor)
@@ -172,6 +169,16 @@ class DcpSource:
                 "metadata describes; copy the folder again"
             )
         return value
+
+
+def _read_part(file: WeightFile, begin: int, end: int) -> Any:
+    """Return what torch has saved into a range of a file."""
+    with file.open() as reader:
+        if end > reader.size:
+            raise CorruptCheckpointError(
+                f"{file.where} is cut off: it has {reader.size} bytes of {end}; copy it again"
+            )
+        return read_restricted(_Part(reader, begin, end), file.where)
 
 
 class _Part:
@@ -199,7 +206,7 @@ def _read_metadata(store: Store) -> Record:
     return metadata
 
 
-def _mapping(metadata: Record, name: str, location: str) -> dict[Any, Any]:
+def _table(metadata: Record, name: str, location: str) -> dict[Any, Any]:
     """Return one of the tables of the metadata."""
     table = metadata.fields.get(name)
     if not isinstance(table, dict):
@@ -247,13 +254,13 @@ def _choose(paths: Mapping[str, Path], part: str | None, location: str) -> dict[
 
 def _storage(metadata: Record, location: str) -> dict[tuple[str, tuple[int, ...]], Record]:
     """Return the storage entry of each piece by its key and its offset in the tensor."""
-    table = _mapping(metadata, "storage_data", location)
+    table = _table(metadata, "storage_data", location)
     entries: dict[tuple[str, tuple[int, ...]], Record] = {}
     for index, place in table.items():
         if isinstance(index, Record) and isinstance(place, Record):
             key, offset = index.fields.get("fqn"), index.fields.get("offset")
             if isinstance(key, str):
-                with _described(key, location):
+                with _describe_key(key, location):
                     entries[key, () if offset is None else natural_numbers(offset)] = place
     return entries
 
@@ -276,14 +283,14 @@ def _check_files(pieces: Iterable[_Piece], store: Store) -> None:
             )
 
 
-def _described(key: str, location: str) -> AbstractContextManager[None]:
+def _describe_key(key: str, location: str) -> AbstractContextManager[None]:
     """Raise CorruptCheckpointError, with the tensor's key, for an error in the block."""
-    return described(f"{location}/{DCP_METADATA}: its entry of {key!r:.80} is not understood")
+    return describe_entry(f"{location}/{DCP_METADATA}: its entry of {key!r:.80} is not understood")
 
 
 def _info(entry: Record, key: str, location: str) -> WeightInfo:
     """Return dtype and shape of a tensor."""
-    with _described(key, location):
+    with _describe_key(key, location):
         properties = entry.fields["properties"]
         stored = properties.state
         name = stored["dtype"] if isinstance(stored, dict) else stored[0]
@@ -301,7 +308,7 @@ def _pieces(
     location: str,
 ) -> list[_Piece]:
     """Return the pieces of a tensor; raise unless they fill it without overlap."""
-    with _described(key, location):
+    with _describe_key(key, location):
         pieces = []
         if math.prod(max(n, 1) for n in info.shape) * info.dtype.itemsize >= 2**63:
             raise ValueError("no tensor is that large")

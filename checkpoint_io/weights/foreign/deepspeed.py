@@ -23,8 +23,9 @@ from checkpoint_io.format.safetensors import as_bytes
 from checkpoint_io.progress import TransferProgress
 from checkpoint_io.storage.base import is_child_name
 from checkpoint_io.storage.open import Store
-from checkpoint_io.weights.foreign.torch_archive import StoredTensor, TorchArchive, entries_of
-from checkpoint_io.weights.foreign.torch_pickle import described, natural_numbers, refuse_repetition
+from checkpoint_io.weights.foreign.inert_pickle import describe_entry, entries_of, natural_numbers
+from checkpoint_io.weights.foreign.torch_archive import StoredTensor, TorchArchive
+from checkpoint_io.weights.foreign.torch_pickle import refuse_repetition
 from checkpoint_io.weights.source import Destination, Wanted, WeightFile, WeightInfo, sizes_of
 
 __all__ = ["DeepSpeedSource", "deepspeed_folder"]
@@ -145,7 +146,7 @@ class DeepSpeedSource:
         self._optimizers = [TorchArchive(file) for file in _files(store, names, _OPTIMIZER)]
         states, self.stage, self.ranks = [], 0, 1
         if self._optimizers:
-            with _described(self.where, "the optimizer states"):
+            with _describe_part(self.where, "the optimizer states"):
                 states = [
                     entries_of(entries_of(archive.content)["optimizer_state_dict"])
                     for archive in self._optimizers
@@ -157,19 +158,19 @@ class DeepSpeedSource:
         kind = _PARTITIONED if self.stage == 3 else _WHOLE
         self._models = [TorchArchive(file) for file in _files(store, names, kind)]
         _require_ranks(self._models, self.ranks if self.stage == 3 else 1, self.where)
-        with _described(self.where, "the model states"):
+        with _describe_part(self.where, "the model states"):
             contents = [entries_of(archive.content) for archive in self._models]
             step = contents[0].get("global_steps")
             self.step = step if isinstance(step, int) else None
         if self.stage:
-            with _described(self.where, "the optimizer states"):
+            with _describe_part(self.where, "the optimizer states"):
                 self._locate_trained(contents[0], states)
         if self.stage == 3:
-            with _described(self.where, "the frozen parameters"):
+            with _describe_part(self.where, "the frozen parameters"):
                 self._locate_frozen(contents)
-        with _described(self.where, "the module"):
+        with _describe_part(self.where, "the module"):
             self._locate_whole(contents[0])
-        with _described(self.where, "the shared parameters"):
+        with _describe_part(self.where, "the shared parameters"):
             for name, kept in entries_of(contents[0].get("shared_params") or {}).items():
                 if isinstance(kept, str) and kept in self.infos and name != kept:
                     self.infos.pop(name, None)
@@ -334,6 +335,6 @@ def _refuse_split(names: Iterable[str], location: str) -> None:
             )
 
 
-def _described(location: str, part: str) -> AbstractContextManager[None]:
+def _describe_part(location: str, part: str) -> AbstractContextManager[None]:
     """Raise CorruptCheckpointError, with the part of the checkpoint, for an error in the block."""
-    return described(f"{location}: {part} are not as DeepSpeed writes them")
+    return describe_entry(f"{location}: {part} are not as DeepSpeed writes them")

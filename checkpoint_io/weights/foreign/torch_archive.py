@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import zipfile
 import zlib
 from typing import Any, NamedTuple
@@ -15,17 +16,15 @@ from typing import Any, NamedTuple
 import torch
 
 from checkpoint_io.errors import CorruptCheckpointError
-from checkpoint_io.format.safetensors import MAX_HEADER
 from checkpoint_io.storage.open import RangeReader
-from checkpoint_io.weights.foreign.torch_pickle import (
+from checkpoint_io.weights.foreign.inert_pickle import (
     Name,
     PersistentId,
-    RangeFile,
     Record,
     natural_numbers,
     read_inert,
-    refuse_compressed,
 )
+from checkpoint_io.weights.foreign.torch_pickle import RangeFile, refuse_compressed
 from checkpoint_io.weights.source import WeightFile
 
 _READ_AHEAD = 64 * 1024
@@ -78,26 +77,21 @@ class TorchArchive:
                     f"{file.where} is cut off or damaged, or torch.save has not written it "
                     f"({error!s:.100}); copy it again"
                 ) from error
-            self._folder = self._entries_folder()
+            pickles = [name for name in self._entries if re.fullmatch("[^/]+/data.pkl", name)]
+            if len(pickles) != 1:
+                raise CorruptCheckpointError(
+                    f"{file.where} was refused: it is an archive without one data.pkl, so "
+                    "torch.save has not written it"
+                )
+            self._folder = pickles[0].removesuffix("data.pkl")
             order = self._entries.get(f"{self._folder}byteorder")
-            if order is not None and self._bytes(reader, order) != b"little":
+            if order is not None and self._read(reader, order) != b"little":
                 raise CorruptCheckpointError(
                     f"{file.where} was refused: its numbers are big-endian; save it again on a "
                     "little-endian machine"
                 )
-            document = self._bytes(reader, self._entries[f"{self._folder}data.pkl"])
+            document = self._read(reader, self._entries[pickles[0]])
         self.content = read_inert(document, file.where, "a pickle of torch.save")
-
-    def _entries_folder(self) -> str:
-        """Return the folder in the archive that all entries are in."""
-        names = [name for name in self._entries if name.count("/") == 1]
-        folders = [name[: -len("data.pkl")] for name in names if name.endswith("/data.pkl")]
-        if len(folders) != 1:
-            raise CorruptCheckpointError(
-                f"{self.file.where} was refused: it is an archive without one data.pkl, so "
-                "torch.save has not written it"
-            )
-        return folders[0]
 
     def _begin(self, reader: RangeReader, entry: zipfile.ZipInfo) -> int:
         """Return the first byte of an entry's data, which its local header determines."""
@@ -116,13 +110,8 @@ class TorchArchive:
             f"{self.file.where}: its entry {entry.filename:.80} is damaged; copy it again"
         )
 
-    def _bytes(self, reader: RangeReader, entry: zipfile.ZipInfo) -> bytes:
-        """Read a small entry."""
-        if entry.file_size > MAX_HEADER:
-            raise CorruptCheckpointError(
-                f"{self.file.where}: {entry.file_size} bytes is more than its {entry.filename:.80} "
-                "has"
-            )
+    def _read(self, reader: RangeReader, entry: zipfile.ZipInfo) -> bytes:
+        """Return the content of an entry, compared with its checksum."""
         begin = self._begin(reader, entry)
         data = bytes(reader.read(begin, begin + entry.file_size))
         if self._has_checksums() and zlib.crc32(data) != entry.CRC:
@@ -146,16 +135,13 @@ class TorchArchive:
             CorruptCheckpointError: the archive lacks its memory, or a part of it.
             ValueError: it is no tensor, or not a dense contiguous one.
         """
-        args: Any = value.args if isinstance(value, Record) else ()
-        kind = value.kind if isinstance(value, Record) else ""
-        if kind == "torch._tensor._rebuild_from_type_v2":  # a tensor with attributes
-            function, _, args, _ = args
-            kind = function.text if isinstance(function, Name) else ""
-        elif kind == "torch._utils._rebuild_parameter":
-            return self.tensor(_inner(args[0]))
-        if kind != "torch._utils._rebuild_tensor_v2":
+        if isinstance(value, Record) and value.kind == "torch._utils._rebuild_parameter":
+            value = value.args[0]
+        if isinstance(value, Record) and value.kind == "torch._tensor._rebuild_from_type_v2":
+            value = Record(value.args[0], value.args[2])  # a tensor with attributes
+        if not isinstance(value, Record) or value.kind != "torch._utils._rebuild_tensor_v2":
             raise ValueError("it is not a dense tensor")
-        storage, offset, size, stride = args[:4]
+        storage, offset, size, stride = value.args[:4]
         shape, strides = natural_numbers(size), natural_numbers(stride)
         dtype, entry = self._memory(storage)
         (first,) = natural_numbers((offset,))
@@ -199,13 +185,6 @@ class TorchArchive:
                     raise self._damaged(entry)
 
 
-def _inner(value: Any) -> Any:
-    """Return the tensor of a parameter, which is not another parameter."""
-    if isinstance(value, Record) and value.kind == "torch._utils._rebuild_parameter":
-        raise ValueError("it is a parameter of a parameter")  # without an end, if hostile
-    return value
-
-
 def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     expected = 1
     if len(shape) != len(strides):
@@ -215,17 +194,3 @@ def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
             return False
         expected *= size
     return True
-
-
-def entries_of(value: Any) -> dict[str, Any]:
-    """Return the entries of a dict or an `OrderedDict` of :func:`read_inert` by name.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    if isinstance(value, Record) and value.kind == "collections.OrderedDict":
-        pairs: list[Any] = [item for chunk in value.items for item in chunk]
-        value = dict(zip(pairs[::2], pairs[1::2], strict=True))
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise ValueError("it is not a dict with names")
-    return value

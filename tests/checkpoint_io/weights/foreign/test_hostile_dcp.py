@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from checkpoint_io import CorruptCheckpointError, load_model_state
 from checkpoint_io.storage import open_store
 from checkpoint_io.weights import DcpSource, DcpTensor
-from checkpoint_io.weights.foreign.torch_pickle import read_inert
+from checkpoint_io.weights.foreign.inert_pickle import read_inert
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -44,6 +44,30 @@ def folder(tmp_path: Path) -> Path:
 def test_a_key_that_cannot_be_hashed_is_not(key: bytes) -> None:
     with pytest.raises(CorruptCheckpointError, match="a key is neither text nor an object"):
         read_inert(b"\x80\x04}" + key + b"K\x01s.", "x")
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        b"\x80\x04(" + DAG + b"K\x01d.",  # DICT
+        b"\x80\x04(" + DAG + b"\x91.",  # FROZENSET
+        b"\x80\x04\x8f(" + DAG + b"\x90.",  # ADDITEMS
+        b"\x80\x05\x96" + b"\xff" * 7 + b"\x00.",  # BYTEARRAY8
+        b"(S'true'\nios\nsystem\n.",  # INST
+        b"(cos\nsystem\nS'true'\no.",  # OBJ
+        b"\x80\x02\x82\x01.",  # EXT1
+    ],
+)
+def test_what_torch_never_writes_is_refused_at_once(document: bytes) -> None:
+    with pytest.raises(CorruptCheckpointError, match="cannot be read as the metadata"):
+        read_inert(document, "x")
+
+
+def test_nothing_that_a_pickle_names_is_imported_or_called() -> None:
+    call = read_inert(b"cno_such_module\nname\n(K\x01tR}S'a'\nK\x02sb.", "x")
+    assert (call.kind, call.args, call.fields) == ("no_such_module.name", (1,), {"a": 2})
+    text = read_inert(b"S'a'\n(K\x01tR.", "x")
+    assert (text.kind, text.maker) == ("", "a")
 
 
 def sized(metadata: Metadata, *shape: int, length: int) -> None:
