@@ -172,7 +172,7 @@ class TorchGroup:
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Gather one small object from every rank of the group."""
         result: list[Any] = [None] * self.world_size
-        with self._naming_missing_ranks():
+        with self._name_missing_ranks():
             self._dist.all_gather_object(result, obj, group=self._group)
         return result
 
@@ -181,12 +181,12 @@ class TorchGroup:
         # torch expects the global rank here, even for a subgroup.
         source = src if self._group is None else self._dist.get_global_rank(self._group, src)
         box = [obj]
-        with self._naming_missing_ranks():
+        with self._name_missing_ranks():
             self._dist.broadcast_object_list(box, src=source, group=self._group)
         return box[0]
 
     @contextmanager
-    def _naming_missing_ranks(self) -> Iterator[None]:
+    def _name_missing_ranks(self) -> Iterator[None]:
         """Add the ranks that are gone to the error of a collective that fails in the block."""
         self._calls += 1
         try:

@@ -19,7 +19,7 @@ def free_memory(root: Path = _ROOT) -> int | None:
     Args:
         root: where ``proc`` and ``sys`` are.
     """
-    limits = [*_available(root), *_left_in_groups(root)]
+    limits = [*_available(root), *_free_in_groups(root)]
     return min(limits) if limits else None
 
 
@@ -30,7 +30,7 @@ def _available(root: Path) -> Iterator[int]:
             yield int(value.split()[0]) * 1024
 
 
-def _left_in_groups(root: Path) -> Iterator[int]:
+def _free_in_groups(root: Path) -> Iterator[int]:
     """Yield what each control group of this process leaves, of version 1 and 2."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -44,12 +44,12 @@ def _left_in_groups(root: Path) -> Iterator[int]:
         group = base / path.strip("/")
         # In a container the path may be that of the host: its group is mounted as the base then.
         for folder in [group, *group.parents]:
-            yield from _left(folder, *names)
+            yield from _free_in_group(folder, *names)
             if folder == base:
                 break
 
 
-def _left(folder: Path, limit: str, used: str, cached: str) -> Iterator[int]:
+def _free_in_group(folder: Path, limit: str, used: str, cached: str) -> Iterator[int]:
     limits, uses = _lines(folder / limit), _lines(folder / used)
     if not limits or not uses or not limits[0].isdigit():  # "max" is no limit
         return

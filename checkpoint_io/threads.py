@@ -38,7 +38,7 @@ class _Pauses:
         """Disable the collector; the first pause notes whether it was on."""
         with self._lock:
             if not self._watches_forks and hasattr(os, "register_at_fork"):
-                os.register_at_fork(after_in_child=self._forked)
+                os.register_at_fork(after_in_child=self._reset_after_fork)
                 self._watches_forks = True
             if not self._count:
                 self._was_on = gc.isenabled()
@@ -52,7 +52,7 @@ class _Pauses:
             if not self._count and self._was_on:
                 gc.enable()
 
-    def _forked(self) -> None:
+    def _reset_after_fork(self) -> None:
         # a worker of a DataLoader that is forked meanwhile does not have the thread that would
         # enable its collector again
         self._lock = threading.Lock()

@@ -140,7 +140,7 @@ class SaveHandle:
         steps, self._steps = self._steps, None  # the handle must not keep the copies alive
         try:
             if steps is not None:
-                self._manifest = _saved(*steps)
+                self._manifest = _run_job(*steps)
         except BaseException as error:
             self._error = error
         finally:
@@ -157,7 +157,7 @@ class SaveHandle:
             )
 
 
-def _saved(
+def _run_job(
     job: SaveJob, group: ProcessGroupLike, afterwards: Callable[[], None] | None
 ) -> Manifest:
     """Run a save; no reference to the job is left behind."""
@@ -236,7 +236,7 @@ class BackgroundSaver:
     """
 
     def __init__(self, *, policy: str = "wait", group: ProcessGroupLike | None = None) -> None:
-        self.policy = _checked_policy(policy)
+        self.policy = _require_policy(policy)
         self.skipped = 0
         self._group = group or SingleProcess()
         if self._group.world_size > 1 and not hasattr(self._group, "beside"):
@@ -253,7 +253,7 @@ class BackgroundSaver:
     @property
     def pending(self) -> bool:
         """True if a save has not ended, or its outcome was not asked for; the same on all ranks."""
-        return self._pending_here() is not None
+        return self._own_pending_save() is not None
 
     def save(
         self,
@@ -323,7 +323,7 @@ class BackgroundSaver:
         Raises:
             CheckpointError: if the previous save failed.
         """
-        policy = self.policy if policy is None else _checked_policy(policy)
+        policy = self.policy if policy is None else _require_policy(policy)
         if policy == "wait" or self.poll():
             self.wait()
             return True
@@ -346,7 +346,7 @@ class BackgroundSaver:
         Raises:
             CheckpointError: if the save failed; raised on all ranks by the same call.
         """
-        handle = self._pending_here()
+        handle = self._own_pending_save()
         if handle is None:
             return True
         if _on_any(self._group, not handle.done()):
@@ -362,7 +362,7 @@ class BackgroundSaver:
         Raises:
             CheckpointError: if the save failed.
         """
-        handle = self._pending_here()
+        handle = self._own_pending_save()
         if handle is not None:
             handle.join()
             self._collect(handle)
@@ -372,7 +372,7 @@ class BackgroundSaver:
 
         For a script that ends with an error, when other ranks may be gone.
         """
-        handle, self._handle = self._pending_here(), None
+        handle, self._handle = self._own_pending_save(), None
         if handle is not None:  # the save still uses them
             self._thread_group, self._buffers = None, HostBuffers()
             self._end_thread()
@@ -481,7 +481,7 @@ class BackgroundSaver:
             raise outcome.error
         raise_failure(f"saving to {handle.url} failed", outcomes, outcome)
 
-    def _pending_here(self) -> SaveHandle | None:
+    def _own_pending_save(self) -> SaveHandle | None:
         """Return the pending save; a forked child has none."""
         if self._process != os.getpid():
             self._process, self._handle, self._thread = os.getpid(), None, None
@@ -489,7 +489,7 @@ class BackgroundSaver:
         return self._handle
 
 
-def _checked_policy(policy: str) -> str:
+def _require_policy(policy: str) -> str:
     if policy not in ("wait", "skip"):
         raise ValueError(f'policy is "wait" or "skip", not {policy!r}')
     return policy

@@ -339,18 +339,18 @@ class CheckpointFolder:
         survey = self.survey()
         names = [entry.name for entry in survey]
         report = _ignore if missing_ok else self._report
-        busy = _named(in_progress, names, "in_progress", _ignore)
+        busy = _match_names(in_progress, names, "in_progress", _ignore)
         entries = [entry for entry in survey if entry.name not in busy]
         valid = [entry.info for entry in entries if entry.status == "valid"]
         of_run = [info for info in valid if info.manifest.metadata.get("run_id") == run_id]
         of_run.sort(key=age_order)
-        kept = _named(protect, names, "protect", report) | {info.name for info in of_run[-1:]}
+        kept = _match_names(protect, names, "protect", report) | {info.name for info in of_run[-1:]}
         kept |= _newer_broken(entries, of_run)
         if callable(keep):
             kept |= {info.name for info in keep(of_run)}
         else:  # a str is itself a collection, of letters
             paths = [keep] if isinstance(keep, (str, os.PathLike)) else keep
-            kept |= _named(paths, names, "keep", report)
+            kept |= _match_names(paths, names, "keep", report)
         return Pruning(self._store, run_id, kept, self._report, dry_run).run(entries)
 
 
@@ -367,7 +367,7 @@ def _newer_broken(
     }
 
 
-def _named(
+def _match_names(
     paths: Paths, names: Sequence[str], option: str, report: Callable[[str], None]
 ) -> builtins.set[str]:
     """Return the names in a folder that paths stand for; report those that stand for none."""

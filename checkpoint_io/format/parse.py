@@ -62,7 +62,7 @@ def parse_without_tensors(data: bytes, label: str, whole: Callable[[], Manifest]
     document = _decode_without_tensors(data, label)
     try:
         head = _parse_head(document, data, label)
-        _typed(document.get("tensors"), dict, "tensors")
+        _require_type(document.get("tensors"), dict, "tensors")
     except _Invalid as problem:
         raise CorruptCheckpointError(f"{label}: {problem}") from None
     return LazyManifest(head, whole)
@@ -84,7 +84,7 @@ def _decode_without_tensors(data: bytes, label: str) -> Any:
 
 def _parse_head(document: Any, data: bytes, label: str) -> dict[str, Any]:
     """Parse the version, then check the digest, then parse all other fields but the tensors."""
-    _typed(document, dict, "the manifest")
+    _require_type(document, dict, "the manifest")
     if document.get("format") != FORMAT:
         raise _Invalid(f"not a checkpoint manifest (format is {_show(document.get('format'))})")
     version = _integer(document.get("version"), "version")
@@ -100,17 +100,17 @@ def _parse_head(document: Any, data: bytes, label: str) -> dict[str, Any]:
     world_size = _integer(document.get("world_size"), "world_size", low=1)
     files = _files(document.get("files"), part_size, world_size)
     shared, ranks = _objects(document.get("objects"), files, world_size)
-    identity = _typed(document.get("id"), str, "id")
+    identity = _require_type(document.get("id"), str, "id")
     if not _ID.fullmatch(identity):
         raise _Invalid(f"id {identity!r:.80} is not hexadecimal")
-    metadata = decode_tree(_typed(document.get("metadata"), dict, "metadata"), None, label)
+    metadata = decode_tree(_require_type(document.get("metadata"), dict, "metadata"), None, label)
     return {
         "id": identity,
         "generation": _integer(document.get("generation"), "generation"),
-        "created": _typed(document.get("created"), str, "created"),
+        "created": _require_type(document.get("created"), str, "created"),
         "writer": _strings(document.get("writer"), "writer"),
         "world_size": world_size,
-        "metadata": _typed(metadata, dict, "metadata"),
+        "metadata": _require_type(metadata, dict, "metadata"),
         "files": files,
         "shared_objects": shared,
         "rank_objects": ranks,
@@ -121,7 +121,7 @@ def _parse_head(document: Any, data: bytes, label: str) -> dict[str, Any]:
 
 def _part_size(value: Any) -> int:
     """Parse the checksum record."""
-    record = _typed(value, dict, "checksum")
+    record = _require_type(value, dict, "checksum")
     if record.get("algorithm") != ALGORITHM:
         raise _Invalid(f"checksum algorithm {_show(record.get('algorithm'))} is not {ALGORITHM}")
     size = _integer(record.get("part_size"), "part_size", low=4096, high=_MAX_PART)
@@ -132,7 +132,9 @@ def _part_size(value: Any) -> int:
 
 def _files(value: Any, part_size: int, world_size: int) -> tuple[FileEntry, ...]:
     """Parse all file entries."""
-    files = tuple(_file(item, part_size, world_size) for item in _typed(value, list, "files"))
+    files = tuple(
+        _file(item, part_size, world_size) for item in _require_type(value, list, "files")
+    )
     if len({entry.name for entry in files}) != len(files):
         raise _Invalid("a file is listed twice")
     return files
@@ -140,8 +142,8 @@ def _files(value: Any, part_size: int, world_size: int) -> tuple[FileEntry, ...]
 
 def _file(value: Any, part_size: int, world_size: int) -> FileEntry:
     """Parse one file entry."""
-    item = _typed(value, dict, "a file entry")
-    name = _typed(item.get("name"), str, "a file name")
+    item = _require_type(value, dict, "a file entry")
+    name = _require_type(item.get("name"), str, "a file name")
     kind = kind_of(name)
     if kind is None or item.get("kind") != kind:
         raise _Invalid(f"{name!r:.200} is not a name of this format for a file of its kind")
@@ -168,9 +170,9 @@ def _objects(
     value: Any, files: tuple[FileEntry, ...], world_size: int
 ) -> tuple[str, dict[int, str]]:
     """Parse the names of the JSON files; raise unless these files are listed."""
-    record = _typed(value, dict, "objects")
+    record = _require_type(value, dict, "objects")
     known = {entry.name for entry in files if entry.kind == "objects"}
-    shared = _typed(record.get("shared"), str, "objects.shared")
+    shared = _require_type(record.get("shared"), str, "objects.shared")
     names = _strings(record.get("ranks"), "objects.ranks")
     if not {shared, *names.values()} <= known:
         raise _Invalid("objects names a file that is not listed")
@@ -185,7 +187,7 @@ def _parse_tensors(
     """Parse every tensor entry; raise unless they fill each tensors file without a gap."""
     parser = _Parser(files, part_size)
     tensors = {}
-    for key, item in _typed(value, dict, "tensors").items():
+    for key, item in _require_type(value, dict, "tensors").items():
         try:
             tensors[key] = parser.tensor(item)
         except _Invalid as problem:
@@ -271,7 +273,7 @@ class _Parser:
             raise _Invalid(f"{size} bytes do not hold a chunk of shape {list(extent)}")
         if size:
             self.used[index].append((begin, end))
-        sums = _joined_checksums(row[3], size, self._part_size)
+        sums = _split_checksums(row[3], size, self._part_size)
         return Chunk(index, offsets, extent, begin, end, sums)
 
 
@@ -304,7 +306,7 @@ class _Invalid(Exception):
     """A defect of a manifest."""
 
 
-def _typed(value: Any, kind: type, label: str) -> Any:
+def _require_type(value: Any, kind: type, label: str) -> Any:
     """Return a value; raise unless it has exactly this type."""
     if type(value) is not kind:
         raise _Invalid(f"{label} must be a {kind.__name__}, not {type(value).__name__}")
@@ -339,7 +341,10 @@ def _integers(value: Any, label: str) -> tuple[int, ...]:
 
 def _strings(value: Any, label: str) -> dict[str, str]:
     """Return a dict; raise unless all of its values are strings."""
-    return {k: _typed(v, str, f"{label}[{k!r:.80}]") for k, v in _typed(value, dict, label).items()}
+    return {
+        k: _require_type(v, str, f"{label}[{k!r:.80}]")
+        for k, v in _require_type(value, dict, label).items()
+    }
 
 
 def _checksums(value: Any, size: int, part_size: int, label: str) -> tuple[str, ...]:
@@ -354,7 +359,7 @@ def _checksums(value: Any, size: int, part_size: int, label: str) -> tuple[str, 
     return tuple(value)
 
 
-def _joined_checksums(value: Any, size: int, part_size: int) -> tuple[str, ...]:
+def _split_checksums(value: Any, size: int, part_size: int) -> tuple[str, ...]:
     """Return the checksums of `size` bytes, given as one string."""
     if type(value) is not str or len(value) != 16 * -(-size // part_size):
         raise _Invalid(f"there is not one checksum for each {part_size} of its {size} bytes")

@@ -72,13 +72,13 @@ class TreeEncoder:
             return self._dict(value, path)
         if self._sharded and isinstance(value, torch.Tensor) and is_dtensor(value):
             return self._dtensor(value, path)
-        raise self._unsupported(value, path)
+        raise self._refusal(value, path)
 
     def _same(self, value: Any, path: Path) -> Any:
         """Return a value that JSON has."""
         return value
 
-    def _unsupported(self, value: Any, path: Path) -> UnsupportedStateError:
+    def _refusal(self, value: Any, path: Path) -> UnsupportedStateError:
         """Return an error that names the value, its path and a remedy."""
         kind = type(value)
         advice = (
@@ -92,10 +92,10 @@ class TreeEncoder:
             f"which a checkpoint cannot hold: {advice}"
         )
 
-    def _unsupported_tensor(self, value: torch.Tensor, path: Path) -> UnsupportedStateError:
+    def _tensor_refusal(self, value: torch.Tensor, path: Path) -> UnsupportedStateError:
         """Return an error for a tensor that is not strided, or of another dtype."""
         if value.layout is not _STRIDED or value.is_quantized or value.is_meta:
-            return self._unsupported(value, path)
+            return self._refusal(value, path)
         return UnsupportedStateError(
             f"{show(self._root, path)} has dtype {value.dtype}, which safetensors cannot "
             "hold: convert it (complex128: torch.view_as_real)"
@@ -188,7 +188,7 @@ class TreeEncoder:
     def _tensor(self, value: torch.Tensor, path: Path) -> Any:
         """Store a tensor; encode its key."""
         if value.dtype not in NAMES or value.layout is not _STRIDED or value.is_meta:
-            raise self._unsupported_tensor(value, path)
+            raise self._tensor_refusal(value, path)
         # A state has many tensors, most of them detached already. To detach a DTensor of other
         # ranks makes a new one, so that tied ones would no longer be.
         whole = type(value) is _TENSOR or hasattr(value, "device_mesh")

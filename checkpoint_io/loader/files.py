@@ -115,7 +115,7 @@ def _absence(store: Store) -> str:
 def check_sizes(store: Store, manifest: Manifest, files: Collection[int] | None = None) -> None:
     """Check that every file (or those given by index) is a regular file of the saved size."""
     for index, size in other_sizes(store, manifest, files):
-        entry, held = manifest.files[index], _held_in(manifest, index)
+        entry, held = manifest.files[index], _tensors_in(manifest, index)
         problem = f"{size} bytes long, {entry.size} were saved (truncated or replaced)"
         if size is None:
             problem = (
@@ -144,12 +144,12 @@ def other_sizes(
             with suppress(FileNotFoundError), store.open(entry.name) as reader:
                 size = reader.size
         except CorruptCheckpointError as error:
-            raise CorruptCheckpointError(f"{error}{_held_in(manifest, index)}") from None
+            raise CorruptCheckpointError(f"{error}{_tensors_in(manifest, index)}") from None
         if size != entry.size:
             yield index, size
 
 
-def _held_in(manifest: Manifest, index: int) -> str:
+def _tensors_in(manifest: Manifest, index: int) -> str:
     return in_tensors(key for key, _ in manifest.tensors_of_file(index))
 
 

@@ -313,7 +313,7 @@ class Loading:
     def claim(self) -> Claim:
         """Return what the ranks have to verify for this one, and what it reads itself."""
         files = self._files if self._request.verify == "full" else []
-        return self._reader.claim(files, self._planned.transfer.ranges())
+        return self._reader.claim(files, self._read_plan.transfer.ranges())
 
     def check_share(self, claims: Sequence[Claim | None], rank: int) -> None:
         """Verify this rank's share of what the ranks claim."""
@@ -322,7 +322,7 @@ class Loading:
     def read(self) -> Checkpoint:
         """Read into the targets and into new tensors."""
         reader, plan, tensors = self._reader, self._plan, {**self._by_stored, **self._fresh}
-        self._planned.run(self._request.progress)
+        self._read_plan.run(self._request.progress)
         if plan is None:
             with collector_paused():
                 stored = reader.manifest.aliases.get
@@ -364,7 +364,7 @@ class Loading:
             return self._reader.source.new_tensors(key for key in new if key not in self._by_stored)
 
     @cached_property
-    def _planned(self) -> PlannedRead:
+    def _read_plan(self) -> PlannedRead:
         return self._reader.source.plan_read(
             list(self._targets.items()),
             fresh=self._fresh.items(),
@@ -384,7 +384,7 @@ def _plan_new(reader: CheckpointReader, request: Request) -> _Plan:
 def _plan_into(reader: CheckpointReader, request: Request) -> _Plan:
     """Plan to read into the caller's tensors those of the same name."""
     assert request.into is not None
-    wanted, replaced = _wanted(request.into, reader.state)
+    wanted, replaced = _targets_by_key(request.into, reader.state)
     translate, selected = renamer(request.rename), selector(request.only)
     roots = {shared_key((key,)) for key in request.into}
     keys = list(dict.fromkeys(view.key for view in views_in(reader.state)))
@@ -405,7 +405,7 @@ def _plan_into(reader: CheckpointReader, request: Request) -> _Plan:
     )
 
 
-def _wanted(into: Mapping[Any, Any], saved: Any) -> tuple[dict[str, Any], set[str]]:
+def _targets_by_key(into: Mapping[Any, Any], saved: Any) -> tuple[dict[str, Any], set[str]]:
     """Return the caller's tensors by key, and the keys where the caller has a plain value."""
     wanted: dict[str, Any] = {}
     replaced: set[str] = set()

@@ -41,8 +41,8 @@ class Matched:
         saved = self.unexpected or [saved for _, saved in self.pairs]
         wanted = self.missing or [wanted for wanted, _ in self.pairs]
         lines = [
-            _listing("missing", [name + _hint(name, saved) for name in self.missing[:_SHOWN]]),
-            _listing("unexpected", [n + _hint(n, wanted) for n in self.unexpected[:_SHOWN]]),
+            _label_list("missing", [name + _hint(name, saved) for name in self.missing[:_SHOWN]]),
+            _label_list("unexpected", [n + _hint(n, wanted) for n in self.unexpected[:_SHOWN]]),
         ]
         totals = (len(self.missing), len(self.unexpected))
         texts = [
@@ -177,6 +177,6 @@ def _hint(name: str, names: Sequence[str]) -> str:
     return f" (nearest: {close})" if close else ""
 
 
-def _listing(label: str, names: Sequence[str]) -> str:
+def _label_list(label: str, names: Sequence[str]) -> str:
     """Return a labeled list for a message."""
     return f"{label} {', '.join(names)}"

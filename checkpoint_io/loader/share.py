@@ -43,8 +43,8 @@ def claim_of(
     manifest, starts = source.manifest, _starts(source.manifest)
     return {
         "digest": manifest.digest,
-        "needed": _packed((starts[n], starts[n] + manifest.files[n].size) for n in files),
-        "reads": _packed((starts[n] + begin, starts[n] + end) for n, begin, end in reads),
+        "needed": _pack((starts[n], starts[n] + manifest.files[n].size) for n in files),
+        "reads": _pack((starts[n] + begin, starts[n] + end) for n, begin, end in reads),
     }
 
 
@@ -97,8 +97,8 @@ def deal(positions: Integers, sizes: Integers, claims: Sequence[Claim | None]) -
     submitted = {rank: claim for rank, claim in enumerate(claims) if claim is not None}
     takers = list(submitted)
     needs = {claim["needed"] for claim in submitted.values()}  # mostly the same for all ranks
-    needed = _sums(positions, [(1, _unpacked(data)) for data in needs]) > 0
-    reads = {rank: _unpacked(claim["reads"]) for rank, claim in submitted.items()}
+    needed = _sums(positions, [(1, _unpack(data)) for data in needs]) > 0
+    reads = {rank: _unpack(claim["reads"]) for rank, claim in submitted.items()}
     # of each part: the sum of the marks of the ranks that read it, which names their set
     readers = _sums(positions, [(_mark(rank), ranges) for rank, ranges in reads.items()])
     wanted = np.flatnonzero(needed)
@@ -230,7 +230,7 @@ def _starts(manifest: Manifest) -> list[int]:
     return starts
 
 
-def _packed(ranges: Iterable[tuple[int, int]]) -> bytes:
+def _pack(ranges: Iterable[tuple[int, int]]) -> bytes:
     """Return ranges in ascending order as bytes, those that touch joined."""
     joined: list[list[int]] = []
     for begin, end in sorted(ranges):
@@ -241,7 +241,7 @@ def _packed(ranges: Iterable[tuple[int, int]]) -> bytes:
     return np.array(joined, dtype="<i8").tobytes()
 
 
-def _unpacked(data: bytes) -> Integers:
+def _unpack(data: bytes) -> Integers:
     """Return packed ranges as rows of two columns."""
     return np.frombuffer(data, dtype="<i8").reshape(-1, 2).astype(np.int64)
 

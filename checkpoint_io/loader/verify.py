@@ -79,7 +79,7 @@ def check_files(
         source.transfer(_all_of(source.manifest, files), progress=progress, label="verifying")
 
 
-def _held(manifest: Manifest, files: Collection[int]) -> dict[int, _Rows]:
+def _tensors_by_file(manifest: Manifest, files: Collection[int]) -> dict[int, _Rows]:
     """Return the tensors that the manifest puts into each of some files."""
     held: dict[int, _Rows] = defaultdict(list)
     for key, (dtype, whole, chunks) in manifest.tensors.items():
@@ -120,7 +120,7 @@ def check_headers(source: Source, files: Collection[int]) -> None:
         wants.append(Want(index, 0, entry.covered, entry.checksums, "", sink))
     source.transfer(wants)
     with collector_paused():
-        held = _held(source.manifest, heads.keys())
+        held = _tensors_by_file(source.manifest, heads.keys())
         for index, data in heads.items():
             entry, head = source.manifest.files[index], data.tobytes()
             if not _as_written(entry, head, held[index]):

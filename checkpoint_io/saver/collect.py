@@ -111,7 +111,7 @@ class TensorCollector:
         self._by_address: dict[int, str] = {}
         self._by_view: dict[tuple[Any, ...], str] = {}
 
-    def _wanted(self, path: Path) -> str:
+    def _key_for(self, path: Path) -> str:
         """Return the key of the tensor at a path, as if no other had it."""
         # Most tensors have neighbors in their container, whose path is escaped once.
         container, last = path[:-1], path[-1]
@@ -128,7 +128,7 @@ class TensorCollector:
 
     def add(self, path: Path, tensor: torch.Tensor) -> str:
         """Register a tensor; return its key, or a variant of it that is still free."""
-        key = free_key(self._wanted(path), self.tensors)
+        key = free_key(self._key_for(path), self.tensors)
         self.tensors[key] = tensor
         # Views are compared only among tensors of one address, which are few.
         if type(tensor) is torch.Tensor:

@@ -167,12 +167,12 @@ class Commit:
             current = Outcome.of(lambda: _current_manifest(self._store))
             current_id = current.value.id if isinstance(current.value, Manifest) else None
             # "absent" has the files removed, and a manifest that still arrives would name them.
-            state = "unknown" if current.error or not self._settled(outcome.error) else "absent"
+            state = "unknown" if current.error or not self._is_settled(outcome.error) else "absent"
             state = "committed" if current_id == self._save_id else state
         plain = {**outcome.to_plain(), "value": None}
         return {"state": state, "manifest": self._data, "outcome": plain}
 
-    def _settled(self, error: BaseException) -> bool:
+    def _is_settled(self, error: BaseException) -> bool:
         """Return whether a commit with this error can no longer take effect.
 
         A rename is done or not once the call returns; a request may be executed after it.

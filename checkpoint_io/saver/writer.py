@@ -98,7 +98,7 @@ class RankWriter:
         self._created.append(name)
         view = memoryview(data)
         with self._store.create(name, len(data)) as write:
-            self._watched(write)(view)
+            self._watch_writes(write)(view)
         sums = checksums_of(view, PART_SIZE)
         return FileEntry(name, len(data), "objects", self._rank, len(data), sums).to_json()
 
@@ -140,7 +140,7 @@ class RankWriter:
         head = memoryview(header)
         sums: list[tuple[str, ...]] = []
         with self._store.create(name, size) as write:
-            watched = self._watched(write)
+            watched = self._watch_writes(write)
             for begin in range(0, len(head), PART_SIZE):
                 watched(head[begin : begin + PART_SIZE])
             for batch in _batches([box.tensor for box in boxes]):
@@ -160,7 +160,7 @@ class RankWriter:
         ]
         return entry.to_json(), chunks
 
-    def _watched(self, write: Write) -> Write:
+    def _watch_writes(self, write: Write) -> Write:
         """Count written bytes, and stop if another file has failed."""
 
         def watched(data: memoryview[int]) -> None:

@@ -92,11 +92,11 @@ def local_boxes(tensor: Any, label: str) -> list[LocalBox]:
             tuple(length for (_, length), _ in box),
             tuple(local for _, local in box),
         )
-        for box in product(*(list(_placed(of_dim)) for of_dim in runs))
+        for box in product(*(list(_local_starts(of_dim)) for of_dim in runs))
     ]
 
 
-def _placed(runs: list[Run]) -> Iterator[tuple[Run, int]]:
+def _local_starts(runs: list[Run]) -> Iterator[tuple[Run, int]]:
     """Yield each run of indices with its start in the local tensor."""
     position = 0
     for run in runs:

@@ -46,7 +46,7 @@ def plan_writes(holdings: Sequence[Mapping[str, Any]]) -> Assignment:
     # has to be broadcast.
     held = [{k: entry_of(e) for k, e in h["entries"].items()} for h in holdings]
     _refuse_unknown(held)
-    tied = _tied(held, [h["tied"] for h in holdings])
+    tied = _find_ties(held, [h["tied"] for h in holdings])
     offers: dict[str, dict[Box, list[int]]] = {}  # by key: each box, with the ranks that hold it
     fixed: list[tuple[str, tuple[int, ...]]] = []
     wanted = {key: entry for key, entry in held[0].items() if key not in tied}
@@ -82,7 +82,7 @@ def _refuse_unknown(held: Sequence[Mapping[str, Entry]]) -> None:
             )
 
 
-def _tied(
+def _find_ties(
     held: Sequence[Mapping[str, Entry]], claims: Sequence[Mapping[str, str]]
 ) -> dict[str, str]:
     """Return the tensors that are tied on all ranks; for plain tensors rank 0 decides.

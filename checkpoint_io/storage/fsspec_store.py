@@ -131,7 +131,7 @@ class FsspecStore(ObjectStore):
                 raise conflict_error(f"{self.url}/{name}")
             self._put_back(name, before)
             exclusive = expected == ""
-        raise _damaged_error(f"{self.url}/{name}", "the one before is back in place")
+        raise _damage_error(f"{self.url}/{name}", "the one before is back in place")
 
     def _put_back(self, name: str, before: bytes | None) -> None:
         """Undo a put that arrived damaged."""
@@ -142,7 +142,7 @@ class FsspecStore(ObjectStore):
             self._put(name, before, exclusive=False)
             if self._holds(name, before):
                 return
-        raise _damaged_error(f"{self.url}/{name}", "so does the one before, which is lost")
+        raise _damage_error(f"{self.url}/{name}", "so does the one before, which is lost")
 
     def _content(self, name: str) -> bytes | None:
         """Return the bytes of a small object, None if there is none."""
@@ -193,7 +193,7 @@ class FsspecStore(ObjectStore):
                 return
         with suppress(Exception):
             self.remove(temporary)
-        raise _damaged_error(f"{self.url}/{temporary}", "the one before is kept")
+        raise _damage_error(f"{self.url}/{temporary}", "the one before is kept")
 
     def _holds(self, name: str, data: bytes) -> bool:
         """Return whether a small object has this content; other bytes are read once more."""
@@ -268,7 +268,7 @@ class FsspecStore(ObjectStore):
         """Yield base name and size of the entries of one type, without the folder's own marker."""
         self._invalidate()
         try:
-            entries = self._driver.request(lambda fs: _listed(fs, self._path))
+            entries = self._driver.request(lambda fs: _list_entries(fs, self._path))
         except (FileNotFoundError, NotADirectoryError):
             return
         folder = self._path.strip("/")
@@ -337,7 +337,7 @@ class _Reader:
         self.size = size
 
 
-def _damaged_error(url: str, kept: str) -> CheckpointError:
+def _damage_error(url: str, kept: str) -> CheckpointError:
     """Return the error for an object that arrives damaged each time."""
     return CheckpointError(
         f"{url} arrives damaged each time, and the store does not refuse it ({kept}): check the "
@@ -345,7 +345,7 @@ def _damaged_error(url: str, kept: str) -> CheckpointError:
     )
 
 
-def _listed(fs: Any, path: str) -> list[Any]:
+def _list_entries(fs: Any, path: str) -> list[Any]:
     """List the entries of a folder."""
     for _ in range(20):
         # fsspec's memory driver raises KeyError if another thread removes a file meanwhile

@@ -368,10 +368,10 @@ class _Grant:
         """Write that this process lives, as far as the store can be reached."""
         now = _now()
         with suppress(Exception):  # `is_lost` tells of it, before a write
-            self._record.change(self._renewed, create=False, lenient=True)
+            self._record.change(self._next_record, create=False, lenient=True)
             self._looked = now
 
-    def _renewed(self, holder: LeaseHolder | None) -> LeaseHolder | None:
+    def _next_record(self, holder: LeaseHolder | None) -> LeaseHolder | None:
         """Return the next record of this process; None where it has lost the lease."""
         self._judge(holder)
         if self.lost is not None or self._ended.is_set():
@@ -399,7 +399,7 @@ class _Grant:
                 holder = self._record.read(lenient=True)
                 self._judge(holder)
                 if holder is None and self.lost is None and not recent:
-                    self._record.change(self._renewed, create=True, lenient=True)
+                    self._record.change(self._next_record, create=True, lenient=True)
                 self._looked = now
             except Exception as problem:  # each store has its own
                 self._tell(problem, now - self._looked)
@@ -522,7 +522,7 @@ def _this_process() -> LeaseHolder:
         run_id="",
         run_name="",
         host=platform.node(),
-        machine=_machine(),
+        machine=_pid_namespace(),
         pid=pid,
         started=status[1] if status is not None else "",
         since="",
@@ -530,8 +530,8 @@ def _this_process() -> LeaseHolder:
     )
 
 
-def _machine() -> str:
-    """Return what only processes that see the same process ids have in common."""
+def _pid_namespace() -> str:
+    """Identify the PID namespace: the boot id and the inode of the namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"

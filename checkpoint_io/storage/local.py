@@ -333,7 +333,7 @@ def folder_lock(path: str) -> Iterator[None]:
         with _file_lock(path):
             yield
         return
-    descriptor = _locked(path)
+    descriptor = _lock_folder(path)
     try:
         yield
     finally:
@@ -343,7 +343,7 @@ def folder_lock(path: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _locked(path: str) -> int:
+def _lock_folder(path: str) -> int:
     """Open and lock the folder that has this name now, and return its descriptor."""
     for _ in range(_LOCK_TRIES):
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
@@ -374,7 +374,7 @@ def _lock(descriptor: int, path: str) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in _HELD:
-            raise _held_error(path) from None
+            raise _conflict_error(path) from None
         if error.errno not in _NO_LOCKS:
             raise
         _tell_unlocked(path)
@@ -404,7 +404,7 @@ def _unlock(descriptor: int) -> None:
     fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
-def _held_error(path: str) -> CheckpointConflictError:
+def _conflict_error(path: str) -> CheckpointConflictError:
     """Return the error for a folder that another saver has locked."""
     return CheckpointConflictError(
         f"another process is saving to {path} right now; give each job a folder of its own or wait"
@@ -419,7 +419,7 @@ def _file_lock(path: str) -> Iterator[None]:
     at = os.path.join(folder, f".{name}.lock")
     try:
         locks: ModuleType = importlib.import_module("msvcrt")
-        descriptor = _locked_file(locks, at, path)
+        descriptor = _open_lock_file(locks, at, path)
     except ImportError:
         descriptor = None
     if descriptor is None:
@@ -437,7 +437,7 @@ def _file_lock(path: str) -> Iterator[None]:
             os.unlink(at)
 
 
-def _locked_file(locks: ModuleType, at: str, path: str) -> int | None:
+def _open_lock_file(locks: ModuleType, at: str, path: str) -> int | None:
     """Create, open and lock the file, and return its descriptor; None where that is impossible."""
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
     for _ in range(_LOCK_TRIES):
@@ -456,7 +456,7 @@ def _locked_file(locks: ModuleType, at: str, path: str) -> int | None:
         except OSError as error:
             os.close(descriptor)
             if error.errno in _HELD:
-                raise _held_error(path) from None
+                raise _conflict_error(path) from None
             if error.errno in _NO_LOCKS:
                 return None
             raise

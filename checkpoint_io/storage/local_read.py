@@ -225,13 +225,13 @@ class _SpanReader:
 
     def read(self, span: Span) -> memoryview[int]:
         """Return the bytes of a span, valid until the next call."""
-        return self._opened(span).read(span.begin, span.end)
+        return self._open_file(span).read(span.begin, span.end)
 
     def read_into(self, span: Span, views: Sequence[memoryview[int]]) -> None:
         """Fill views, as long as the span, with its bytes."""
-        self._opened(span).read_into(span.begin, views)
+        self._open_file(span).read_into(span.begin, views)
 
-    def _opened(self, span: Span) -> LocalReader:
+    def _open_file(self, span: Span) -> LocalReader:
         """Return a reader of the file of a span, which is long enough."""
         path = os.path.join(self._folder, span.name)
         if span.name != self._name:

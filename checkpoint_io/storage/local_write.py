@@ -259,13 +259,13 @@ def explained(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        better = _advised(error, path)
+        better = _with_advice(error, path)
         if better is error:
             raise
         raise better from error
 
 
-def _advised(error: OSError, path: str) -> OSError:
+def _with_advice(error: OSError, path: str) -> OSError:
     """Return an error of the same class with the path and advice; the given one if it has both."""
     if FILE_IN_USE in str(error):
         return error

@@ -88,7 +88,9 @@ def merge_weights(
     if isinstance(weights, TorchSource):  # names in files of torch.save may share a tensor
         tied = {**tied_names((name, weights.tensor(name)) for name in weights.infos), **tied}
     infos = {
-        key: _converted(key, info, dtype) for key, info in weights.infos.items() if key not in tied
+        key: _target_info(key, info, dtype)
+        for key, info in weights.infos.items()
+        if key not in tied
     }
     items = [(key, torch.empty(i.shape, dtype=i.dtype, device="meta")) for key, i in infos.items()]
     with TransferProgress("reading", 0, False) as quiet:
@@ -172,7 +174,7 @@ def _check_destination(source: WeightSource, store: Store, overwrite: bool) -> N
         )
 
 
-def _converted(key: str, info: WeightInfo, dtype: torch.dtype | None) -> WeightInfo:
+def _target_info(key: str, info: WeightInfo, dtype: torch.dtype | None) -> WeightInfo:
     """Return shape and dtype with which a tensor is written."""
     wanted = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
     if wanted not in NAMES:

@@ -131,7 +131,7 @@ class _ModelSave:
     ) -> list[Any]:
         """Check the tensors and plan the files; return the values that all ranks must share."""
         limit = parse_size(max_shard_size)
-        checked = _checked(self._state_dict)
+        checked = _require_tensors(self._state_dict)
         if self._group.rank == 0:
             # one name for each tied tensor, the first: a base model without the head needs it
             tied = tied_names(checked.items())
@@ -153,7 +153,7 @@ class _ModelSave:
             gather.finish()
 
 
-def _checked(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _require_tensors(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors; raise UnsupportedStateError for values that a model file cannot hold."""
     checked: dict[str, torch.Tensor] = {}
 

@@ -160,7 +160,7 @@ def test_of_two_processes_one_wins_each_time(obeying: S3Server) -> None:
 def test_store_that_ignores_conditions_is_found_out(ignoring: S3Server) -> None:
     from checkpoint_io.storage.s3 import conditional
 
-    conditional._known.cache_clear()
+    conditional._conditions_cache.cache_clear()
     store = place(ignoring)
     with pytest.warns(CheckpointWarning, match="ignores conditional writes"):
         store.replace("m", b"1", "t", expected="")
@@ -256,7 +256,7 @@ def script(scripts: ScriptedS3) -> ScriptedS3:
 def keep(script: ScriptedS3, *harm: Answer | None) -> tuple[Store, Keeper]:
     from checkpoint_io.storage.s3 import conditional
 
-    conditional._known.cache_clear()  # the port may be that of an earlier server
+    conditional._conditions_cache.cache_clear()  # the port may be that of an earlier server
     script.respond = keeper = Keeper(*harm)
     return open_store("s3://bucket/o", script.options, retry=QUICK), keeper
 

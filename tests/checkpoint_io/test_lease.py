@@ -43,7 +43,7 @@ if how["user"]:
     os.setuid(how["user"])
 
 if how["machine"]:
-    module._machine = lambda: how["machine"]
+    module._pid_namespace = lambda: how["machine"]
 
 class Clock(datetime.datetime):
     @classmethod

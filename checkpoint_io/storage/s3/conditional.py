@@ -189,7 +189,7 @@ async def _put(
             error, undone = problem, False
             refused = expected is not None and (lost_condition(error) or is_absent(error))
             # The refusal may be due to an earlier attempt that arrived damaged, without its answer.
-            if refused and undo is not None and (tag := await _damaged_token(client, key, data)):
+            if refused and undo is not None and (tag := await _token_of_damage(client, key, data)):
                 error = CorruptUploadError(f"{key}: the store has other bytes than were sent", tag)
                 refused = False
             if expected is not None and isinstance(error, CorruptUploadError) and error.tag:
@@ -217,7 +217,7 @@ async def _put(
                     raise conflict_error(client.place.of(key)) from error
                 explained = client.explain(error, "writing", key, attempts.describe())
                 if unanswered:
-                    if undo is not None and (tag := await _damaged_token(client, key, data)):
+                    if undo is not None and (tag := await _token_of_damage(client, key, data)):
                         await undo(tag)
                     raise UnsettledWriteError(f"{explained}; it may still arrive") from error
                 raise explained from error
@@ -245,7 +245,7 @@ async def _holds(client: S3Client, key: str, data: bytes) -> bool:
         return False
 
 
-async def _damaged_token(client: S3Client, key: str, data: bytes) -> str:
+async def _token_of_damage(client: S3Client, key: str, data: bytes) -> str:
     """Return the entity tag of an object if that is a damaged manifest of ours, else ""."""
     try:
         tag = await token(client, key)  # before the bytes, so that it is not that of later ones
@@ -278,7 +278,7 @@ async def _reads(client: S3Client, key: str, data: bytes) -> bool:
 
 async def conditions(client: S3Client, key: str, checksum: Checksum | None) -> Conditions:
     """Return the conditions that the store obeys; probe once per bucket and process."""
-    known = _known(os.getpid(), client.place.endpoint, client.bucket)
+    known = _conditions_cache(os.getpid(), client.place.endpoint, client.bucket)
     if not known:
         obeyed = await _probe(client, key.rpartition("/")[0], checksum)
         known.append(obeyed)
@@ -293,7 +293,7 @@ async def conditions(client: S3Client, key: str, checksum: Checksum | None) -> C
 
 
 @lru_cache(maxsize=64)
-def _known(pid: int, endpoint: str, bucket: str) -> list[Conditions]:
+def _conditions_cache(pid: int, endpoint: str, bucket: str) -> list[Conditions]:
     """Return the list that caches the conditions of a bucket in a process."""
     return []
 

@@ -79,8 +79,8 @@ class _Run(NamedTuple):
     end: int
 
 
-class _Stored(NamedTuple):
-    """A tensor as it is stored: its bytes are those of the runs, one after the other."""
+class _Layout(NamedTuple):
+    """How a tensor is stored: its bytes are those of the runs, one after the other."""
 
     dtype: torch.dtype
     runs: list[_Run]
@@ -139,7 +139,7 @@ class DeepSpeedSource:
         self.where = store.url
         self.infos: dict[str, WeightInfo] = {}
         self.tied: dict[str, str] = {}
-        self._stored: dict[str, _Stored] = {}
+        self._stored: dict[str, _Layout] = {}
         names = sizes_of(store)
         self.nbytes = sum(names.values())
         _refuse_split(names, self.where)
@@ -182,7 +182,7 @@ class DeepSpeedSource:
     ) -> None:
         if name in self.infos:
             raise ValueError(f"{name:.80} is described twice")
-        self._stored[name] = _Stored(dtype, list(runs))
+        self._stored[name] = _Layout(dtype, list(runs))
         self.infos[name] = WeightInfo(dtype, shape)
 
     def _locate_trained(

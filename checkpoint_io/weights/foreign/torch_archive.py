@@ -98,14 +98,14 @@ class TorchArchive:
         at = entry.header_offset
         header = bytes(reader.read(at, min(at + _LOCAL_HEADER, reader.size))) if at >= 0 else b""
         if len(header) < _LOCAL_HEADER or header[:4] != b"PK\x03\x04":
-            raise self._damaged(entry)
+            raise self._damage_error(entry)
         lengths = (int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
         begin = at + _LOCAL_HEADER + sum(lengths)
         if begin + entry.file_size > reader.size:
-            raise self._damaged(entry)
+            raise self._damage_error(entry)
         return begin
 
-    def _damaged(self, entry: zipfile.ZipInfo) -> CorruptCheckpointError:
+    def _damage_error(self, entry: zipfile.ZipInfo) -> CorruptCheckpointError:
         return CorruptCheckpointError(
             f"{self.file.where}: its entry {entry.filename:.80} is damaged; copy it again"
         )
@@ -115,7 +115,7 @@ class TorchArchive:
         begin = self._begin(reader, entry)
         data = bytes(reader.read(begin, begin + entry.file_size))
         if self._has_checksums() and zlib.crc32(data) != entry.CRC:
-            raise self._damaged(entry)
+            raise self._damage_error(entry)
         return data
 
     def _has_checksums(self) -> bool:
@@ -182,7 +182,7 @@ class TorchArchive:
                 for at in range(begin, end, _BLOCK):
                     checksum = zlib.crc32(reader.read(at, min(at + _BLOCK, end)), checksum)
                 if checksum != entry.CRC:
-                    raise self._damaged(entry)
+                    raise self._damage_error(entry)
 
 
 def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
