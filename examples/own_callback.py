@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_callbacks import Accelerator, Callback, set_seed
-from accel_callbacks.testing import check_callback, simulate
+from accel_callbacks.testing import check_callback, tiny_training
 
 
 class EpochLoss(Callback):
@@ -60,7 +60,7 @@ def main() -> None:
     # A test file needs no more than this; see docs/how-to/test-a-callback.md.
     check_callback(EpochLoss)
     print("EpochLoss keeps the contract. It is called like this:")
-    print(simulate([EpochLoss()], epochs=1, batches=2))
+    print(tiny_training([EpochLoss()], epochs=1, batches=2).recorder)
 
     set_seed(0)
     images, targets = load_digits(return_X_y=True)

@@ -96,7 +96,6 @@ class SpikeGuard(NonFinite):
         (1, 19, True)
     """
 
-    syncs = ("on_train_batch_end",)  # the copies, every snapshot_every_n_steps
     _rollback_option = "(snapshot_every_n_steps=None)"
     _rollback_cause = "spike"
 

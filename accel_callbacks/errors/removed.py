@@ -22,6 +22,10 @@ _BITSANDBYTES = (
 _SCHEDULE = (
     'It was removed in 0.2.0. Use "Interleaved1F1B", or "1F1B" with one stage on each process.'
 )
+_SYNCS = (
+    "It was removed in 0.2.0. On a GPU, torch.cuda.set_sync_debug_mode('error') finds what waits "
+    "for the device, in a tiny_training(..., cpu=False)."
+)
 
 #: What this library had itself: public names, flags, keys, values, extras and commands.
 REMOVED: Mapping[str, str] = {
@@ -35,6 +39,11 @@ REMOVED: Mapping[str, str] = {
     ),
     "accel-callbacks[bitsandbytes]": _BITSANDBYTES,
     **dict.fromkeys(("DualPipeV", "InterleavedZeroBubble", "ZBVZeroBubble"), _SCHEDULE),
+    **dict.fromkeys(("HostSync", "host_syncs"), _SYNCS),
+    "simulate": (
+        "It was removed in 0.2.0. The trace of tiny_training() has the hooks of a run in order, "
+        "and accel.describe_callbacks() whose they are."
+    ),
     "accel migrate NOTEBOOK": (
         "It was removed in 0.2.0. `jupytext --to py NOTEBOOK` makes a script of it, which accel "
         "migrate takes."

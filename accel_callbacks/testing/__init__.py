@@ -1,4 +1,11 @@
-"""Test kit for callbacks: a small training, single hooks, and checks of the contract."""
+"""Test kit for callbacks: a small training, single hooks, and checks of what a loop may do to them.
+
+A test of a callback calls ``check_callback`` or parametrizes over ``callback_checks``;
+``tiny_training`` runs a real loop and returns what happened, ``fire`` calls one hook. Everything
+runs on the CPU, needs no test runner, and leaves random generators and the topology of the process
+as they were. Nothing else of the library may import this room, and nothing here may read the
+private attributes of a callback: what is checked is what any loop could see.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +15,12 @@ from accel_callbacks._lazy import lazy_names
 
 _HOME = {
     "Check": "checks",
-    "HostSync": "host_sync",
     "Recorder": "training",
     "TinyTraining": "training",
     "callback_checks": "checks",
     "check_callback": "checks",
     "fire": "hooks",
-    "host_syncs": "host_sync",
     "record": "training",
-    "simulate": "hooks",
     "tiny_training": "training",
 }
 
@@ -29,9 +33,6 @@ if TYPE_CHECKING:
     from accel_callbacks.testing.checks import callback_checks as callback_checks
     from accel_callbacks.testing.checks import check_callback as check_callback
     from accel_callbacks.testing.hooks import fire as fire
-    from accel_callbacks.testing.hooks import simulate as simulate
-    from accel_callbacks.testing.host_sync import HostSync as HostSync
-    from accel_callbacks.testing.host_sync import host_syncs as host_syncs
     from accel_callbacks.testing.training import Recorder as Recorder
     from accel_callbacks.testing.training import TinyTraining as TinyTraining
     from accel_callbacks.testing.training import record as record

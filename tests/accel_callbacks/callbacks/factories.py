@@ -90,7 +90,8 @@ CASES: dict[str, Case] = {
     "ProgressBar": Case(callbacks.ProgressBar),
     "RichProgressBar": Case(callbacks.RichProgressBar),
     "SpikeGuard": Case(
-        lambda: callbacks.SpikeGuard(warmup=2, snapshot_every_n_steps=2), allow_sync=AT_ONCE
+        lambda: callbacks.SpikeGuard(warmup=2, snapshot_every_n_steps=2),
+        allow_sync=(*AT_ONCE, "on_train_batch_end"),  # the copies, every snapshot_every_n_steps
     ),
     "SampleLogger": Case(lambda: callbacks.SampleLogger(samples, n=1)),
     "SampleLogger of training": Case(

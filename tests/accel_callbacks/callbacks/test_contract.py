@@ -14,9 +14,9 @@ from accel_callbacks import callbacks
 from accel_callbacks.callbacks.base import HOOKS
 from accel_callbacks.callbacks.dispatch.registration import overrides
 from accel_callbacks.distributed.topology import destroy_topology
-from accel_callbacks.testing import Check, callback_checks
 from tests.accel_callbacks.callbacks.factories import CASES, MEMORY
 from tests.support import energy
+from tests.support.contract import Check, callback_checks
 
 # Of another callback that fails beside it.
 BESIDE = ("error_before", "error_after")

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from accel_callbacks import Accelerator, Callback
 from accel_callbacks.host_copy import HostCopy
 from accel_callbacks.precision.base import StepFinding
-from accel_callbacks.testing import host_syncs
+from tests.support.contract import host_syncs
 
 HUGE = 1e36  # times the initial scale it is infinite in fp32
 FACTORS = [1.0, HUGE, 1.0, 1.0, HUGE, HUGE, 1.0]

@@ -12,9 +12,10 @@ import pytest
 
 from accel_callbacks import FullyShardedDataParallelPlugin
 from accel_callbacks.distributed.topology import destroy_topology
-from accel_callbacks.testing import callback_checks, fault_checks, run_checks, state_checks
+from accel_callbacks.testing import checks
 from tests.accel_callbacks.callbacks import factories
 from tests.support.bound import BOUND
+from tests.support.contract import callback_checks
 from tests.support.energy import modules
 
 pytestmark = pytest.mark.distributed
@@ -33,9 +34,7 @@ def failures(name: str, folder: str) -> dict[str, str]:
         # The checks save to the memory of one process.
         yield f"{folder}/{next(numbers)}"
 
-    for module in (run_checks, fault_checks, state_checks):
-        if hasattr(module, "memory_folder"):
-            module.memory_folder = shared_folder
+    checks.memory_folder = shared_folder
     factories.MEMORY = f"{folder}/memory"
     case = factories.CASES[name]
     found = {}

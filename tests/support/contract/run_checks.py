@@ -1,37 +1,22 @@
-"""Checks that run a callback in trainings, and what all checks share."""
+"""Checks that run our own callbacks in trainings, beside those that users have."""
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import io
-import logging
-import uuid
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from accel_callbacks.callbacks.base import EXIT_HOOKS, HOOKS
 from accel_callbacks.callbacks.dispatch.functions import checked_hook
-from accel_callbacks.callbacks.dispatch.registration import accepted, configured, overrides, saves
-from accel_callbacks.testing.hooks import arguments_of, fire
-from accel_callbacks.testing.host_sync import host_syncs
-from accel_callbacks.testing.training import TinyTraining
+from accel_callbacks.callbacks.dispatch.registration import configured, overrides, saves
+from accel_callbacks.testing import checks
+from accel_callbacks.testing.checks import Injected, hooks_of, name_of
+from accel_callbacks.testing.hooks import arguments_of
+from tests.support.contract.host_sync import host_syncs
 
-__all__ = [
-    "CHECKS",
-    "Injected",
-    "Neighbor",
-    "Raises",
-    "SavesEachPosition",
-    "Subject",
-    "WeightRecorder",
-    "captured_output",
-    "memory_folder",
-]
+__all__ = ["CHECKS", "Neighbor", "OurSubject", "Raises", "WeightRecorder"]
 
 _NOT_TRAINING = ("validation", "test", "log", "checkpoint", "exception", "preempt")
 #: Hooks in which the models hold the trained weights.
@@ -49,92 +34,17 @@ _HOT_HOOKS = (
 )
 
 
-class Subject:
-    """A callback's factory, and the options of its trainings.
-
-    Args:
-        factory: makes a new callback, or a list of one and those that it depends on.
-        allow_sync: hooks that may wait for the device.
-        options: of the trainings.
-
-    Attributes:
-        cache: results that several checks share.
-    """
+class OurSubject(checks.Subject):
+    """A callback's factory, the options of its trainings, and where it may wait for the device."""
 
     def __init__(
         self, factory: Callable[[], Any], allow_sync: Sequence[str], options: dict[str, Any]
     ) -> None:
-        self._factory = factory
+        super().__init__(factory, options)
         self.allow_sync = {checked_hook(hook) for hook in allow_sync}
-        self._options = options
-        self.cache: dict[str, Any] = {}
-
-    def make(self) -> tuple[Any, list[Any]]:
-        """Return a new callback as it is registered, and those that it depends on."""
-        callbacks = self._factory()
-        callback, *others = callbacks if isinstance(callbacks, (list, tuple)) else (callbacks,)
-        return accepted(callback), others
-
-    def training(
-        self,
-        *,
-        before: Sequence[Any] = (),
-        after: Sequence[Any] = (),
-        made: tuple[Any, list[Any]] | None = None,
-        **options: Any,
-    ) -> tuple[Any, TinyTraining]:
-        """Return a callback (a new one unless ``made`` is given), and a training with it."""
-        callback, others = made or self.make()
-        settings = {**options, **self._options}
-        return callback, TinyTraining([*before, callback, *others, *after], **settings)
 
 
-def hooks_of(callback: Any) -> list[str]:
-    """Return the hooks that a callback has."""
-    return [hook for hook in HOOKS if overrides(callback, hook)]
-
-
-def name_of(callback: Any) -> str:
-    """Return the name of a callback for messages."""
-    return str(getattr(callback, "state_key", None) or type(callback).__qualname__)
-
-
-@contextmanager
-def captured_output() -> Iterator[io.StringIO]:
-    """Suppress prints, logs and warnings in the block; yields the output to stderr."""
-    errors, log = io.StringIO(), logging.getLogger("accel_callbacks")
-    level = log.level
-    with (
-        contextlib.ExitStack() as stack,
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(errors),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")
-        log.setLevel(logging.CRITICAL + 1)
-        stack.callback(log.setLevel, level)
-        yield errors
-
-
-@contextmanager
-def memory_folder() -> Iterator[str]:
-    """Yield the URL of a folder in memory that is removed after the block."""
-    import fsspec
-
-    root = f"accel-testing-{uuid.uuid4().hex}"
-    try:
-        yield f"memory://{root}"
-    finally:
-        store = fsspec.filesystem("memory")
-        if store.exists(f"/{root}"):
-            store.rm(f"/{root}", recursive=True)
-
-
-class Injected(Exception):
-    """The error that a check injects."""
-
-
-def takes_arguments(subject: Subject) -> None:
+def takes_arguments(subject: OurSubject) -> None:
     """Check that each hook takes the arguments that it is called with."""
     callback, _ = subject.make()
     for hook in hooks_of(callback):
@@ -155,63 +65,7 @@ def takes_arguments(subject: Subject) -> None:
                 ) from error
 
 
-def complete_runs(subject: Subject) -> None:
-    """Check every hook in a run with evaluations, a save and a preemption, a resume, an error."""
-    with memory_folder() as root:
-        callback, training = subject.training(test=True, each_batch=_save_and_preempt(root))
-        _play(training)
-        training.each_batch = _raise
-        try:
-            training.begin_again()
-            _play(training, resume=f"{root}/saved")
-        except Injected:
-            pass
-        called = {row.hook for row in training.accel.callback_report().rows if row.calls}
-        run = training.run
-    for hook in hooks_of(callback):
-        if hook not in called:  # for example because the callback stopped the run before
-            fire(callback, hook, run=run)
-
-
-def _save_and_preempt(root: str) -> Any:
-    """Return an ``each_batch`` that saves in the first batch, and preempts in the second epoch."""
-
-    def each_batch(training: TinyTraining) -> None:
-        run = training.run
-        if (run.current_epoch, run.batch_idx) == (0, 0):
-            training.accel.save_state(f"{root}/saved")
-            run.save_now("a check")
-        if (run.current_epoch, run.batch_idx) == (1, 0):
-            run.preempt("a check")
-
-    return each_batch
-
-
-def _raise(training: TinyTraining) -> None:
-    raise Injected("an error in the loop")
-
-
-def _play(training: TinyTraining, **options: Any) -> None:
-    """Play, and ignore a ``SystemExit`` after a preemption."""
-    try:
-        training.play(**options)
-    except SystemExit:
-        if not training.run.preempted:
-            raise
-
-
-def windows(subject: Subject) -> None:
-    """Check a run that accumulates gradients, with a shorter window at the end of each epoch."""
-    subject.training(window=2, batches=3)[1].play()
-
-
-def breaks(subject: Subject) -> None:
-    """Check a loop that leaves each epoch with ``break``."""
-    subject.training(leave_at=1, batches=3)[1].play()
-    subject.training(leave_at=0, batches=3)[1].play()
-
-
-def policies(subject: Subject) -> None:
+def policies(subject: OurSubject) -> None:
     """Check that with ``on_error``, a callback whose hooks all fail does not end the run."""
     callback, _ = subject.make()
     if saves(callback) or getattr(callback, "collective", False):
@@ -251,14 +105,13 @@ def replace(callback: Any, hook: str, method: Any) -> None:
         ) from error
 
 
-def waits_for_no_device(subject: Subject) -> None:
+def waits_for_no_device(subject: OurSubject) -> None:
     """Check that hooks of batches and steps do not wait for the device."""
     callback, others = subject.make()
-    declared = {checked_hook(hook) for hook in getattr(callback, "syncs", ())}
     seen: dict[str, str] = {}
     with host_syncs() as syncs:
         for hook in _HOT_HOOKS:
-            if overrides(callback, hook) and hook not in declared | subject.allow_sync:
+            if overrides(callback, hook) and hook not in subject.allow_sync:
                 replace(callback, hook, _watched(callback, hook, syncs, seen))
         _, training = subject.training(made=(callback, others), window=2, batches=4, test=True)
         training.play()
@@ -267,8 +120,7 @@ def waits_for_no_device(subject: Subject) -> None:
         raise AssertionError(
             f"{name_of(callback)} makes the host wait for the device:\n  {listed}\nKeep the tensor "
             "and read it later, in a hook of an epoch or an evaluation; or pass it to accel.log. "
-            "If the hook must wait, allow it: syncs = "
-            f"({', '.join(repr(hook) for hook in seen)},) in the class, or allow_sync=."
+            f"If the hook must wait, allow it: allow_sync=({', '.join(map(repr, seen))},)."
         )
 
 
@@ -287,7 +139,7 @@ def _watched(callback: Any, hook: str, syncs: list[Any], seen: dict[str, str]) -
     return call
 
 
-def with_other_callbacks(subject: Subject) -> None:
+def with_other_callbacks(subject: OurSubject) -> None:
     """Check the callback as the first and as the last of several."""
     for place in ("before", "after"):
         instances = subject.make()
@@ -312,9 +164,6 @@ def _others() -> list[Any]:
 
 CHECKS = {
     "arguments": takes_arguments,
-    "whole_runs": complete_runs,
-    "window": windows,
-    "break": breaks,
     "on_error": policies,
     "host_sync": waits_for_no_device,
     "order": with_other_callbacks,
@@ -389,34 +238,3 @@ class WeightRecorder(Neighbor):
         """Return the names of weights that differ from the recorded ones."""
         now = model.state_dict()
         return [name for name, weight in self.weights.items() if not weight.equal(now[name])]
-
-
-class SavesEachPosition:
-    """Save the training state at the end of each batch and each epoch, after other callbacks.
-
-    Args:
-        root: folder or URL.
-
-    Attributes:
-        paths: the checkpoints, by a description of their position.
-    """
-
-    runs_last = True
-    state_key = "SavesEachPosition"
-
-    def __init__(self, root: str) -> None:
-        self.root = root
-        self.paths: dict[str, str] = {}
-
-    def on_train_batch_end(self, run: Any, model: Any, *args: Any) -> None:
-        """Save the end of a batch."""
-        self._save(run, f"step {run.global_step}, batch {run.batch_idx}")
-
-    def on_train_epoch_end(self, run: Any, model: Any) -> None:
-        """Save the end of an epoch."""
-        self._save(run, f"the end of epoch {run.current_epoch + 1}")
-
-    def _save(self, run: Any, position: str) -> None:
-        if position not in self.paths:
-            self.paths[position] = f"{self.root}/{len(self.paths)}"
-            run.save_checkpoint(self.paths[position])

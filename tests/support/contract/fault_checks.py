@@ -16,17 +16,10 @@ from typing import Any
 import torch
 
 from accel_callbacks.callbacks.base import HOOKS
-from accel_callbacks.testing.run_checks import (
-    Injected,
-    Raises,
-    Subject,
-    WeightRecorder,
-    captured_output,
-    memory_folder,
-    name_of,
-)
-from accel_callbacks.testing.state_checks import reference_of
+from accel_callbacks.testing import checks
+from accel_callbacks.testing.checks import Injected, Reference, Subject, captured_output, name_of
 from accel_callbacks.testing.training import TinyTraining
+from tests.support.contract.run_checks import Raises, WeightRecorder
 
 __all__ = ["CHECKS", "Surroundings"]
 
@@ -40,7 +33,7 @@ _ERROR_LINE = re.compile(r"^(?!Traceback)[A-Za-z_][\w.]*(?:Error|Exception|Exit)
 def neighbor_raises(subject: Subject, *, before: bool) -> None:
     """Check the callback after errors of another one, called before or after it, in each hook."""
     faulty = _FaultyTraining(subject, before=before)
-    with memory_folder() as root:
+    with checks.memory_folder() as root:
         for hook in HOOKS:
             cause = f"a neighbor {'before' if before else 'after'} it raised in {hook}"
             faulty.check(cause, partial(_play_to_hook, faulty, hook, root))
@@ -67,7 +60,7 @@ class _FaultyTraining:
     """
 
     def __init__(self, subject: Subject, *, before: bool) -> None:
-        self.reference = reference_of(subject, **_SHORT)
+        self.reference = Reference(subject, **_SHORT)
         self.made = subject.make()
         callback = self.made[0]
         self.raiser = Raises(callback, "Raises")

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["HostSync", "host_syncs"]
 
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[3]
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
 #: Files that may read tensors: they read later, on another thread, or from the host.
@@ -60,7 +60,7 @@ class HostSync:
         code: the source line.
 
     Example:
-        >>> from accel_callbacks.testing import HostSync
+        >>> from tests.support.contract import HostSync
         >>> print(HostSync("Tensor.item", "mine.py:12", "total += loss.item()"))
         Tensor.item at mine.py:12: total += loss.item()
     """
@@ -88,7 +88,7 @@ def host_syncs() -> Iterator[list[HostSync]]:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.testing import host_syncs
+        >>> from tests.support.contract import host_syncs
         >>> loss = torch.tensor(0.5)
         >>> with host_syncs() as found:
         ...     total = loss.detach() + 1
