@@ -26,6 +26,7 @@ __all__ = ["Control"]
 
 _LOOK_EVERY = 0.5  # seconds between two looks into the mailbox
 _REASON = "accel ctl"
+_KIND = "control"  # of the request that the ranks vote on
 _PLACE = ("epoch", "batch", "between_epochs")
 Setting = str | int | float | bool
 
@@ -134,7 +135,7 @@ class Control(ResumableState):
     def on_train_start(self, run: TrainingRun, model: Any) -> None:
         """Open the mailbox on rank 0; in a replay, read what was commanded then."""
         self._apply_changed(run)
-        run.on_command = lambda text: self._carry_out(run, json.loads(text))
+        run.votes.owners[_KIND] = lambda text: self._carry_out(run, json.loads(text))
         commands = first_answer(run.accelerator.loop.observers, "past_commands")
         if commands is not None:
             self._past = [command for command in commands if command["number"] > self.number]
@@ -177,7 +178,8 @@ class Control(ResumableState):
 
     def teardown(self, run: TrainingRun, model: Any, stage: str) -> None:
         """Answer what is left, and close the mailbox."""
-        run.on_command = self._run = None
+        run.votes.owners.pop(_KIND, None)
+        self._run = None
         if self._mailbox is None:
             return
         text = f"the run ended at step {run._global_step}, before it could do that"
@@ -241,7 +243,7 @@ class Control(ResumableState):
                     self._mailbox.answer(command.name, accepted=False, text=str(error))
                     continue
                 self._command = command
-                run.votes.ask("control", json.dumps(facts))
+                run.votes.ask(_KIND, json.dumps(facts))
                 return
         except OSError as error:  # the folder is gone, full, or not this user's any more
             notice(f"`accel ctl` cannot steer this run any more: {error}")

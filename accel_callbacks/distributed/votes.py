@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,8 +11,8 @@ from accel_callbacks import collectives
 
 __all__ = ["KINDS", "Trigger", "Votes"]
 
-#: The kinds of requests, in the order in which they are carried out.
-KINDS = ("control", "save", "preempt", "stop", "end_epoch")
+#: The kinds of requests that a loop carries out, in their order, after those of other owners.
+KINDS = ("save", "preempt", "stop", "end_epoch")
 _WHERE = "the vote at the end of the step"
 Agreed = dict[str, tuple[str, int]]  # kind of request: its reason, and the rank that asked
 
@@ -26,6 +26,11 @@ class Votes:
     A vote that is begun at one boundary and read at the next travels during the step in between, so
     that no rank waits for the slowest one at each boundary.
 
+    Attributes:
+        asked: requests of this rank, not voted on yet: their reasons by kind.
+        owners: carry out kinds of their own on all ranks, given the reason, and return the requests
+            that follow from it.
+
     Example:
         >>> from accel_callbacks.distributed.votes import Votes
         >>> votes = Votes()
@@ -36,9 +41,10 @@ class Votes:
         {}
     """
 
-    __slots__ = ("_ballot", "_sent", "asked")
+    __slots__ = ("_ballot", "_sent", "asked", "owners")
 
     def __init__(self) -> None:
+        self.owners: dict[str, Callable[[str], Agreed]] = {}
         self.asked: dict[str, str] = {}
         self._sent: dict[str, str] = {}  # what this rank asked for in the vote that was begun
         self._ballot: _Ballot | None = None
@@ -85,6 +91,8 @@ class Votes:
         It costs one small all-reduce; the reasons are gathered only if there is a request.
         """
         if collectives.world_size() == 1:
+            if not self.asked:
+                return {}
             asked, self.asked = self.asked, {}
             return _chosen([asked])
         if agreed := self.read():
@@ -95,10 +103,12 @@ class Votes:
 
 def _chosen(requests: Sequence[Mapping[str, str]]) -> Agreed:
     """Return each kind of request with the reason of the lowest rank, and that rank."""
+    kinds = {kind for asked in requests for kind in asked}
+    # Sorted: a set of text has another order on each rank.
+    in_order = [*sorted(kinds.difference(KINDS)), *(kind for kind in KINDS if kind in kinds)]
     return {
         kind: next((asked[kind], rank) for rank, asked in enumerate(requests) if kind in asked)
-        for kind in KINDS
-        if any(kind in asked for asked in requests)
+        for kind in in_order
     }
 
 

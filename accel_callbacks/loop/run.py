@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks.distributed.votes import Agreed, Votes
+from accel_callbacks.distributed.votes import Votes
 from accel_callbacks.loop.run_identity import RunIdentity
 from accel_callbacks.strategy.base import Strategy
 
@@ -395,8 +395,6 @@ class TrainingRun(TrainerAttributes):
         data_wait_s: seconds that the training loop has waited for its loader, on this process.
         save_s: seconds that the training loop has waited for saves, on this process.
         noted: writes a mark into the journal; None without a journal.
-        on_command: carries out what the ranks have agreed to do for ``accel ctl``, and returns the
-            requests that follow from it; None without a ``Control`` callback.
         preempted: the ranks have agreed to be preempted, and the run stops.
         exit_code: set by a callback: after a preemption, the end of ``accel.run`` (or
             ``end_training``) raises ``SystemExit`` with it, once everything is closed.
@@ -448,7 +446,6 @@ class TrainingRun(TrainerAttributes):
         self.data_wait_s = 0.0
         self.save_s = 0.0
         self.noted: Callable[..., None] | None = None
-        self.on_command: Callable[[str], Agreed] | None = None
         self.save_began: float | None = None  # start of the newest save, by time.perf_counter()
         self.preempted = self.interrupted = False
         self.exit_code: int | None = None

@@ -83,8 +83,8 @@ class StepBoundary:
         if not agreed:
             return ()
         loop.begin_fit()  # a request may come before the first batch
-        if "control" in agreed and run.on_command is not None:
-            agreed = {**agreed, **run.on_command(agreed["control"][0])}
+        for kind in [kind for kind in agreed if kind in run.votes.owners]:
+            agreed = {**agreed, **run.votes.owners[kind](agreed[kind][0])}
         if "save" in agreed:
             self._save(agreed["save"][0])
         if "preempt" in agreed:

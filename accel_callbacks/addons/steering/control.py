@@ -7,8 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from accel_callbacks.addons.journal.format import JournalError
-from accel_callbacks.addons.journal.reader import Journal
-from accel_callbacks.addons.journal.state import holder_of, state_of
+from accel_callbacks.addons.journal.state import holder_of
 from accel_callbacks.addons.steering.mailbox import CONTROL, require_private
 from accel_callbacks.checkpoint.project import path_in
 from checkpoint_io.local_files import base_name, local_path
@@ -101,15 +100,4 @@ def _with_mailbox(folder: str) -> list[str]:
 
 
 def _dead(folder: str) -> str:
-    """Return that a run does not live, and what its journal says of its end."""
-    try:
-        journal = Journal.read(folder)
-        rows = journal.rows()
-        step = f" at step {rows['step'][-1]}" if len(rows) else ""
-        told = f": it {_PAST.get(state_of(journal), 'ended')}{step}"
-    except (JournalError, OSError):
-        told = ""
-    return f"the run {base_name(folder)} is not alive{told}"
-
-
-_PAST = {"failed": "failed", "killed": "was killed", "interrupted": "was interrupted"}
+    return f"the run {base_name(folder)} is not alive: `accel report` shows how it ended"

@@ -1,17 +1,16 @@
 """The mailbox of a run: files by which ``accel ctl`` sends commands, and the run answers.
 
-It is the folder ``control`` beside the run's journal, which only the user of the run may enter. A
-command is a file that comes into the folder by a rename, so nobody reads half of one. Whoever
-renames it next has it: the run takes it, or the sender withdraws it. It names the holder of the
-run's lease that it is meant for, so that a later start of the run does not act on it.
+It is the folder ``control`` beside the run's journal, which only the user of the run may enter.
+That is all that protects it, and both sides look at it each time. A command is a file that comes
+into the folder by a rename, so nobody reads half of one. Whoever renames it next has it: the run
+takes it, or the sender withdraws it. It names the holder of the run's lease that it is meant for,
+so that a later start of the run does not act on it.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
-import re
 import secrets
 import stat
 import sys
@@ -39,9 +38,6 @@ __all__ = [
 CONTROL = "control"
 ACTIONS = ("save", "evaluate", "stop", "set")
 _COMMAND, _TAKEN, _ANSWER, _PART = ".command", ".taken", ".answer", ".part"
-_NAME = re.compile(r"[0-9]{20}-[0-9a-f]{8}", re.ASCII)  # time of the command, and a random number
-_MOST_BYTES = 1 << 16
-_LONGEST_NAME = 200  # of a setting
 
 
 @dataclass(frozen=True)
@@ -127,14 +123,10 @@ class Mailbox:
             stem, ending = os.path.splitext(name)
             if ending != _COMMAND:
                 continue
-            path = os.path.join(self._folder, name)
-            if not _NAME.fullmatch(stem):
-                self._discard(path)
-                continue
             taken = os.path.join(self._folder, stem + _TAKEN)
             try:
-                replace(path, taken)
-                command = _parsed(stem, _read_private(taken))
+                replace(os.path.join(self._folder, name), taken)
+                command = _read_command(stem, taken)
             except FileNotFoundError:  # withdrawn
                 continue
             except (OSError, ValueError) as error:
@@ -159,7 +151,7 @@ class Mailbox:
             step: the optimizer step after which that was.
         """
         facts = {"accepted": accepted, "text": text, "step": step}
-        _write_private(os.path.join(self._folder, name + _ANSWER), facts)
+        _write(os.path.join(self._folder, name + _ANSWER), facts)
         self._discard(os.path.join(self._folder, name + _TAKEN))
 
     def close(self, text: str) -> None:
@@ -196,7 +188,7 @@ def send(folder: str, number: int, action: str, setting: str = "", value: Any = 
     require_private(folder)
     name = f"{time.time_ns():020d}-{secrets.token_hex(4)}"
     facts = {"number": number, "action": action, "setting": setting, "value": value}
-    _write_private(os.path.join(folder, name + _COMMAND), facts)
+    _write(os.path.join(folder, name + _COMMAND), facts)
     return name
 
 
@@ -204,12 +196,14 @@ def read_answer(folder: str, name: str) -> Answer | None:
     """Return the answer to a command and remove it, None while there is none.
 
     Raises:
-        OSError: another user has written it.
+        OSError: others than this user may write into the folder by now.
         ValueError: it is damaged.
     """
+    require_private(folder)
     path = os.path.join(folder, name + _ANSWER)
     try:
-        facts = json.loads(_read_private(path))
+        with open(path, encoding="utf-8") as file:
+            facts = json.load(file)
     except FileNotFoundError:
         return None
     remove(path)
@@ -233,80 +227,40 @@ def require_private(folder: str) -> None:
     status = os.lstat(folder)
     if not stat.S_ISDIR(status.st_mode):
         raise PermissionError(f"{folder} is no folder of its own, but a link or a file: remove it")
-    _require_owner(folder, status)
-
-
-def _require_owner(path: str, status: os.stat_result) -> None:
     if sys.platform != "win32":
         user = os.geteuid()
         if status.st_uid != user:
             raise PermissionError(
-                f"{path} belongs to user {status.st_uid}, and this process runs as {user}: only "
+                f"{folder} belongs to user {status.st_uid}, and this process runs as {user}: only "
                 "the user who runs it may steer a run"
             )
         if status.st_mode & 0o077:
             raise PermissionError(
-                f"{path} is open to other users (mode {stat.S_IMODE(status.st_mode):o}): remove "
+                f"{folder} is open to other users (mode {stat.S_IMODE(status.st_mode):o}): remove "
                 "it, or take their rights with `chmod go-rwx`"
             )
 
 
-def _read_private(path: str) -> bytes:
-    """Return the content of a small file of this user.
-
-    Raises:
-        OSError: it is a link, of another user, or open to others.
-    """
-    if os.path.islink(path):  # Windows has no flag for it
-        raise PermissionError(f"{path} is a link")
-    # Of a pipe, an open without this flag would wait for a writer.
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
-    descriptor = os.open(path, flags | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
-    try:
-        status = os.fstat(descriptor)
-        # A second name: a file of this user that somebody else has linked to here.
-        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
-            raise PermissionError(f"{path} is no plain file")
-        _require_owner(path, status)
-        if status.st_size > _MOST_BYTES:
-            raise PermissionError(f"{path} has {status.st_size} bytes, more than a command has")
-        return os.read(descriptor, _MOST_BYTES)
-    finally:
-        os.close(descriptor)
-
-
-def _write_private(path: str, facts: Mapping[str, Any]) -> None:
-    """Write a file that only this user may read, and give it its name once it is whole."""
+def _write(path: str, facts: Mapping[str, Any]) -> None:
+    """Write a file, and give it its name once it is whole."""
     part = path + _PART
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
-    descriptor = os.open(part, flags | getattr(os, "O_BINARY", 0), 0o600)
-    try:
-        os.write(descriptor, json.dumps(facts).encode())
-    finally:
-        os.close(descriptor)
+    with open(part, "x", encoding="utf-8") as file:
+        json.dump(facts, file)
     replace(part, path)
 
 
-def _parsed(name: str, data: bytes) -> Command:
-    """Return the command of a file.
+def _read_command(name: str, path: str) -> Command:
+    """Read the command of a file.
 
     Raises:
-        ValueError: it is none.
+        OSError: it cannot be read.
+        ValueError: it holds no command.
     """
     try:
-        facts = json.loads(data)
-    except (ValueError, RecursionError):
+        with open(path, encoding="utf-8") as file:
+            command = Command(name, **json.load(file))
+    except (TypeError, ValueError, RecursionError):
         raise ValueError("the file is damaged; write commands with `accel ctl`") from None
-    if not isinstance(facts, dict):
-        raise ValueError("the file holds no object")
-    number, action = facts.get("number"), facts.get("action")
-    setting, value = facts.get("setting", ""), facts.get("value")
-    if not isinstance(number, int) or action not in ACTIONS:
+    if command.action not in ACTIONS:
         raise ValueError(f"its action is none of {', '.join(ACTIONS)}")
-    if not isinstance(setting, str) or len(setting) > _LONGEST_NAME:
-        raise ValueError("its setting is no name")
-    if not isinstance(value, (str, int, float, bool, type(None))) or (
-        isinstance(value, float) and not math.isfinite(value)
-    ):
-        raise ValueError("its value is no text, finite number or truth value")
-    return Command(name, number, action, setting, value)
+    return command

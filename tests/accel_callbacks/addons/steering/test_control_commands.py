@@ -165,7 +165,7 @@ def test_commands_take_effect_on_both_at_one_step_and_are_replayed(
         assert rows["step"][-1] == commands[-1]["step"]
     assert both[0]["learning_rates"].tolist() == both[1]["learning_rates"].tolist()
     assert main(["ctl", job.folder, "save"]) == 1
-    assert "is not alive: it ended at step" in capsys.readouterr().err
+    assert "is not alive: `accel report` shows" in capsys.readouterr().err
     # From before the first command, over all of them, to after the last one that changed a rate.
     step = commands[4]["step"] + 2
     for saved in Path(job.folder, "checkpoints").glob("step-*"):
@@ -213,7 +213,7 @@ def test_a_command_in_an_evaluation_waits_and_a_killed_run_is_reported(
     killer.start()
     assert main(["ctl", job.folder, "stop"]) == 1
     killer.join()
-    assert "is not alive: it was killed at step" in capsys.readouterr().err
+    assert "is not alive: `accel report` shows" in capsys.readouterr().err
     assert state_of(Journal.read(job.folder)) == "killed"
     job.pace.write_text("go on")
     # What was left in the mailbox does not stop the next start.

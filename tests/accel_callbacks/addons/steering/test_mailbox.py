@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,6 @@ from accel_callbacks.addons.steering import mailbox as module
 from accel_callbacks.addons.steering.mailbox import Mailbox, read_answer, send, withdraw
 
 NAME = "00000000000000000001-0000abcd"
-GOOD = {"number": 3, "action": "save", "setting": "", "value": None}
 
 
 @pytest.fixture
@@ -26,11 +24,8 @@ def mailbox(folder: Path) -> Mailbox:
     return Mailbox(str(folder), number=3)
 
 
-def put(folder: Path, data: bytes, mode: int = 0o600) -> Path:
-    path = folder / f"{NAME}.command"
-    path.write_bytes(data)
-    path.chmod(mode)
-    return path
+def put(folder: Path, data: bytes) -> None:
+    (folder / f"{NAME}.command").write_bytes(data)
 
 
 def names(folder: Path) -> list[str]:
@@ -52,14 +47,12 @@ def test_commands_come_in_their_order_and_are_answered_once(folder: Path, mailbo
     assert names(folder) == [f"{sent[1]}.taken"]
 
 
-def test_only_the_user_may_read_what_is_written(folder: Path, mailbox: Mailbox) -> None:
+def test_only_the_user_may_enter_the_folder(folder: Path) -> None:
     before = os.umask(0)
     try:
-        send(str(folder), 3, "save")
+        Mailbox(str(folder), number=3)
     finally:
         os.umask(before)
-    (path,) = folder.iterdir()
-    assert path.stat().st_mode & 0o777 == 0o600
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
@@ -69,18 +62,6 @@ def test_a_command_that_was_withdrawn_is_not_taken(folder: Path, mailbox: Mailbo
     assert names(folder) == []
 
 
-def linked(folder: Path) -> None:
-    target = folder.parent / "elsewhere"
-    target.write_text(json.dumps(GOOD))
-    target.chmod(0o600)
-    (folder / f"{NAME}.command").symlink_to(target)
-
-
-def linked_hard(folder: Path) -> None:
-    put(folder, json.dumps(GOOD).encode())
-    os.link(folder / f"{NAME}.command", folder.parent / "elsewhere")
-
-
 @pytest.mark.parametrize(
     ("plant", "problem"),
     [
@@ -88,17 +69,10 @@ def linked_hard(folder: Path) -> None:
         (lambda folder: put(folder, os.urandom(64)), "damaged"),
         (lambda folder: put(folder, b"[" * 60000), "damaged"),
         (lambda folder: put(folder, b""), "damaged"),
-        (lambda folder: put(folder, b"[1]"), "no object"),
+        (lambda folder: put(folder, b"[1]"), "damaged"),
         (lambda folder: put(folder, b'{"number": 3, "action": "rm"}'), "none of save"),
-        (lambda folder: put(folder, b'{"number": "3", "action": "save"}'), "none of save"),
-        (lambda folder: put(folder, b'{"number":3,"action":"set","value":NaN}'), "finite"),
-        (lambda folder: put(folder, b'{"number":3,"action":"set","setting":1}'), "no name"),
-        (lambda folder: put(folder, b" " * 70000), "70000 bytes"),
-        (lambda folder: put(folder, json.dumps(GOOD).encode(), 0o644), "open to other users"),
-        (lambda folder: os.mkfifo(folder / f"{NAME}.command", 0o600), "no plain file"),
-        (lambda folder: (folder / f"{NAME}.command").mkdir(0o700), "no plain file"),
-        (linked, "is a link"),
-        (linked_hard, "no plain file"),
+        (lambda folder: put(folder, b'{"number": 3}'), "damaged"),
+        (lambda folder: (folder / f"{NAME}.command").mkdir(0o700), "Is a directory"),
     ],
 )
 def test_what_is_no_command_is_refused_and_does_not_stay(
@@ -162,14 +136,10 @@ def test_the_end_answers_what_is_left(folder: Path, mailbox: Mailbox) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can chown")
 def test_what_another_user_owns_is_refused(folder: Path, mailbox: Mailbox) -> None:
-    os.chown(put(folder, json.dumps(GOOD).encode()), 12345, -1)
-    assert mailbox.take() is None
-    answer = read_answer(str(folder), NAME)
-    assert answer is not None
-    assert "belongs to user 12345" in answer.text
     os.chown(folder, 12345, -1)
     for act in (
         mailbox.take,
+        lambda: read_answer(str(folder), NAME),
         lambda: send(str(folder), 3, "save"),
         lambda: Mailbox(str(folder), 4),
     ):
