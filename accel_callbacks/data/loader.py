@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
-from accel_callbacks.data.base_seed import base_seed_generator, draw_base_seed
 from accel_callbacks.data.device import Feed
+from accel_callbacks.data.generators import base_seed_generator, draw_base_seed
 from accel_callbacks.data.order import Record
 from accel_callbacks.data.sources import Delivery, Source
 from accel_callbacks.distributed.processes import end_workers_at_exit, stopped_workers
@@ -30,7 +30,7 @@ _TAKEN_OVER = (
     "of (or beside) the loop over this one."
 )
 _REPEATS = (
-    "two epochs had the same order: the sampler has set_epoch, and is not told. Call "
+    "two epochs had the same order, because set_epoch of the sampler was not called. Call "
     "set_epoch(epoch) of the prepared loader, or of the sampler, before each epoch."
 )
 _LEGACY = (
@@ -39,8 +39,8 @@ _LEGACY = (
     "DataLoaderConfiguration(seeded_order=True) keeps the orders of that version."
 )
 _OTHER_LENGTH = (
-    "the epoch that the checkpoint has cut does not go on exactly: {}. Give the dataset the size "
-    "of the save before the loop over the loader."
+    "the epoch that the checkpoint interrupted cannot go on exactly: {}. Give the dataset the size "
+    "that it had at the save, before the loop over the loader."
 )
 _inherited: list[Any] = []  # iterators whose workers belong to a process that was forked
 

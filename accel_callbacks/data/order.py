@@ -5,11 +5,8 @@ from __future__ import annotations
 import random
 import sys
 import zlib
-from array import array
-from binascii import a2b_base64, b2a_base64
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -23,6 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from accel_callbacks.data.generators import GLOBAL, Generators
 from accel_callbacks.data.sampler import (
     SeedableRandomSampler,
     call_set_epoch,
@@ -32,198 +30,26 @@ from accel_callbacks.data.sampler import (
 )
 
 __all__ = [
-    "GLOBAL",
     "Draws",
-    "Generators",
     "Record",
-    "State",
     "draws_again",
     "draws_at_random",
     "epoch_order",
     "length_of",
     "own_generators",
-    "packed_state",
-    "preserve_generators",
-    "set_packed_state",
 ]
 
-#: A state of :class:`Generators`, and the record of :class:`Draws`: trees of plain values.
-State = Mapping[str, Any]
+#: What :class:`Draws` needs to draw the items of a pass again: a tree of plain values.
 Record = Mapping[str, Any]
 
 # Samplers without state of their own: they draw from their generator, or from a private one that is
 # seeded with one draw from torch's global generator.
 _DRAW_ONCE = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _DRAW_NOTHING = (SequentialSampler, SeedableRandomSampler, range, list, tuple)
-#: The global generators.
-GLOBAL = ("torch", "python", "numpy")
 # Foreign draws between those of a sampler are recorded so many times in a pass.
 _MOST_ENTRIES = 512
 # After so many batches, the generators that the sampler has not drawn from are not looked at.
 _WATCHED = 16
-
-
-class Generators:
-    """The random generators that a sampler may draw from.
-
-    Args:
-        kinds: those of the global ones, of ``"torch"``, ``"python"`` and ``"numpy"``.
-        private: the sampler's own, of torch, Python or NumPy.
-
-    Example:
-        >>> import random
-        >>> from accel_callbacks.data.order import Generators
-        >>> generators = Generators(["python"], [])
-        >>> state = generators.capture()
-        >>> first = random.random()
-        >>> generators.restore(state)
-        >>> random.random() == first
-        True
-    """
-
-    def __init__(self, kinds: Sequence[str], private: Sequence[Any]) -> None:
-        self._kinds, self.private = tuple(kinds), list(private)
-        self._access: dict[str, _Access] = {}
-        for kind in kinds:
-            holder = _global_generator(kind)
-            if holder is not None:
-                self._access[kind] = _access_to(holder)
-        for index, holder in enumerate(self.private):
-            self._access[f"own{index}"] = _access_to(holder)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Generators, (self._kinds, self.private)  # the functions are those of a process
-
-    def __bool__(self) -> bool:
-        return bool(self._access)
-
-    def read(self, without: Collection[str] = ()) -> dict[str, Any]:
-        """Return the states by name in a form that can be compared, for :meth:`packed`."""
-        return {name: access.read() for name, access in self._access.items() if name not in without}
-
-    def packed(self, states: Mapping[str, Any]) -> dict[str, Any]:
-        """Return states that were read as plain values."""
-        return {name: self._access[name].pack(state) for name, state in states.items()}
-
-    def capture(self) -> dict[str, Any]:
-        """Return the states as plain values by name."""
-        return self.packed(self.read())
-
-    def restore(self, state: State) -> None:
-        """Restore what :meth:`capture` returned; names that are not here are ignored."""
-        for name, access in self._access.items():
-            if name in state:
-                access.restore(state[name])
-
-
-def _global_generator(kind: str) -> Any:
-    """Return what holds a global generator, None for NumPy where it is not imported."""
-    if kind == "torch":
-        return torch.default_generator
-    return random if kind == "python" else getattr(sys.modules.get("numpy"), "random", None)
-
-
-class _Access(NamedTuple):
-    """The functions that read the state of a generator, make it plain values, and restore those."""
-
-    read: Callable[[], Any]
-    pack: Callable[[Any], Any]
-    restore: Callable[[Any], None]
-
-
-def _access_to(holder: Any) -> _Access:
-    if isinstance(holder, torch.Generator):
-        return _Access(
-            lambda: holder.get_state().numpy().tobytes(),
-            _text,
-            lambda state: set_packed_state(holder, state),
-        )
-    if holder is random or isinstance(holder, random.Random):
-        return _Access(holder.getstate, _pack, lambda state: holder.setstate(_unpack(state)))
-    if hasattr(getattr(holder, "bit_generator", None), "state"):  # numpy.random.Generator
-        return _Access(
-            lambda: _without_arrays(holder.bit_generator.state),
-            _with_text,
-            lambda state: setattr(holder.bit_generator, "state", _with_arrays(state)),
-        )
-    return _Access(
-        lambda: _without_arrays(holder.get_state(legacy=False)),
-        _with_text,
-        lambda state: holder.set_state(_with_arrays(state)),
-    )
-
-
-def packed_state(generator: torch.Generator) -> str:
-    """Return the state of a generator as text, as all states here: a loader's state is plain JSON.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.data.order import packed_state, set_packed_state
-        >>> state = packed_state(torch.Generator().manual_seed(3))
-        >>> generator = torch.Generator()
-        >>> set_packed_state(generator, state)
-        >>> generator.initial_seed()
-        3
-    """
-    return _text(generator.get_state().numpy().tobytes())
-
-
-def set_packed_state(generator: torch.Generator, state: str) -> None:
-    """Set the state of a generator to what :func:`packed_state` returned."""
-    generator.set_state(torch.frombuffer(bytearray(a2b_base64(state)), dtype=torch.uint8))
-
-
-def _text(data: bytes) -> str:
-    return b2a_base64(data, newline=False).decode("ascii")
-
-
-def _pack(state: tuple[Any, ...]) -> list[Any]:
-    version, words, gauss = state
-    return [version, _text(array("I", words).tobytes()), gauss]
-
-
-def _unpack(state: Sequence[Any]) -> tuple[Any, ...]:
-    version, words, gauss = state
-    numbers = array("I")
-    numbers.frombytes(a2b_base64(words))
-    return version, tuple(numbers), gauss
-
-
-def _without_arrays(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state of NumPy with bytes for arrays, which can be compared."""
-    packed: dict[str, Any] = {}
-    for name, value in state.items():
-        if isinstance(value, Mapping):
-            packed[name] = _without_arrays(value)
-        elif hasattr(value, "tobytes") and hasattr(value, "shape") and value.shape:
-            packed[name] = {"dtype": value.dtype.str, "data": value.tobytes()}
-        else:
-            packed[name] = value.item() if hasattr(value, "item") else value
-    return packed
-
-
-def _with_text(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state with text for bytes."""
-    return {
-        name: _with_text(value)
-        if isinstance(value, Mapping)
-        else _text(value)
-        if isinstance(value, bytes)
-        else value
-        for name, value in state.items()
-    }
-
-
-def _with_arrays(state: Mapping[str, Any]) -> dict[str, Any]:
-    import numpy as np
-
-    unpacked: dict[str, Any] = {}
-    for name, value in state.items():
-        if isinstance(value, Mapping) and value.keys() == {"dtype", "data"}:
-            unpacked[name] = np.frombuffer(a2b_base64(value["data"]), dtype=value["dtype"]).copy()
-        else:
-            unpacked[name] = _with_arrays(value) if isinstance(value, Mapping) else value
-    return unpacked
 
 
 def length_of(sampler: Any) -> int | None:
@@ -232,20 +58,6 @@ def length_of(sampler: Any) -> int | None:
         return len(sampler)
     except (TypeError, NotImplementedError):
         return None
-
-
-def preserve_generators() -> AbstractContextManager[None]:
-    """Return a context that restores the global generators of torch, Python and NumPy."""
-    return _preserve(Generators(GLOBAL, ()))
-
-
-@contextmanager
-def _preserve(generators: Generators) -> Iterator[None]:
-    before = generators.capture()
-    try:
-        yield
-    finally:
-        generators.restore(before)
 
 
 def epoch_order(sampler: Iterable[Any], seed: int, epoch: int) -> Sequence[Any]:
@@ -277,7 +89,7 @@ def epoch_order(sampler: Iterable[Any], seed: int, epoch: int) -> Sequence[Any]:
     owners = with_inner(sampler)
     attributes = (getattr(owner, "generator", None) for owner in owners)
     seeded = [generator for generator in attributes if isinstance(generator, torch.Generator)]
-    with _preserve(Generators(GLOBAL, seeded)):
+    with Generators(GLOBAL, seeded).preserve():
         for generator in (torch.default_generator, *seeded):
             generator.manual_seed(mixed)
         random.seed(mixed)
@@ -384,7 +196,7 @@ class Draws:
         self.differs = False
         self._sampler = sampler
         self._iterator: Iterator[Any] | None = None
-        self._entries: list[tuple[int, State]] = []
+        self._entries: list[tuple[int, Mapping[str, Any]]] = []
         self._noted = 0
         self._left_alone = {"python", "numpy"}  # not drawn from in this pass, but at its start
         self._unwatched: Collection[str] = ()

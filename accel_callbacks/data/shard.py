@@ -14,18 +14,20 @@ import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
 from accel_callbacks import collectives
-from accel_callbacks.data.base_seed import draw_base_seed, seeded_generator
-from accel_callbacks.data.order import (
+from accel_callbacks.data.generators import (
     GLOBAL,
-    Draws,
     Generators,
+    draw_base_seed,
+    seeded_generator,
+)
+from accel_callbacks.data.order import (
+    Draws,
     Record,
     draws_again,
     draws_at_random,
     epoch_order,
     length_of,
     own_generators,
-    preserve_generators,
 )
 from accel_callbacks.data.sampler import (
     SeedableRandomSampler,
@@ -518,7 +520,7 @@ class ShareSource(Source):
         if steps is None:
             order = self._order
             if order is None:
-                with preserve_generators():
+                with Generators(GLOBAL, ()).preserve():
                     order = list(self.sampler)
             steps = self._plan.remaining(order, 0)
         return steps

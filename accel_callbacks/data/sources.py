@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from accel_callbacks.data.config import DataLoaderConfiguration
-from accel_callbacks.data.order import Generators, Record
+from accel_callbacks.data.generators import Generators
+from accel_callbacks.data.order import Record
 
 __all__ = ["Delivery", "Setting", "Source", "State", "check_even", "split_size"]
 

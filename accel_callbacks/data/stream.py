@@ -11,15 +11,15 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_callbacks import collectives
-from accel_callbacks.data.base_seed import base_seed_generator, seeded_generator
-from accel_callbacks.data.iterable import CollateShare, IterableShards, Part, Piece
-from accel_callbacks.data.order import (
+from accel_callbacks.data.generators import (
     Generators,
-    Record,
-    own_generators,
+    base_seed_generator,
     packed_state,
+    seeded_generator,
     set_packed_state,
 )
+from accel_callbacks.data.iterable import CollateShare, IterableShards, Part, Piece
+from accel_callbacks.data.order import Record, own_generators
 from accel_callbacks.data.sampler import mix_seed
 from accel_callbacks.data.shard import ready_kept
 from accel_callbacks.data.sources import Delivery, Source, State, check_even
