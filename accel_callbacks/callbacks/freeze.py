@@ -23,6 +23,7 @@ from accel_callbacks.errors import nearest
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
+    from accel_callbacks.strategy.base import Strategy
 
 __all__ = ["Freeze", "split_param_groups"]
 
@@ -119,8 +120,7 @@ class Freeze(Callback):
                 "Freeze does not work with an engine that keeps gradients, as ZeRO does: set "
                 "requires_grad=False before prepare(), or train with DDP or FSDP."
             )
-        # Without a strategy it is a foreign trainer, which may wrap the model in DDP itself.
-        self._drops_gradients = strategy is None or not strategy.gradients.allows_unfreezing
+        self._drops_gradients = not _can_change_requires_grad(strategy)
         self._match(run)
         later = [p for phase in self._phases if phase.until is not None for p in phase.parameters]
         optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in run.optimizers]
@@ -295,6 +295,12 @@ def _parse_until(until: int | str | None) -> Interval | None:
     if interval.unit not in ("steps", "epochs"):
         raise ValueError(f"frozen until {until!r}: give a number of steps, or '2 epochs'.")
     return interval
+
+
+def _can_change_requires_grad(strategy: Strategy | None) -> bool:
+    """Return whether ``requires_grad`` may change after the model was prepared."""
+    # Without a strategy it is a foreign trainer, which may wrap the model in DDP itself.
+    return strategy is not None and strategy.gradients.allows_unfreezing
 
 
 def split_param_groups(
