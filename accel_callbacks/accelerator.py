@@ -207,7 +207,7 @@ class Accelerator(ProcessControl, MediaLogging):
         **unknown: Any,
     ) -> None:
         if unnamed:
-            raise TypeError(_unnamed_option(unnamed[0], type(self)))
+            raise TypeError(_refusal_of_unnamed(unnamed[0], type(self)))
         if unknown:
             name = next(iter(unknown))
             parameters = inspect.signature(type(self)).parameters.values()
@@ -2145,7 +2145,7 @@ def _add_ons() -> Sequence[CreateObserver]:
     return OBSERVERS
 
 
-def _unnamed_option(value: Any, owner: type[Any]) -> str:
+def _refusal_of_unnamed(value: Any, owner: type[Any]) -> str:
     """Return the error text for an argument without a name, with the name if its value tells."""
     text = f"{owner.__name__}() takes its options by name"
     if isinstance(value, str) and value in PRECISIONS:

@@ -138,10 +138,10 @@ def _norm(
         if parts
         else torch.zeros((), dtype=first.dtype, device=first.device)
     )
-    return _reduced(norm, norm_type, mesh, placements)
+    return _reduce_norm(norm, norm_type, mesh, placements)
 
 
-def _reduced(
+def _reduce_norm(
     norm: torch.Tensor, norm_type: float, mesh: Any, placements: Sequence[Any]
 ) -> torch.Tensor:
     """Return the norm over all shards, from that of each rank's."""

@@ -67,7 +67,7 @@ class LocalSGD(AbstractContextManager["LocalSGD"]):
         if local_sgd_steps < 1:
             raise ValueError(f"local_sgd_steps={local_sgd_steps} must be at least 1.")
         self.accelerator = accelerator
-        self.model = _prepared(accelerator, model)
+        self.model = _find_prepared(accelerator, model)
         self.local_sgd_steps = local_sgd_steps
         self.enabled = enabled and accelerator.num_processes > 1
         self.num_steps = 0
@@ -122,19 +122,19 @@ class LocalSGD(AbstractContextManager["LocalSGD"]):
         self._averaged_at = self.num_steps
         if self.enabled:
             self._note_trained()
-            _average(self._shared(), self.accelerator.num_processes)
+            _average(self._tensors_to_average(), self.accelerator.num_processes)
 
     def _note_trained(self) -> None:
         # Collected over the block: a parameter that was trained and then frozen differs too.
         self._trained |= {id(p) for p in self.model.parameters() if p.requires_grad}
 
-    def _shared(self) -> Iterator[torch.Tensor]:
+    def _tensors_to_average(self) -> Iterator[torch.Tensor]:
         """Yield the tensors to average, in an order that is the same on all ranks."""
         yield from (p for p in self.model.parameters() if id(p) in self._trained)
         yield from (buffer for buffer in self.model.buffers() if buffer.is_floating_point())
 
 
-def _prepared(accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
+def _find_prepared(accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
     inner = accelerator.strategy.unwrap(model)
     for known in accelerator.models:
         if accelerator.strategy.unwrap(known) is inner:

@@ -126,16 +126,16 @@ def launched_options(environment: Mapping[str, str] | None = None) -> Mapping[st
     Args:
         environment: leaves out groups of which it has no variable, ours or Accelerate's.
     """
-    options = dict(_launched_in(""))
+    options = dict(_options_of_group(""))
     for group in plugins.LAUNCHED:
         starts = tuple(f"{prefix}{group.upper()}_" for prefix in ("ACCEL_", "", "ACCELERATE_"))
         if environment is None or any(name.startswith(starts) for name in environment):
-            options |= _launched_in(group)
+            options |= _options_of_group(group)
     return options
 
 
 @cache
-def _launched_in(group: str) -> Mapping[str, Option]:
+def _options_of_group(group: str) -> Mapping[str, Option]:
     """Return the options of one group; without a name, those that are in none."""
     if group:
         options = {
@@ -172,7 +172,7 @@ def resolve_config(
                 values[name] = declared.convert(environment[variable])
             except ValueError as error:
                 raise ValueError(f"{variable}={environment[variable]!r}: {error}") from None
-    config = AcceleratorConfig(**_grouped(values), origins=origins)
+    config = AcceleratorConfig(**_nest_groups(values), origins=origins)
     _check(config)
     return config
 
@@ -223,7 +223,7 @@ def _asks(text: str, option: Option | None) -> bool:
     return text.lower() not in (*_IDLE, *usual)
 
 
-def _grouped(values: Mapping[str, Any]) -> dict[str, Any]:
+def _nest_groups(values: Mapping[str, Any]) -> dict[str, Any]:
     """Nest ``"fsdp.cpu_offload"`` in ``launched["fsdp"]``."""
     options = {name: value for name, value in values.items() if "." not in name}
     launched: dict[str, dict[str, Any]] = {}

@@ -1,6 +1,12 @@
 """Experiment trackers behind one small protocol: files, TensorBoard, Weights & Biases and others.
 
-Usable in any script. Importing this package imports neither a tool nor torch nor numpy.
+Usable in any script, by a `TrackerHub`: its ``log`` queues a row, a thread reads tensors from their
+devices about twice a second (``queue``), and one thread a tracker delivers them (``worker``), with
+retries. A new tracker is a subclass of `Tracker`, and a line in ``registry``.
+
+Importing this package imports neither a tool nor torch nor numpy. The thread that trains never
+waits for a device or a tool here, but for a ``lossless`` tracker that is far behind. No error of a
+tool reaches it unless ``strict`` is set, and no row is lost without being counted.
 """
 
 from loggers.base import MEDIA, NullTracker, RunInfo, Scalar, Status, Tracker, media

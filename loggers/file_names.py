@@ -32,7 +32,7 @@ def file_name(name: str) -> str:
         plain = f"{plain[:_LONGEST]}-{_digest(name, 6)}"
     elif re.search("[A-Z]", name):
         plain = f"{plain}=-{_digest(name, 3)}"  # no escape of `quote` looks like this
-    return _mended(plain)
+    return _mend(plain)
 
 
 def portable_path(name: str) -> str:
@@ -42,10 +42,10 @@ def portable_path(name: str) -> str:
     ('val/loss', 'p=3A50/=aux', 'a.=20')
     """
     parts = (part for part in name.split("/") if part not in ("", ".", ".."))
-    return "/".join(_mended(_UNPORTABLE.sub(_escaped, part)) for part in parts) or "_"
+    return "/".join(_mend(_UNPORTABLE.sub(_escape, part)) for part in parts) or "_"
 
 
-def _mended(part: str) -> str:
+def _mend(part: str) -> str:
     """Return a component that is no device, no ``..``, and does not end in a dot or space."""
     if part[-1:] in (".", " "):  # Windows drops these
         marked = "=" if part.strip(". ") == "" else ""
@@ -53,7 +53,7 @@ def _mended(part: str) -> str:
     return f"={part}" if not part or _DEVICE.fullmatch(part) else part
 
 
-def _escaped(match: re.Match[str]) -> str:
+def _escape(match: re.Match[str]) -> str:
     return f"={ord(match[0]):02X}"
 
 

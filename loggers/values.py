@@ -328,11 +328,11 @@ def _plain(value: Any, depth: int) -> Any:
     if fields is not None:
         return {str(key): _plain(item, depth + 1) for key, item in fields.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item, depth + 1) for item in _ordered(value)]
+        return [_plain(item, depth + 1) for item in _sort_sets(value)]
     return _number_or_text(value)
 
 
-def _ordered(value: Iterable[Any]) -> Iterable[Any]:
+def _sort_sets(value: Iterable[Any]) -> Iterable[Any]:
     """Sort sets, whose order differs from process to process."""
     return sorted(value, key=repr) if isinstance(value, set | frozenset) else value
 

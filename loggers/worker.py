@@ -190,6 +190,7 @@ class Writer:
         self._delivery = Delivery(guard, takes)
         self._run = run
         self._max_rows = max_rows
+        # Without a lock: each call of a deque is atomic.
         self._queue: deque[Row | Media | Callable[[], None]] = deque()
         # One token wakes the thread; rows themselves are in the deque, from which the oldest can
         # be dropped.
@@ -426,6 +427,7 @@ class Writer:
     def _handle_rows(self, rows: list[Row]) -> None:
         if rows:
             self._ask()
+            # Before the call: if it hangs, these rows are reported as lost with those that wait.
             self._dirty, self._in_flight = True, rows
             self._lost.rows += self._delivery.deliver_rows(rows)
             self._in_flight = ()
@@ -439,6 +441,7 @@ class Writer:
             self._lost.media += not self._delivery.deliver_media(item)
             self._in_flight = ()
         else:
+            # A request, such as for the state, is about what the tool has written, not buffered.
             self._flush()
             item()
         self.done += 1
@@ -535,7 +538,7 @@ class Delivery:
         for row in rows:
             if row.extra and row.extra.get(name):
                 return False
-            values = self._taken(row.values)
+            values = self._filter_names(row.values)
             if values:
                 batch.append((values, self._step(row.step), row.time))
         if batch and not self._guard.log_rows(batch):
@@ -543,7 +546,7 @@ class Delivery:
         self.rows += len(batch)
         return True
 
-    def _taken(self, values: dict[str, Any]) -> dict[str, Any]:
+    def _filter_names(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return the values that the tracker receives."""
         takes = self._takes
         return values if takes is None else {n: value for n, value in values.items() if takes(n)}
@@ -552,7 +555,7 @@ class Delivery:
         """Deliver one row, with retries; return False if it is lost."""
         if self._is_over():
             return False
-        values = self._taken(row.values)
+        values = self._filter_names(row.values)
         if not values:
             return True
         step, extra = self._step(row.step), (row.extra or {}).get(self._guard.tracker.name)
@@ -574,10 +577,10 @@ class Delivery:
             return False
         args = item.args
         if item.by_name and isinstance(args[0], str):
-            if not self._taken({args[0]: None}):
+            if not self._filter_names({args[0]: None}):
                 return True
         elif item.by_name:
-            values = self._taken(args[0])
+            values = self._filter_names(args[0])
             if not values:
                 return True
             args = (values, *args[1:])

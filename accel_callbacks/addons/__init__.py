@@ -10,12 +10,15 @@ if TYPE_CHECKING:
     from accel_callbacks.checkpoint.project import ProjectConfiguration
     from accel_callbacks.options import AcceleratorConfig
 
-__all__ = ["OBSERVERS"]
+__all__ = ["OBSERVERS", "REPLAY"]
+
+#: Variable with the file of a request, which `accel replay` sets for its processes alone.
+REPLAY = "ACCEL_REPLAY"
 
 
 def _create_recorder(project: ProjectConfiguration, config: AcceleratorConfig) -> Observer | None:
     """Return what keeps the journal: of a replay, of a run with a project folder, or none."""
-    if "ACCEL_REPLAY" in os.environ:
+    if REPLAY in os.environ:
         from accel_callbacks.addons.journal.replayed_step import ReplayRecorder
 
         return ReplayRecorder.requested(os.environ)

@@ -1,6 +1,14 @@
 """Collectives over nested structures of tensors, and over plain objects.
 
-All functions also work on one process, where at most the container is a new one.
+Scripts enter by ``gather``, ``reduce``, ``broadcast`` and ``pad_across_processes`` (``tensors``)
+and their twins for objects (``objects``); metrics by ``gather_counted``, which drops repeated
+samples (``metrics``). The rooms above take ranks, store and groups from here (``group``,
+``store``). All functions also work on one process, where at most the container is a new one.
+
+Each collective begins with ``begin``, which refuses one that could not end, and raises by
+``explained`` what happened to a rank that broke it. None may raise on one rank before the others
+have come to it: what only this rank knows to be wrong is sent along, and raised on all. Nothing
+here knows an Accelerator, and nothing that is pickled leaves the run (``object_exchange``).
 """
 
 from accel_callbacks.collectives.debug import begin as begin

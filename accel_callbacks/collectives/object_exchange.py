@@ -47,7 +47,7 @@ def exchange(value: T, group: Any = None) -> list[T]:
     """
     if group is None and world_size() == 1:
         return [value]
-    content, error = _pickled(value)
+    content, error = _pickle_value(value)
     parts = [pickle.loads(part) for part in _gather(content, group or control_group())]
     for index, part in enumerate(parts):
         if isinstance(part, _Unsendable):
@@ -59,14 +59,14 @@ def send_object(value: T, source: int, group: Any = None) -> T:
     """Collective: return the object that rank ``source`` passed; raise as :func:`exchange`."""
     if group is None and world_size() == 1:
         return value
-    content, error = _pickled(value) if rank() == source else (b"", None)
+    content, error = _pickle_value(value) if rank() == source else (b"", None)
     sent = pickle.loads(_broadcast(content, source, group or control_group()))
     if isinstance(sent, _Unsendable):
         raise TypeError(_complaint(source, sent)) from error
     return cast(T, sent)
 
 
-def _pickled(value: Any) -> tuple[bytes, Exception | None]:
+def _pickle_value(value: Any) -> tuple[bytes, Exception | None]:
     try:
         return pickle.dumps(value), None
     except Exception as error:
@@ -86,7 +86,7 @@ def _gather(content: bytes, group: Any) -> list[bytes]:
         messages = list(table.unbind()) if rank() == 0 else None
         dist.gather(_message(content), messages, dst=0, group=group)
         dist.broadcast(table, src=0, group=group)
-        sizes, starts = zip(*map(_opened, table.unbind()), strict=True)
+        sizes, starts = zip(*map(_open_message, table.unbind()), strict=True)
         if max(sizes) <= _ROOM:
             return list(starts)
     held = [b""] * count
@@ -99,7 +99,7 @@ def _broadcast(content: bytes, source: int, group: Any) -> bytes:
     if serves_cpu(group or dist.group.WORLD):
         message = _message(content)
         dist.broadcast(message, src=source, group=group)
-        size, start = _opened(message)
+        size, start = _open_message(message)
         if size <= _ROOM:
             return start
     box = [content]
@@ -113,7 +113,7 @@ def _message(content: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(start.ljust(_SHORT, b"\0")), dtype=torch.uint8)
 
 
-def _opened(message: torch.Tensor) -> tuple[int, bytes]:
+def _open_message(message: torch.Tensor) -> tuple[int, bytes]:
     """Return the size of the content, and its start, of a message."""
     raw = message.numpy().tobytes()
     size = int.from_bytes(raw[:_SIZE], "little")

@@ -325,7 +325,7 @@ def reduce(
     begin("reduce", debug, lambda: contents(tensor, whole), **arguments)
     refuse_others("reduce", tensor, "gather_object")
     if reduction == "none":
-        return _scaled(tensor, scale)
+        return _scale(tensor, scale)
     distributed = world_size() > 1
     share = sum_of(weight) if distributed and weight is not None and values_in(tensor) else None
 
@@ -346,7 +346,7 @@ def _check(reduction: str, weight: float | torch.Tensor | None) -> None:
         raise ValueError('weight= belongs to reduction="mean"; leave it out otherwise.')
 
 
-def _scaled(data: T, scale: float) -> T:
+def _scale(data: T, scale: float) -> T:
     if scale == 1:
         return map_values(data, lambda tensor: tensor.detach().clone())
     scaled = map_values(data, lambda tensor: tensor * scale)
@@ -503,10 +503,10 @@ def reduce_tensor(
         )
     world = world_size()
     value = on_backend(local) if world > 1 else local
-    value = value.to(_working_type(value, reduction), copy=True)
+    value = value.to(_sum_type(value, reduction), copy=True)
     if world > 1:
         if weight is not None and share is not None:
-            value = _weighted(value, weight)
+            value = _apply_weight(value, weight)
         operation = "sum" if reduction == "mean" else reduction
         operator = getattr(dist.ReduceOp, operation.upper())
         dist.all_reduce(value, operator, group=group_for(value))
@@ -518,7 +518,7 @@ def reduce_tensor(
     return value.to(local.device, _result_type(local.dtype, value.dtype, counted))
 
 
-def _weighted(value: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
+def _apply_weight(value: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
     # A rank without samples may hold the mean of nothing, and 0 * nan is nan.
     if isinstance(weight, torch.Tensor):
         factor = weight.to(value.device, value.real.dtype)
@@ -575,7 +575,7 @@ def _is_whole(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex)
 
 
-def _working_type(value: torch.Tensor, reduction: str) -> torch.dtype:
+def _sum_type(value: torch.Tensor, reduction: str) -> torch.dtype:
     dtype = value.dtype
     if _is_whole(dtype):
         exact = torch.float32 if value.device.type == "mps" else torch.float64

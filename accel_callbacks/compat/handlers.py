@@ -135,10 +135,10 @@ class ParallelismConfig(parallelism.ParallelismConfig, metaclass=StandIn):
     def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
         return self.get_mesh()
 
-    def _joined_axes(self) -> dict[str, list[str]]:
+    def _join_axes(self) -> dict[str, list[str]]:
         """Return the axes of each joined dimension, which may be one axis alone."""
         active = {name: getattr(self, dimensions) for name, dimensions in _JOINED.items()}
-        others = {name: axes for name, axes in super()._joined_axes().items() if "sp" in axes}
+        others = {name: axes for name, axes in super()._join_axes().items() if "sp" in axes}
         return {name: axes for name, axes in active.items() if axes} | others
 
 

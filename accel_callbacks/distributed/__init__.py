@@ -1,7 +1,13 @@
-"""The process group and its topology, failures and votes shared by all ranks, random generators.
+"""The processes of a run: how they meet, watch each other, fail together and part.
 
-The modules from the ground up: ``process_group`` joins the group, ``abort`` ends it after an
-error, ``topology`` knows the ranks and the device, ``failures`` raises an error of one rank on all,
-``process_control`` runs code on some ranks only, ``votes`` makes ranks act at the same step, and
-``rng`` seeds and synchronizes generators.
+``resolve_topology`` is the way in, once an Accelerator: it finds rank and device (``topology``),
+joins the group (``process_group``), and starts the heartbeat and what follows from it
+(``heartbeat``, ``abort``). The loop enters by ``share_failure``, which raises an error of one rank
+on all (``failures``), and by ``Votes``, which make ranks act at the same step (``votes``). Scripts
+enter by the decorators and contexts of ``process_control``, and by ``set_seed`` (``rng``).
+
+All ranks pass the same sync points and collectives in the same order. So none may begin one under a
+condition that is not known to be the same on all, swallow an error between two of them, or wait for
+another rank without a limit: the timeout of the group bounds each wait. What a heartbeat finds is
+raised on the thread that trains; its own thread only notes it, and aborts.
 """

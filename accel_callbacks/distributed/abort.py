@@ -98,6 +98,7 @@ def abort_run(error: BaseException, operation: str) -> BaseException:
             # compare_set, because the first error counts: later ones mostly follow from it.
             store().compare_set(REPORT, "", _encode(error, operation))
     abort_group()
+    # Rank 0, which serves the store, lingers at exit until all have set this.
     with suppress(Exception):
         store().set(f"{_ENDED}/{rank()}", "")
     return cause
@@ -202,6 +203,7 @@ def abort_group() -> None:
     global _aborted
     if not has_peers() or group_is_aborted():
         return
+    # Noted first: the thread that trains may go on as soon as a connection is closed.
     _aborted = weakref.ref(dist.group.WORLD)
     _set_exit_hook()
     _abort([group for group in _groups() if group not in _exempt])

@@ -33,7 +33,7 @@ def dump_hang(rank: int, env: Mapping[str, str] | None = None) -> str:
         return ""
     path = f"{prefix}{rank}"
     with suppress(Exception):  # a full disk must not keep the run from its abort
-        if not os.path.exists(path) and (recorded := _recorded()):
+        if not os.path.exists(path) and (recorded := _read_recording()):
             with open(path, "xb") as out:
                 out.write(recorded)
     if not os.path.exists(path):
@@ -49,7 +49,7 @@ def _prefix(env: Mapping[str, str]) -> str | None:
     return next((env[name] for name in _PREFIXES if env.get(name)), None)
 
 
-def _recorded() -> bytes:
+def _read_recording() -> bytes:
     """Return what torch has recorded; empty without NCCL, as in a torch for the CPU."""
     dump: Any = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace", None)
     return b"" if dump is None else dump()

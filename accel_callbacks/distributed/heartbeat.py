@@ -187,6 +187,7 @@ class Heartbeat:
         self._round, self._everyone = 0, False
         self._error: BaseException | None = None
         self._wake_read, self._wake_write = os.pipe()
+        # A thread, and no process: it reads the frames of the others, and is stopped with them.
         self._thread = threading.Thread(target=self._watch, name="accel-heartbeat", daemon=True)
         # In a child of multiprocessing atexit does not run, and this does.
         self._at_exit = multiprocessing.util.Finalize(self, self.stop, exitpriority=100)
@@ -241,7 +242,7 @@ class Heartbeat:
             if self.report is not None:
                 return None
             late = time.monotonic() > deadline
-            lost = self.lost or self._departed()
+            lost = self.lost or self._first_to_leave()
             if lost is None and (timed_out or late):
                 lost = self._silent(_MISSED * self._interval)
             if lost is None and late and self._store.is_gone and self._serves_store:
@@ -320,11 +321,11 @@ class Heartbeat:
                 self._round += 1
                 self._round_end.notify_all()
             # Soon again until the first heartbeats of the others are there.
-            unseen = any(not self._peers[rank].beat for rank in self._watched())
+            unseen = any(not self._peers[rank].beat for rank in self._peers_to_read())
             self._sleep(self._interval / 10 if unseen else self._interval)
         self._sleep(0)  # to see whether the process that serves the store has ended first
         with suppress(Exception):
-            self._store.call(lambda store: self._beat(store, left=_parting_words(self._error)))
+            self._store.call(lambda store: self._beat(store, left=_last_words(self._error)))
 
     def _observe(self) -> None:
         """Note where the threads of this process are."""
@@ -335,7 +336,7 @@ class Heartbeat:
 
     def _exchange(self) -> None:
         """Note the heartbeat of this rank, and read those of others."""
-        ranks, self._everyone = self._watched(), False
+        ranks, self._everyone = self._peers_to_read(), False
         asked = time.monotonic()  # not after the answer: this process may be stopped in between
         try:
             lost, report, *beats = self._store.call(lambda store: self._talk(store, ranks))
@@ -384,7 +385,7 @@ class Heartbeat:
         self._own = beat
         store.set(f"{_BEAT}/{self._rank}", json.dumps(beat))
 
-    def _watched(self) -> list[int]:
+    def _peers_to_read(self) -> list[int]:
         if self._everyone or self._world <= _READ_ALL:
             return list(self._peers)
         return sorted({0, (self._rank + 1) % self._world} & set(self._peers))
@@ -402,6 +403,7 @@ class Heartbeat:
         if self.lost is not None:
             return
         for rank, peer in self._peers.items():
+            # A rank that has said that it leaves may end.
             if peer.status and peer.beat["left"] is None:
                 self._lose(LostRank(rank, peer.status, peer.place))
                 return
@@ -421,6 +423,7 @@ class Heartbeat:
         if not self._wait.collective:
             return None
         self._everyone = True
+        # Certain only where all were heard of lately: an old heartbeat may be of another call.
         heard = self._answered - _MISSED * self._interval
         if not all(peer.beat and peer.changed >= heard for peer in self._peers.values()):
             return None
@@ -433,11 +436,12 @@ class Heartbeat:
         silence = time.monotonic() - self._answered
         # A store that refuses has ended with its process, which is no hang.
         if self._store.is_silent and silence > limit:
+            # A store of the launcher, or of this very process, says nothing about another rank.
             if not self._serves_store or self._rank == 0:
                 return LostRank(None, f"has not answered for {silence:.0f} s")
             fate = f"(it serves the store of the group) has not answered for {silence:.0f} s"
             return LostRank(0, fate, self._peers[0].place)
-        for rank in self._watched():
+        for rank in self._peers_to_read():
             peer = self._peers[rank]
             # Until the last answer of the store, and not until now: while the store is silent,
             # nothing could be heard of any rank.
@@ -446,7 +450,7 @@ class Heartbeat:
                 return LostRank(rank, f"has not answered for {silence:.0f} s", peer.place)
         return None
 
-    def _departed(self, *, following: bool = False) -> LostRank | None:
+    def _first_to_leave(self, *, following: bool = False) -> LostRank | None:
         """Return the rank that left the group first, and not because of another one.
 
         Args:
@@ -511,7 +515,7 @@ class Heartbeat:
         """
         # A rank that has said why it left counts too: its own store may be gone by now. So does one
         # that left because of another rank, which may be this one: it waited here for too long.
-        lost, waited = self.lost or self._departed(following=True), self._loading
+        lost, waited = self.lost or self._first_to_leave(following=True), self._loading
         if lost is None or waited < self._timeout / 2:
             return
         if lost.fate == "has ended" or lost.fate.startswith(_ORDERLY):
@@ -643,7 +647,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _parting_words(error: BaseException | None) -> str:
+def _last_words(error: BaseException | None) -> str:
     """Return what this process ends with: the error, or an uncaught one; "" for none."""
     error = getattr(sys, "last_value", None) if error is None else error
     if error is None or isinstance(error, SystemExit):

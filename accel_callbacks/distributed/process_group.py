@@ -132,7 +132,7 @@ def _rendezvous(
 ) -> dist.distributed_c10d.Store:
     """Return a store whose keys only the ranks of the next group share, within the timeout."""
     try:
-        store = _bounded(
+        store = _call_within(
             lambda: _store_of_next_group(url, rank, world, timeout, env), timeout * _LONGER
         )
     except (TimeoutError, dist.DistError) as error:
@@ -145,6 +145,7 @@ def _rendezvous(
             f"{timeout}: see its own output for an error or a hang, or give it longer with "
             "Accelerator(timeout=...)."
         ) from error
+    # A store of the launcher, or one that is used again, has another timeout.
     store.set_timeout(timeout)
     return store
 
@@ -171,7 +172,7 @@ def connect(
         bounded, rank, world, timeout=limit.total_seconds(), serves_store=not outlives
     )
     try:
-        _bounded(
+        _call_within(
             lambda: dist.init_process_group(
                 backend, store=store, rank=rank, world_size=world, timeout=timeout
             ),
@@ -198,7 +199,7 @@ def connect(
     watch.follow_group()
 
 
-def _bounded(operation: Callable[[], T], limit: timedelta, watch: Heartbeat | None = None) -> T:
+def _call_within(operation: Callable[[], T], limit: timedelta, watch: Heartbeat | None = None) -> T:
     """Return the result of a call that may wait for another rank without a limit of its own.
 
     torch's client of a store waits for ever for a host that is stopped, so it waits on a thread.

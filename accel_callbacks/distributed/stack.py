@@ -70,7 +70,7 @@ class Call(NamedTuple):
 def stacks() -> dict[int, list[Call]]:
     """Return the Python frames of all threads by their identifiers, innermost first."""
     by_thread = {}
-    with _uncollected():
+    with _pause_collection():
         for number, frame in sys._current_frames().items():
             calls: list[Call] = []
             inner: FrameType | None = frame
@@ -83,7 +83,7 @@ def stacks() -> dict[int, list[Call]]:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def _pause_collection() -> Iterator[None]:
     """Context manager: collect no garbage on Python before 3.12.2.
 
     A frame object that is made there may first collect garbage, and the thread whose frame it is

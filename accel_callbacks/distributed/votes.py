@@ -81,9 +81,10 @@ class Votes:
         ballot, self._ballot = self._ballot, None
         if ballot is None or not ballot.is_any():
             return {}
-        # All ranks read the same flag, so all of them gather here, or none does.
+        # All ranks read the same flag, so all of them gather here, or none does. The reason that
+        # was voted on comes before one that was given since.
         asked, self.asked, self._sent = {**self.asked, **self._sent}, {}, {}
-        return _chosen(collectives.all_objects(asked, operation="votes"))
+        return _first_requests(collectives.all_objects(asked, operation="votes"))
 
     def agree(self) -> Agreed:
         """Collective: the requests of all ranks, each with its first reason and that rank.
@@ -94,14 +95,14 @@ class Votes:
             if not self.asked:
                 return {}
             asked, self.asked = self.asked, {}
-            return _chosen([asked])
+            return _first_requests([asked])
         if agreed := self.read():
             return agreed
         self.begin()
         return self.read()
 
 
-def _chosen(requests: Sequence[Mapping[str, str]]) -> Agreed:
+def _first_requests(requests: Sequence[Mapping[str, str]]) -> Agreed:
     """Return each kind of request with the reason of the lowest rank, and that rank."""
     kinds = {kind for asked in requests for kind in asked}
     # Sorted: a set of text has another order on each rank.

@@ -1,4 +1,13 @@
-"""The error classes, and suggestions for mistyped names."""
+"""The error classes, suggestions for mistyped names, and how the end of a script is told.
+
+All rooms raise the classes of this file, and end a text about an unknown name by `nearest`. The
+first Accelerator installs the excepthook of ``rank_report``: of several ranks that fail, one shows
+its traceback, and the others a line. ``text`` folds the frames of libraries; ``removed`` has what
+earlier versions were called, with what serves now.
+
+Nothing here takes part in a collective or waits for another rank without a limit: the group may be
+gone. A fault while an error is told must not hide the error.
+"""
 
 from __future__ import annotations
 

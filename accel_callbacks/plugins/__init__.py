@@ -1,4 +1,14 @@
-"""Options of the parts of an Accelerator, as frozen dataclasses."""
+"""Options of the parts of an Accelerator, as frozen dataclasses.
+
+A script gives them to the Accelerator: handlers (`KwargsHandler`) in ``kwargs_handlers``, plugins
+of engines under arguments of their own. ``engine_options.resolve_engine`` adds what the launch says
+to them; the part that they are for reads them by ``handlers.get``. ``option.launched`` declares a
+field that `accel config` and `accel launch` ask for as well: once, with its flag, variable and
+help.
+
+A plugin checks its own values in ``__post_init__``, and what depends on others in ``configure``. It
+holds no state, imports no engine, and never changes after its construction.
+"""
 
 # ruff: noqa: F403 (each star is a module of the table, for type checkers only)
 

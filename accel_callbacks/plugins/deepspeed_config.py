@@ -47,12 +47,12 @@ class HfDeepSpeedConfig:
         if os.path.exists(text):
             self.source = text
             with open(text, encoding="utf-8") as file:
-                config = _parsed(file.read())
+                config = _parse_json(file.read())
         else:
             self.source = "the JSON text"
-            config = _parsed(text)
+            config = _parse_json(text)
             if config is None:
-                config = _parsed(_decoded(text))
+                config = _parse_json(_decode_base64(text))
         if not isinstance(config, dict):
             excerpt = text if len(text) < 200 else f"{text[:200]}..."
             raise ValueError(
@@ -126,14 +126,14 @@ class HfDeepSpeedConfig:
         return self._offload
 
 
-def _parsed(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
         return None
 
 
-def _decoded(text: str) -> str:
+def _decode_base64(text: str) -> str:
     try:
         return base64.urlsafe_b64decode(text).decode("utf-8")
     except (ValueError, binascii.Error):

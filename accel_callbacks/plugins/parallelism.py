@@ -205,7 +205,7 @@ class ParallelismConfig(KwargsHandler):
             name = f"{axis}_size"
             size = getattr(self, name)
             if size is None:
-                object.__setattr__(self, name, _launched_size(axis, os.environ))
+                object.__setattr__(self, name, _size_of_launch(axis, os.environ))
             elif isinstance(size, bool) or not isinstance(size, int):
                 raise TypeError(f"{name}={size!r} must be an integer.")
             elif size < 1:
@@ -402,13 +402,13 @@ class ParallelismConfig(KwargsHandler):
             from torch.distributed.device_mesh import init_device_mesh
 
             root: Any = init_device_mesh(device_type, sizes, mesh_dim_names=names)
-            joined = {name: root[axes]._flatten(name) for name, axes in self._joined_axes().items()}
+            joined = {name: root[axes]._flatten(name) for name, axes in self._join_axes().items()}
             if not dist.is_initialized():  # a mesh of something else than torch's groups
                 return root
             known = self._meshes[device_type] = _Mesh(root, joined, ref(dist.group.WORLD))
         return known.root
 
-    def _joined_axes(self) -> dict[str, list[str]]:
+    def _join_axes(self) -> dict[str, list[str]]:
         """Return the axes of each dimension of the mesh that joins several."""
         active = {
             name: [axis for axis in axes if self.sizes[axis] > 1] for name, axes in _JOINED.items()
@@ -549,7 +549,7 @@ class ParallelismConfig(KwargsHandler):
         )
 
 
-def _launched_size(axis: str, environment: Mapping[str, str]) -> int:
+def _size_of_launch(axis: str, environment: Mapping[str, str]) -> int:
     """Return the size that the launcher has set, 1 if none."""
     name = _VARIABLE.format(axis.upper())
     text = environment.get(name) or "1"

@@ -23,6 +23,7 @@ class _Scaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, *args: Any
     ) -> dict[torch.device, torch.Tensor]:
+        # One call for each mesh: the kernel takes DTensors of one mesh or plain tensors, not both.
         by_mesh: dict[Any, list[torch.Tensor]] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -110,9 +111,10 @@ class FP16(Autocast):
         if not has_gradients(optimizer):  # the scaler raises without any gradient
             return True, optimizer.step()
         self.unscale(optimizer)
+        # The gradients of the next backward are scaled again.
         self._unscaled.discard(id(optimizer))
-        finding = StepFinding(_summed(self.scaler._found_inf_per_device(optimizer).values()))
-        self._stepped = True
+        finding = StepFinding(_sum_flags(self.scaler._found_inf_per_device(optimizer).values()))
+        self._stepped = True  # also if it is skipped: the update lowers the scale for that
         on_mps = self.device.type == "mps"
         if on_mps and not finding.stepped:
             # The scaler leaves the skip to a fused optimizer, which does not do it on MPS before
@@ -158,7 +160,7 @@ class FP16(Autocast):
             self._stepped = False
 
 
-def _summed(flags: Collection[torch.Tensor]) -> torch.Tensor:
+def _sum_flags(flags: Collection[torch.Tensor]) -> torch.Tensor:
     """Add up the flags of several devices, on the first one."""
     first, *others = flags
     for other in others:

@@ -173,7 +173,7 @@ class Tracking:
         if self._hub is None:
             return []
         self.hand_out()
-        return [_unwrapped(tracker) for tracker in self._hub.trackers]
+        return [_unwrap(tracker) for tracker in self._hub.trackers]
 
     def hand_out(self) -> None:
         """Note that the user may hold a tracker of this run."""
@@ -330,7 +330,7 @@ class Tracking:
                 "`accel.init_trackers(...)`, or log something first."
             )
         tracker, self._handed_out = self._hub.get(name), True
-        return tracker.raw if unwrap else _unwrapped(tracker)
+        return tracker.raw if unwrap else _unwrap(tracker)
 
     def close(self, status: Any) -> None:
         """Flush and finish all trackers, within a time limit; print what they have lost."""
@@ -438,7 +438,7 @@ def _name_of(spec: Any) -> str:
     return spec if isinstance(spec, str) else str(getattr(spec, "name", spec))
 
 
-def _unwrapped(tracker: Any) -> Any:
+def _unwrap(tracker: Any) -> Any:
     """Return the user's own object if it was written for Accelerate."""
     from accel_callbacks.tracking.adapted_tracker import AdaptedTracker
 

@@ -74,30 +74,30 @@ class ClearMLTracker(ItemTracker):
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Record hyperparameters; ``optimizer/lr`` is "lr" in the section "optimizer"."""
-        self._opened().set_parameters(flat_config(config))
+        self._target().set_parameters(flat_config(config))
 
     def log(self, scalars: Mapping[str, Scalar], step: int) -> None:
         """Report scalars at a step; strings, NaN and infinities go to the console log."""
-        logger = self._opened().get_logger()
+        logger = self._target().get_logger()
         for name, value in scalars.items():
             number = math.nan if isinstance(value, str) else as_float(value)
             if math.isfinite(number):
                 logger.report_scalar(*_title_and_series(name), number, iteration=step)
             else:
                 self._text(name, str(value), step)
-        self._logged(step)
+        self._note_step(step)
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
     ) -> None:
         """Record a table."""
         table = [list(columns), *(list(row) for row in rows)]
-        logger = self._opened().get_logger()
+        logger = self._target().get_logger()
         logger.report_table(*_title_and_series(name), iteration=step, table_plot=table)
 
     def log_histogram(self, histograms: Mapping[str, np.ndarray], step: int) -> None:
         """Record histograms, in 64 bins."""
-        logger = self._opened().get_logger()
+        logger = self._target().get_logger()
         for name, values in histograms.items():
             bins = histogram(values)
             labels = [f"{edge:.4g}" for edge in bins["edges"][:-1]]
@@ -109,20 +109,20 @@ class ClearMLTracker(ItemTracker):
     def log_artifact(self, path: str, *, name: str | None = None, kind: str = "file") -> None:
         """Upload a file, or a folder as a ZIP file."""
         name = name or os.path.basename(os.path.normpath(path))
-        self._opened().upload_artifact(name, path, metadata={"kind": kind})
+        self._target().upload_artifact(name, path, metadata={"kind": kind})
 
     def flush(self) -> None:
         """Trigger a flush of ClearML's thread, without waiting for it."""
-        self._opened().flush()
+        self._target().flush()
 
     def _image(self, name: str, image: Any, step: int, caption: str | None = None) -> None:
         """Record an image, as JPEG; the caption is not recorded."""
-        logger = self._opened().get_logger()
+        logger = self._target().get_logger()
         logger.report_image(*_title_and_series(name), iteration=step, image=image)
 
     def _text(self, name: str, text: str, step: int) -> None:
         """Add a line to the console log of the task, without printing it."""
-        logger = self._opened().get_logger()
+        logger = self._target().get_logger()
         logger.report_text(f"[{step}] {name}: {text}", print_console=False)
 
     def _audio(self, name: str, data: bytes, step: int, sample_rate: int) -> None:
@@ -135,12 +135,12 @@ class ClearMLTracker(ItemTracker):
 
     def _media(self, name: str, data: bytes, suffix: str, step: int) -> None:
         title, series = _title_and_series(name)
-        logger = self._opened().get_logger()
+        logger = self._target().get_logger()
         logger.report_media(
             title, series, iteration=step, stream=io.BytesIO(data), file_extension=suffix
         )
 
-    def _running(self) -> Any:
+    def _tool_of_script(self) -> Any:
         return self._package.Task.current_task()
 
     def _open(self, run: RunInfo, resumed: str | None) -> Any:

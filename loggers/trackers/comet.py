@@ -59,34 +59,34 @@ class CometTracker(ItemTracker):
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Record parameters, with names such as ``optimizer/lr``."""
-        self._opened().log_parameters(flat_config(config))
+        self._target().log_parameters(flat_config(config))
 
     def log(self, scalars: Mapping[str, Scalar], step: int, *, epoch: int | None = None) -> None:
         """Record metrics, and strings as text, at a step, metrics with an epoch too."""
-        experiment = self._opened()
+        experiment = self._target()
         numbers = {k: as_float(v) for k, v in scalars.items() if not isinstance(v, str)}
         if numbers:
             at = {"step": step} if epoch is None else {"step": step, "epoch": epoch}
             experiment.log_metrics(numbers, **at)
         self.log_text({k: v for k, v in scalars.items() if isinstance(v, str)}, step)
-        self._logged(step)
+        self._note_step(step)
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
     ) -> None:
         """Record a table as the file ``<name>-<step>.csv``."""
         data = [list(row) for row in rows]
-        self._opened().log_table(f"{name}-{step}.csv", tabular_data=data, headers=list(columns))
+        self._target().log_table(f"{name}-{step}.csv", tabular_data=data, headers=list(columns))
 
     def log_histogram(self, histograms: Mapping[str, np.ndarray], step: int) -> None:
         """Record histograms."""
-        experiment = self._opened()
+        experiment = self._target()
         for name, values in histograms.items():
             experiment.log_histogram_3d(values, name=name, step=step)
 
     def log_artifact(self, path: str, *, name: str | None = None, kind: str = "file") -> None:
         """Record a file, or each file of a folder, as an asset."""
-        experiment = self._opened()
+        experiment = self._target()
         if os.path.isdir(path):
             experiment.log_asset_folder(path, log_file_name=True, recursive=True)
         else:
@@ -96,22 +96,22 @@ class CometTracker(ItemTracker):
     def _image(self, name: str, image: Any, step: int, caption: str | None = None) -> None:
         """Record an image; the caption is in its metadata."""
         metadata = {"caption": caption} if caption else None
-        self._opened().log_image(image, name=name, step=step, metadata=metadata)
+        self._target().log_image(image, name=name, step=step, metadata=metadata)
 
     def _text(self, name: str, text: str, step: int) -> None:
         """Record a text sample; the name is in its metadata."""
-        self._opened().log_text(text, step=step, metadata={"name": name})
+        self._target().log_text(text, step=step, metadata={"name": name})
 
     def _audio(self, name: str, data: bytes, step: int, sample_rate: int) -> None:
         """Record a clip."""
         path = self._scratch.file(data, ".wav")
-        self._opened().log_audio(path, sample_rate=sample_rate, file_name=f"{name}.wav", step=step)
+        self._target().log_audio(path, sample_rate=sample_rate, file_name=f"{name}.wav", step=step)
 
     def _video(self, name: str, data: bytes, step: int) -> None:
         """Record a video."""
-        self._opened().log_video(self._scratch.file(data, ".gif"), name=f"{name}.gif", step=step)
+        self._target().log_video(self._scratch.file(data, ".gif"), name=f"{name}.gif", step=step)
 
-    def _running(self) -> Any:
+    def _tool_of_script(self) -> Any:
         running = self._package.get_running_experiment()
         return None if running is None or running.ended else running
 

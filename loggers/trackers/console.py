@@ -122,21 +122,21 @@ class ConsoleTracker(Tracker):
         if not self._values:
             return
         file = self._file if self._file is not None else sys.stderr
-        columns = _fitting(self._ordered(), _width(file))
+        columns = _fit_columns(self._names_by_rank(), _width(file))
         header = [column.title for column in columns]
         if header != self._header:
             self._header, self._lines = header, 0
         widths = [_MIN_WIDTH, *(column.width for column in columns)]
         cells = [_format(self._values[column.name], column.width) for column in columns]
-        lines = [_aligned([str(self._step), *cells], widths)]
+        lines = [_align([str(self._step), *cells], widths)]
         if self._lines % _HEADER_EVERY == 0:
             hidden = len(self._values) - len(columns)
-            lines.insert(0, _aligned(["step", *header], widths) + (f"  +{hidden}" * bool(hidden)))
+            lines.insert(0, _align(["step", *header], widths) + (f"  +{hidden}" * bool(hidden)))
         _write("\n".join(lines), file)
         self._lines, self._new = self._lines + 1, False
         self._due = clock.monotonic() + self._every_s
 
-    def _ordered(self) -> list[tuple[str, int]]:
+    def _names_by_rank(self) -> list[tuple[str, int]]:
         """Return the names with the least widths of their columns, the most important first."""
         names = sorted(self._values, key=lambda name: (self._rank(name), name in self._secondary))
         texts = {name for name in names if isinstance(self._values[name], str)}
@@ -149,11 +149,11 @@ class _Column(NamedTuple):
     width: int
 
 
-def _fitting(names: Sequence[tuple[str, int]], width: int) -> list[_Column]:
+def _fit_columns(names: Sequence[tuple[str, int]], width: int) -> list[_Column]:
     """Return the columns that fit: names are shortened first, then the last are left out."""
     columns: list[_Column] = []
     for limit in (None, *_NAME_LIMITS):
-        titles = [(name, _shortened(name, limit), least) for name, least in names]
+        titles = [(name, _shorten(name, limit), least) for name, least in names]
         columns = [_Column(name, title, max(len(title), least)) for name, title, least in titles]
         if _total(columns) <= width:
             return columns
@@ -166,7 +166,7 @@ def _total(columns: Iterable[_Column]) -> int:
     return _MIN_WIDTH + sum(2 + column.width for column in columns)
 
 
-def _shortened(name: str, limit: int | None) -> str:
+def _shorten(name: str, limit: int | None) -> str:
     """Cut the middle out of a long name: its ends tell it from others."""
     if limit is None or len(name) <= limit:
         return name
@@ -184,14 +184,14 @@ def _width(file: IO[str]) -> int:
     return width or (int(columns) if columns.isdecimal() else 0) or _LINE_WIDTH
 
 
-def _aligned(cells: Iterable[str], widths: Iterable[int]) -> str:
+def _align(cells: Iterable[str], widths: Iterable[int]) -> str:
     return "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
 
 
 def _format(value: Scalar, width: int) -> str:
     """Return a number with four digits, an integer in full, a text on one line."""
     if isinstance(value, str):
-        return _shortened(" ".join(value.split()), width)
+        return _shorten(" ".join(value.split()), width)
     if isinstance(value, int) or (math.isfinite(value) and value == int(value) < 1e6):
         whole = str(int(value))
         return whole if len(whole) <= width else f"{value:.4g}"

@@ -82,29 +82,29 @@ class CSVTracker(LineTracker):
         if keep is not None:
             self._read_recorded(file, {keep, run.resumed_step})
         if keep is None:
-            self._run_id = _unused(str(self._run_id), file)
+            self._run_id = _free_id(str(self._run_id), file)
         self._file = file
 
     def log(self, scalars: Mapping[str, Scalar], step: int, *, time: float | None = None) -> None:
         """Add a row; it reaches the file at the next flush."""
-        self._opened().make_room()
+        self._target().make_room()
         if len(self._rows) >= _FULL:  # before adding, because a call that fails is retried
             self.flush()
-        new = self._unrecorded(scalars, step, _cell)
+        new = self._drop_recorded(scalars, step, _cell)
         if new or not scalars:
             self._add(new, step, clock.time() if time is None else time)
-        self._logged(step)
+        self._note_step(step)
 
     def log_rows(self, rows: Sequence[tuple[Mapping[str, Scalar], int, float]]) -> None:
         """Add rows; they reach the file at the next flush."""
-        self._opened().make_room()
+        self._target().make_room()
         if len(self._rows) >= _FULL:
             self.flush()
         for scalars, step, time in rows:
-            new = self._unrecorded(scalars, step, _cell)
+            new = self._drop_recorded(scalars, step, _cell)
             if new:
                 self._add(new, step, time)
-        self._logged(max(step for _, step, _ in rows))
+        self._note_step(max(step for _, step, _ in rows))
 
     @property
     def unflushed(self) -> bool:
@@ -201,7 +201,7 @@ class CSVTracker(LineTracker):
         begin, header = clock.monotonic(), _header_line([*self._names, *new])
         if self._has_header:
             file.flush()
-            file.rewrite(_widened(file, header, len(new)))
+            file.rewrite(_widen(file, header, len(new)))
         else:
             file.add(header)
         self._names.update(dict.fromkeys(new))
@@ -246,7 +246,7 @@ def read_csv(path: str | os.PathLike[str], *, run: str | None = None) -> list[di
     return [row for row in rows if row["run"] == newest]
 
 
-def _widened(file: LineFile, header: bytes, more: int) -> Iterator[bytes]:
+def _widen(file: LineFile, header: bytes, more: int) -> Iterator[bytes]:
     """Yield the lines of a file with another header and ``more`` empty cells per row."""
     cells = b"," * more + b"\n"
     yield header
@@ -254,7 +254,7 @@ def _widened(file: LineFile, header: bytes, more: int) -> Iterator[bytes]:
         yield line.rstrip(b"\r\n") + cells
 
 
-def _unused(run_id: str, file: LineFile) -> str:
+def _free_id(run_id: str, file: LineFile) -> str:
     """Return an id for a new run that no row in the file has."""
     known = {row[0] for row in map(_run_and_step, file.lines()) if row is not None}
     others = (f"{run_id}-{number}" for number in range(2, len(known) + 3))

@@ -53,12 +53,12 @@ class DVCLiveTracker(ItemTracker):
         super().__init__(all_ranks=all_ranks, **options)
         self._given = live
 
-    def _running(self) -> Any:
+    def _tool_of_script(self) -> Any:
         return self._given
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Write ``params.yaml``, nested like the config, without secrets."""
-        self._opened().log_params(stored_config(config))
+        self._target().log_params(stored_config(config))
 
     def log(
         self,
@@ -79,7 +79,7 @@ class DVCLiveTracker(ItemTracker):
         live = self._at(step)
         for name, value in scalars.items():
             live.log_metric(portable_path(name), value, timestamp=timestamp, plot=plot)
-        self._logged(step)
+        self._note_step(step)
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
@@ -91,11 +91,11 @@ class DVCLiveTracker(ItemTracker):
 
     def log_artifact(self, path: str, *, name: str | None = None, kind: str = "file") -> None:
         """Copy a file or folder to ``artifacts/``; needs a DVC repository."""
-        self._opened().log_artifact(path, type=kind, name=name, copy=True, cache=False)
+        self._target().log_artifact(path, type=kind, name=name, copy=True, cache=False)
 
     def flush(self) -> None:
         """Write ``metrics.json``, and the report if one is configured."""
-        live = self._opened()
+        live = self._target()
         if self._changed:
             live.sync()
             self._changed = False
@@ -135,7 +135,7 @@ class DVCLiveTracker(ItemTracker):
 
     def _at(self, step: int) -> Any:
         """Return the ``Live``, set to a step."""
-        live = self._opened()
+        live = self._target()
         live.step = step
         self._changed = True
         return live

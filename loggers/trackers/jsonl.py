@@ -119,12 +119,12 @@ class JSONLTracker(LineTracker):
 
     def log(self, scalars: Mapping[str, Scalar], step: int, *, time: float | None = None) -> None:
         """Add a ``metrics`` record; it reaches the file at the next flush."""
-        self._opened().make_room()  # before adding, because a call that fails is retried
+        self._target().make_room()  # before adding, because a call that fails is retried
         self._log(scalars, step, time)
 
     def log_rows(self, rows: Sequence[tuple[Mapping[str, Scalar], int, float]]) -> None:
         """Add a ``metrics`` record for each row; they reach the file at the next flush."""
-        file = self._opened()
+        file = self._target()
         file.make_room()
         if self._held is not None or any(self._recorded.has(step) for _, step, _ in rows):
             for row in rows:  # the first ones after a resume
@@ -132,7 +132,7 @@ class JSONLTracker(LineTracker):
             return
         file.add("".join([self._line(*row) for row in rows]).encode())
         self._added = True
-        self._logged(max(step for _, step, _ in rows))
+        self._note_step(max(step for _, step, _ in rows))
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
@@ -210,7 +210,7 @@ class JSONLTracker(LineTracker):
         self, kind: str, name: str, step: int, suffix: str, data: bytes, number: int = 0
     ) -> str:
         """Write one media file; return its path below ``logging_dir``."""
-        self._opened()
+        self._target()
         assert self._media is not None
         return self._media.save(kind, name, step, number, suffix, data)
 
@@ -220,22 +220,22 @@ class JSONLTracker(LineTracker):
             held, self._held = self._held, None
             self._add("run", **held)
         self._add(type_, step=step, time=clock.time() if time is None else time, **fields)
-        self._logged(step)
+        self._note_step(step)
 
     def _add(self, type_: str, **fields: Any) -> None:
         """Queue one record as a line."""
-        file = self._opened()
+        file = self._target()
         record = {"type": type_, **fields}
         file.add(_encode(_encode_floats(record)).encode() + b"\n")
         self._added = True
 
     def _log(self, scalars: Mapping[str, Scalar], step: int, time: float | None) -> None:
         """Queue a ``metrics`` record of what was not recorded before a resume."""
-        new = self._unrecorded(scalars, step, _text)
+        new = self._drop_recorded(scalars, step, _text)
         if new or not scalars:
             self._add_step("metrics", step, time, values=new)
         else:
-            self._logged(step)
+            self._note_step(step)
 
     def _line(self, values: Mapping[str, Scalar], step: int, time: float) -> str:
         """Return a ``metrics`` record; fast where all values are finite floats."""
@@ -293,7 +293,7 @@ def read_jsonl(
     for line in read_lines(path):
         record = _parse(line)
         if record.get("type") == "run":
-            newest, keep = record.get("run_id"), _kept_step(record)
+            newest, keep = record.get("run_id"), _step_to_keep(record)
             runs[newest] = [row for row in runs.get(newest, []) if row["step"] <= keep]
         elif record.get("type") == kind:
             if kind == "metrics":
@@ -364,9 +364,9 @@ def _text(value: Scalar) -> str:
 def _truncate(file: LineFile, run_id: str, keep: int) -> bool:
     """Remove what the run logged above step ``keep``, and return whether there was any."""
     begin = _begin_of(file.lines(), run_id)
-    if not any(drop for _, drop in _marked(file.lines(), run_id, keep, begin)):
+    if not any(drop for _, drop in _mark_lines(file.lines(), run_id, keep, begin)):
         return False
-    marked = _marked(file.lines(), run_id, keep, begin)
+    marked = _mark_lines(file.lines(), run_id, keep, begin)
     file.rewrite(line for line, drop in marked if not drop)
     return True
 
@@ -381,7 +381,7 @@ def _begin_of(lines: Iterable[bytes], run_id: str) -> int:
     return begin
 
 
-def _marked(
+def _mark_lines(
     lines: Iterable[bytes], run_id: str, keep: int, begin: int
 ) -> Iterator[tuple[bytes, bool]]:
     """Yield each line, and whether it is a step of the run above ``keep``."""
@@ -394,7 +394,7 @@ def _marked(
         yield line, ours and isinstance(step, int) and step > keep
 
 
-def _kept_step(record: dict[str, Any]) -> float:
+def _step_to_keep(record: dict[str, Any]) -> float:
     """Return the last step that a ``run`` record keeps of what its run logged before."""
     step = record.get("kept_step", record.get("resumed_step"))
     return -math.inf if step is None else float(step)

@@ -88,7 +88,7 @@ class MLflowTracker(ItemTracker):
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Record parameters; one whose value changed since the run was created becomes a tag."""
-        client = self._opened()
+        client = self._target()
         known = client.get_run(self._run_id).data.params
         params = {
             self._valid_name(key): self._truncate(key, str(value), _LONGEST_PARAM)
@@ -119,7 +119,7 @@ class MLflowTracker(ItemTracker):
 
         With ``synchronous=True`` they are sent now.
         """
-        self._opened()
+        self._target()
         stamp = round(1000 * (clock.time() if time is None else time))
         metric, metrics, tags = self._entities.Metric, [], {}
         for key, value in scalars.items():
@@ -129,7 +129,7 @@ class MLflowTracker(ItemTracker):
                 metrics.append(metric(self._valid_name(key), as_float(value), stamp, step))
         self._metrics += metrics
         self._tags |= tags
-        self._logged(step)
+        self._note_step(step)
         if synchronous:
             self.flush()
 
@@ -138,23 +138,23 @@ class MLflowTracker(ItemTracker):
     ) -> None:
         """Record a table as ``tables/<name>/<step>.json``, in the format of MLflow tables."""
         table = json.dumps({"columns": list(columns), "data": [list(row) for row in rows]})
-        self._opened().log_text(self._run_id, table, f"tables/{self._valid_name(name)}/{step}.json")
+        self._target().log_text(self._run_id, table, f"tables/{self._valid_name(name)}/{step}.json")
 
     def log_figure(self, figures: Mapping[str, Any], step: int) -> None:
         """Record matplotlib figures as ``figures/<name>/<step>.png``."""
-        client = self._opened()
+        client = self._target()
         for name, figure in figures.items():
             client.log_figure(self._run_id, figure, f"figures/{self._valid_name(name)}/{step}.png")
 
     def log_artifact(self, path: str, *, name: str | None = None, kind: str = "file") -> None:
         """Copy a file or folder to the run's artifacts, below ``name`` if given."""
-        client = self._opened()
+        client = self._target()
         copy = client.log_artifacts if os.path.isdir(path) else client.log_artifact
         copy(self._run_id, path, name or (base_name(path) if os.path.isdir(path) else None))
 
     def flush(self) -> None:
         """Send the buffer; after an error, the rest stays buffered."""
-        self._send(self._opened())
+        self._send(self._target())
 
     def _send(self, client: Any) -> None:
         while self._metrics or self._tags:
@@ -168,11 +168,11 @@ class MLflowTracker(ItemTracker):
 
     def _image(self, name: str, image: Any, step: int, caption: str | None = None) -> None:
         """Record an image with its step; the caption is not recorded."""
-        self._opened().log_image(self._run_id, image, key=self._valid_name(name), step=step)
+        self._target().log_image(self._run_id, image, key=self._valid_name(name), step=step)
 
     def _text(self, name: str, text: str, step: int) -> None:
         """Record a text as ``text/<name>/<step>.txt``."""
-        self._opened().log_text(self._run_id, text, f"text/{self._valid_name(name)}/{step}.txt")
+        self._target().log_text(self._run_id, text, f"text/{self._valid_name(name)}/{step}.txt")
 
     def _open(self, run: RunInfo, resumed: str | None) -> Any:
         """Create a run, or continue the one in the checkpoint."""

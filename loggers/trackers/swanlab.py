@@ -53,17 +53,17 @@ class SwanLabTracker(ToolTracker):
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Update the run's config."""
-        self._opened().config.update(plain_config(config))
+        self._target().config.update(plain_config(config))
 
     def log(
         self, scalars: Mapping[str, Scalar], step: int, *, print_to_console: bool | None = None
     ) -> None:
         """Record the values at a step."""
-        self._opened()
+        self._target()
         text = self._package.Text
         values = {k: text(v) if isinstance(v, str) else v for k, v in scalars.items()}
         self.log_objects(values, step, print_to_console=print_to_console)
-        self._logged(step)
+        self._note_step(step)
 
     def log_images(
         self,
@@ -80,19 +80,19 @@ class SwanLabTracker(ToolTracker):
                 self._create("Image", pil_image(pixels), caption=caption)
                 for pixels, caption in zip_longest(array, texts)
             ]
-        self._opened().log(objects, step=step)
+        self._target().log(objects, step=step)
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
     ) -> None:
         """Record a table as HTML, which needs no chart package."""
         page = self._create("Html", _html_table(columns, rows))
-        self._opened().log({name: [page]}, step=step)
+        self._target().log({name: [page]}, step=step)
 
     def log_text(self, texts: Mapping[str, str], step: int) -> None:
         """Record texts."""
         objects = {name: [self._create("Text", text)] for name, text in texts.items()}
-        self._opened().log(objects, step=step)
+        self._target().log(objects, step=step)
 
     def log_audio(self, audio: Mapping[str, np.ndarray], step: int, *, sample_rate: int) -> None:
         """Record audio. Needs soundfile."""
@@ -100,21 +100,21 @@ class SwanLabTracker(ToolTracker):
             name: [self._create("Audio", samples.T, sample_rate=sample_rate)]
             for name, samples in audio.items()
         }
-        self._opened().log(objects, step=step)
+        self._target().log(objects, step=step)
 
     def log_video(self, videos: Mapping[str, np.ndarray], step: int, *, fps: int = 4) -> None:
         """Record videos as GIF. Needs Pillow."""
         objects = {
             name: [self._create("Video", gif(frames, fps))] for name, frames in videos.items()
         }
-        self._opened().log(objects, step=step)
+        self._target().log(objects, step=step)
 
     def log_figure(self, figures: Mapping[str, Any], step: int) -> None:
         """Record matplotlib figures as images. Needs Pillow."""
         objects = {
             name: [self._create("Image", figure_image(figure))] for name, figure in figures.items()
         }
-        self._opened().log(objects, step=step)
+        self._target().log(objects, step=step)
 
     def takes_object(self, value: Any) -> bool:
         """Return True for objects of SwanLab, and lists of these."""
@@ -125,15 +125,15 @@ class SwanLabTracker(ToolTracker):
     ) -> None:
         """Record objects of SwanLab, which also prints them if told to."""
         told = {} if print_to_console is None else {"print_to_console": print_to_console}
-        self._opened().log(dict(objects), step=step, **told)
+        self._target().log(dict(objects), step=step, **told)
 
     def log_artifact(self, path: str, *, name: str | None = None, kind: str = "file") -> None:
         """Save a file or folder under its own name; offline as links."""
-        run, path = self._opened(), os.path.abspath(path)
+        run, path = self._target(), os.path.abspath(path)
         pattern = os.path.join(path, "**") if os.path.isdir(path) else path
         run.save(pattern, base_path=os.path.dirname(path), policy="now")
 
-    def _running(self) -> Any:
+    def _tool_of_script(self) -> Any:
         return self._package.get_run() if self._package.has_run() else None
 
     def _open(self, run: RunInfo, resumed: str | None) -> Any:

@@ -14,7 +14,7 @@ from checkpoint_io.local_files import local_path
 from loggers.base import RunInfo, Scalar, Status
 from loggers.multimedia.encode import figure_png, gif, markdown, png, size_of_png, wav
 from loggers.trackers.event_file import open_summary_writer
-from loggers.trackers.tool import ContinuingTracker, as_float, opened
+from loggers.trackers.tool import ContinuingTracker, as_float, require_open
 from loggers.values import flat_config, stored_config
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class TensorBoardTracker(ContinuingTracker):
 
         config = stored_config(config)
         text = json.dumps(config, indent=2, ensure_ascii=False)
-        writer = self._opened()
+        writer = self._target()
         if self._recorded.take(0, "config", _code_block(text)):
             return
         writer.add_text("config", _code_block(text), 0)
@@ -140,15 +140,15 @@ class TensorBoardTracker(ContinuingTracker):
             new_style: of ``SummaryWriter.add_scalar``.
             double_precision: of ``SummaryWriter.add_scalar``.
         """
-        writer = self._opened()
+        writer = self._target()
         writer.events.make_room()  # before adding, because a row that fails is tried again
         at = time if walltime is None else walltime
-        for tag, value in self._unrecorded(scalars, step, _text).items():
+        for tag, value in self._drop_recorded(scalars, step, _text).items():
             if isinstance(value, str):
                 writer.add_text(tag, value, step, at)
             else:
                 writer.add_scalar(tag, value, step, at, new_style, double_precision)
-        self._logged(step)
+        self._note_step(step)
 
     def log_images(
         self,
@@ -164,14 +164,14 @@ class TensorBoardTracker(ContinuingTracker):
                 self._add_image(tag, png(image), image.shape, step)
         for name, texts in (captions or {}).items():
             table = markdown(["picture", "caption"], list(enumerate(texts)))
-            self._opened().add_text(f"{name}/captions", table, step)
-        self._logged(step)
+            self._target().add_text(f"{name}/captions", table, step)
+        self._note_step(step)
 
     def log_video(self, videos: Mapping[str, np.ndarray], step: int, *, fps: int = 4) -> None:
         """Write one GIF each, which plays under Images."""
         for name, frames in videos.items():
             self._add_image(name, gif(frames, fps), frames.shape[1:], step)
-        self._logged(step)
+        self._note_step(step)
 
     def log_figure(self, figures: Mapping[str, Any], step: int) -> None:
         """Write one image each."""
@@ -179,7 +179,7 @@ class TensorBoardTracker(ContinuingTracker):
             drawn = figure_png(figure)
             width, height = size_of_png(drawn)
             self._add_image(name, drawn, (height, width, 4), step)
-        self._logged(step)
+        self._note_step(step)
 
     def log_audio(self, audio: Mapping[str, np.ndarray], step: int, *, sample_rate: int) -> None:
         """Write one WAV each, with all channels."""
@@ -194,26 +194,26 @@ class TensorBoardTracker(ContinuingTracker):
                 content_type="audio/wav",
             )
             self._add_value(Summary.Value(tag=name, audio=clip), step)
-        self._logged(step)
+        self._note_step(step)
 
     def log_histogram(self, histograms: Mapping[str, np.ndarray], step: int) -> None:
         """Write a histogram of the finite values, and the count of the others as a scalar."""
         import numpy as np
 
-        writer = self._opened()
+        writer = self._target()
         for name, values in histograms.items():
             finite = values[np.isfinite(values)]
             if finite.size:  # the writer raises for an empty array
                 writer.add_histogram(name, finite, step)
             if finite.size < values.size:
                 writer.add_scalar(f"{name}/non_finite", values.size - finite.size, step)
-        self._logged(step)
+        self._note_step(step)
 
     def log_text(self, texts: Mapping[str, str], step: int) -> None:
         """Write one text each, which is shown as Markdown."""
         for name, text in texts.items():
-            self._opened().add_text(name, text, step)
-        self._logged(step)
+            self._target().add_text(name, text, step)
+        self._note_step(step)
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
@@ -224,13 +224,13 @@ class TensorBoardTracker(ContinuingTracker):
     def log_graph(self, model: Any, inputs: Any = None) -> None:
         """Write the traced graph; without inputs ``str(model)`` as a text."""
         if inputs is None:
-            self._opened().add_text("graph", _code_block(str(model)), 0)
+            self._target().add_text("graph", _code_block(str(model)), 0)
         else:
-            self._opened().add_graph(model, inputs)
+            self._target().add_graph(model, inputs)
 
     def flush(self) -> None:
         """Write pending events; a store receives them every ``flush_secs``."""
-        self._opened().events.upload()
+        self._target().events.upload()
 
     @property
     def unflushed(self) -> bool:
@@ -265,9 +265,9 @@ class TensorBoardTracker(ContinuingTracker):
         """The same as `raw`; Accelerate's name for it."""
         return self.raw
 
-    def _opened(self) -> Any:
+    def _target(self) -> Any:
         """Return the writer; raise RuntimeError if the tracker is not open."""
-        return opened(self._writer, "TensorBoard")
+        return require_open(self._writer, "TensorBoard")
 
     def _add_image(self, tag: str, encoded: bytes, shape: Sequence[int], step: int) -> None:
         """Write an encoded image of shape (H, W, C)."""
@@ -283,7 +283,7 @@ class TensorBoardTracker(ContinuingTracker):
         """Write a value that ``SummaryWriter`` has no method for."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        writer = self._opened()
+        writer = self._target()
         writer.events.make_room()
         writer.file_writer.add_summary(Summary(value=[value]), step)
 

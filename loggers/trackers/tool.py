@@ -30,8 +30,8 @@ __all__ = [
     "ToolTracker",
     "as_float",
     "local_folder",
-    "opened",
     "preserve_random_state",
+    "require_open",
     "run_name",
     "tool_of",
 ]
@@ -115,7 +115,7 @@ class ContinuingTracker(Tracker):
             return None
         return max(run.resumed_step, -1 if self._last_step is None else self._last_step)
 
-    def _unrecorded(
+    def _drop_recorded(
         self, scalars: Mapping[str, Scalar], step: int, as_text: Callable[[Scalar], str]
     ) -> dict[str, Scalar]:
         """Return the values that the run had not recorded at this step before a resume."""
@@ -124,7 +124,7 @@ class ContinuingTracker(Tracker):
         take = self._recorded.take
         return {n: value for n, value in scalars.items() if not take(step, n, as_text(value))}
 
-    def _logged(self, step: int) -> None:
+    def _note_step(self, step: int) -> None:
         """Update the last step."""
         self._last_step = step if self._last_step is None else max(step, self._last_step)
 
@@ -134,7 +134,7 @@ class ContinuingTracker(Tracker):
         self._loaded = False
 
 
-def opened(part: T | None, tracker: str) -> T:
+def require_open(part: T | None, tracker: str) -> T:
     """Return an object that exists between ``start`` and ``finish``.
 
     Raises:
@@ -178,7 +178,7 @@ class LineTracker(ContinuingTracker):
 
     def flush(self) -> None:
         """Append what is pending; after an error, the unwritten rest stays pending."""
-        self._write(self._opened())
+        self._write(self._target())
 
     def state_dict(self) -> dict[str, Any]:
         """Write what is pending, also to a store, and return the run id and the last step."""
@@ -197,12 +197,12 @@ class LineTracker(ContinuingTracker):
 
     def _close(self) -> None:
         """Sync the file to disk and close it, even if writing the rest fails."""
-        file, self._file = self._opened(), None
+        file, self._file = self._target(), None
         file.close()
 
-    def _opened(self) -> LineFile:
+    def _target(self) -> LineFile:
         """Return the file; raise RuntimeError if the tracker is not open."""
-        return opened(self._file, self.name)
+        return require_open(self._file, self.name)
 
 
 class ToolTracker(ContinuingTracker):
@@ -233,8 +233,8 @@ class ToolTracker(ContinuingTracker):
     def start(self, run: RunInfo) -> None:
         """Import the tool, and open a run of it, or use the one that the script has opened."""
         self._package = self._import(self.requires[0])
-        resumed = self._resumed_id(run)
-        running = self._running()
+        resumed = self._id_to_resume(run)
+        running = self._tool_of_script()
         self._borrowed = running is not None
         if running is None:
             with preserve_random_state():
@@ -260,7 +260,7 @@ class ToolTracker(ContinuingTracker):
     def _close(self, tool: Any, status: Status) -> None:
         """Record the status, and end the run unless it is ``_borrowed``."""
 
-    def _running(self) -> Any:
+    def _tool_of_script(self) -> Any:
         """Return the tool's object if the script has opened one, else None."""
         return None
 
@@ -282,7 +282,7 @@ class ToolTracker(ContinuingTracker):
         super().load_state_dict(state)
         self._rank = state.get("rank", 0)
 
-    def _resumed_id(self, run: RunInfo) -> str | None:
+    def _id_to_resume(self, run: RunInfo) -> str | None:
         """Return the id of the run to continue; None if a new one is to be created.
 
         A checkpoint has the state of the main process. Other ranks can derive their run's id from
@@ -295,9 +295,9 @@ class ToolTracker(ContinuingTracker):
             return resumed
         return f"{resumed}-rank{run.rank}" if self.derives_ids else None
 
-    def _opened(self) -> Any:
+    def _target(self) -> Any:
         """Return the tool's object; raise RuntimeError if the tracker is not open."""
-        return opened(self._tool, self.name)
+        return require_open(self._tool, self.name)
 
     def _import(self, module: str) -> Any:
         """Import the tool; by absolute name, because a module here has the same one."""
@@ -312,7 +312,7 @@ class ToolTracker(ContinuingTracker):
 
     def _create(self, kind: str, *args: Any, **kwargs: Any) -> Any:
         """Return a new object of a class of the package."""
-        self._opened()
+        self._target()
         return getattr(self._package, kind)(*args, **kwargs)
 
     def _warn_once(self, kind: str, text: str) -> None:
@@ -336,31 +336,31 @@ class ItemTracker(ToolTracker):
         captions: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         """Record images; several of one name get ``/0``, ``/1``, ... Needs Pillow."""
-        self._opened()
+        self._target()
         for name, image, caption in named_images(images, captions):
             self._image(name, image, step, caption)
 
     def log_text(self, texts: Mapping[str, str], step: int) -> None:
         """Record texts."""
-        self._opened()
+        self._target()
         for name, text in texts.items():
             self._text(name, text, step)
 
     def log_audio(self, audio: Mapping[str, np.ndarray], step: int, *, sample_rate: int) -> None:
         """Record audio as 16-bit WAV."""
-        self._opened()
+        self._target()
         for name, samples in audio.items():
             self._audio(name, wav(samples, sample_rate), step, sample_rate)
 
     def log_video(self, videos: Mapping[str, np.ndarray], step: int, *, fps: int = 4) -> None:
         """Record videos as GIF. Needs Pillow."""
-        self._opened()
+        self._target()
         for name, frames in videos.items():
             self._video(name, gif(frames, fps), step)
 
     def log_figure(self, figures: Mapping[str, Any], step: int) -> None:
         """Record matplotlib figures as images. Needs Pillow."""
-        self._opened()
+        self._target()
         for name, figure in figures.items():
             self._image(name, figure_image(figure), step)
 

@@ -48,7 +48,7 @@ class TrackioTracker(ToolTracker):
         """Update the run's config, which Trackio stores with the next values."""
         plain = plain_config(config)
         # Trackio reserves keys that begin with an underscore.
-        self._opened().config.update({key.lstrip("_") or key: v for key, v in plain.items()})
+        self._target().config.update({key.lstrip("_") or key: v for key, v in plain.items()})
 
     def log(self, scalars: Mapping[str, Scalar], step: int) -> None:
         """Log the values at a step; they reach the database within about a second."""
@@ -57,8 +57,8 @@ class TrackioTracker(ToolTracker):
             name: as_float(value) if isinstance(value, int) and value.bit_length() > 63 else value
             for name, value in scalars.items()
         }
-        self._opened().log(values, step=step)
-        self._logged(step)
+        self._target().log(values, step=step)
+        self._note_step(step)
 
     def log_images(
         self,
@@ -72,24 +72,24 @@ class TrackioTracker(ToolTracker):
             name: self._create("Image", image, caption=caption)
             for name, image, caption in named_images(images, captions)
         }
-        self._opened().log(objects, step=step)
+        self._target().log(objects, step=step)
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
     ) -> None:
         """Record a table."""
         table = self._create("Table", columns=list(columns), data=[list(row) for row in rows])
-        self._opened().log({name: table}, step=step)
+        self._target().log({name: table}, step=step)
 
     def log_histogram(self, histograms: Mapping[str, np.ndarray], step: int) -> None:
         """Record histograms, in 64 bins."""
         objects = {name: self._create("Histogram", values) for name, values in histograms.items()}
-        self._opened().log(objects, step=step)
+        self._target().log(objects, step=step)
 
     def log_text(self, texts: Mapping[str, str], step: int) -> None:
         """Record texts, shown as Markdown."""
         objects = {name: self._create("Markdown", text) for name, text in texts.items()}
-        self._opened().log(objects, step=step)
+        self._target().log(objects, step=step)
 
     def log_audio(self, audio: Mapping[str, np.ndarray], step: int, *, sample_rate: int) -> None:
         """Record audio as 16-bit WAV."""
@@ -97,7 +97,7 @@ class TrackioTracker(ToolTracker):
         for name, samples in audio.items():
             whole = (samples * 32767).round().astype("int16")  # the volume of floats is normalized
             objects[name] = self._create("Audio", whole, sample_rate=sample_rate)
-        self._opened().log(objects, step=step)
+        self._target().log(objects, step=step)
 
     def log_video(self, videos: Mapping[str, np.ndarray], step: int, *, fps: int = 4) -> None:
         """Record videos as GIF, which needs Pillow but no ffmpeg."""
@@ -105,14 +105,14 @@ class TrackioTracker(ToolTracker):
             name: self._create("Video", self._scratch.file(gif(frames, fps), ".gif"))
             for name, frames in videos.items()
         }
-        self._opened().log(objects, step=step)
+        self._target().log(objects, step=step)
 
     def log_figure(self, figures: Mapping[str, Any], step: int) -> None:
         """Record matplotlib figures as images. Needs Pillow."""
         objects = {
             name: self._create("Image", figure_image(figure)) for name, figure in figures.items()
         }
-        self._opened().log(objects, step=step)
+        self._target().log(objects, step=step)
 
     def takes_object(self, value: Any) -> bool:
         """Return True for objects of Trackio, and lists of these."""
@@ -120,12 +120,12 @@ class TrackioTracker(ToolTracker):
 
     def log_objects(self, objects: Mapping[str, Any], step: int) -> None:
         """Record objects of Trackio."""
-        self._opened().log(dict(objects), step=step)
+        self._target().log(dict(objects), step=step)
 
     def log_artifact(self, path: str, *, name: str | None = None, kind: str = "file") -> None:
         """Store a version of a file or folder under its name."""
         name = re.sub(r"[^A-Za-z0-9._-]", "-", name or base_name(path))
-        self._opened().log_artifact(path, name=name, type=kind)
+        self._target().log_artifact(path, name=name, type=kind)
 
     def _open(self, run: RunInfo, resumed: str | None) -> Any:
         """Call ``trackio.init``."""

@@ -90,7 +90,7 @@ class WandBTracker(ToolTracker):
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Update the run's config."""
-        self._opened().config.update(plain_config(config), allow_val_change=True)
+        self._target().config.update(plain_config(config), allow_val_change=True)
 
     def log(
         self,
@@ -156,7 +156,7 @@ class WandBTracker(ToolTracker):
 
     def log_text(self, texts: Mapping[str, str], step: int) -> None:
         """Log one ``wandb.Html`` per text."""
-        self._write({name: self._preformatted(text) for name, text in texts.items()}, step)
+        self._write({name: self._html_of(text) for name, text in texts.items()}, step)
 
     def log_table(
         self,
@@ -198,17 +198,17 @@ class WandBTracker(ToolTracker):
 
     def log_artifact(self, path: str, *, name: str | None = None, kind: str = "file") -> None:
         """Log a ``wandb.Artifact`` with the file or folder, or a reference to a URL."""
-        self._opened().log_artifact(_artifact(self._package, path, name, kind))
+        self._target().log_artifact(_artifact(self._package, path, name, kind))
 
     def log_graph(self, model: Any, inputs: Any = None) -> None:
         """Log ``str(model)``, under ``graph``."""
-        self._write({"graph": self._preformatted(str(model))}, self._last_step or 0)
+        self._write({"graph": self._html_of(str(model))}, self._last_step or 0)
 
     def flush(self) -> None:
         """Write the latest row, unless it is so new that values of its step may follow."""
         since = self._open_since
         if since is not None and clock.monotonic() - since >= _OPEN_S:
-            self._opened().log({}, step=self._row, commit=True)
+            self._target().log({}, step=self._row, commit=True)
             self._step = self._open_since = None
 
     @property
@@ -233,14 +233,14 @@ class WandBTracker(ToolTracker):
     @contextmanager
     def _files(self) -> Iterator[Callable[[bytes, str], str]]:
         """Write files for media objects to log inside the block, and remove them after it."""
-        self._opened()
+        self._target()
         scratch = Scratch()
         try:
             yield scratch.file
         finally:
             scratch.close()
 
-    def _preformatted(self, text: str) -> Any:
+    def _html_of(self, text: str) -> Any:
         return self._create("Html", f"<pre>{html.escape(text)}</pre>", inject=False)
 
     def _write(
@@ -251,7 +251,7 @@ class WandBTracker(ToolTracker):
         commit: bool | None = None,
     ) -> None:
         """Log values in the row of their step, or in a new one if W&B would drop them there."""
-        run = self._opened()
+        run = self._target()
         same = step == self._step and self._names.isdisjoint(values)
         row = self._row if same else max(step, self._row + 1)
         when = {} if time is None else {"_timestamp": time}
@@ -263,7 +263,7 @@ class WandBTracker(ToolTracker):
             self._open_since = clock.monotonic()
         # A committed row takes no more values, so the next call begins another.
         self._row, self._step = row, None if commit else step
-        self._logged(step)
+        self._note_step(step)
 
     def _open(self, run: RunInfo, resumed: str | None) -> Any:
         """Call ``wandb.init``; if the server does not respond, the run is offline."""

@@ -1,4 +1,15 @@
-"""The journal of a run: what happened in each optimizer step, and what can be told from it."""
+"""The journal of a run: what happened in each optimizer step, and what can be told from it.
+
+A run enters by `Recorder`, an observer of its hooks, which hands rows and marks to a writer on the
+threads of a tracker hub; `ReplayRecorder` takes its place in the processes of `accel replay`.
+Readers enter by `Journal.read`, and tell from it: ``goodput``, ``samples``, ``runs``, ``replay``,
+``report``.
+
+The recorder waits for no device and draws nothing from a generator. On a disk files are only
+appended to, rows in one for each attempt and rank, marks in one for each attempt, so that a torn
+end is that of a kill. Their bytes are those of ``format`` and ``marks``: what was written once must
+stay readable.
+"""
 
 from __future__ import annotations
 

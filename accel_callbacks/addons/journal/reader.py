@@ -164,7 +164,7 @@ class Journal:
                 part["attempt"] = attempt.number
                 parts.append(part)
         rows = np.concatenate(parts) if parts else np.zeros(0, _READ)
-        rows["repeated"] = _superseded(rows)
+        rows["repeated"] = _find_repeated(rows)
         return rows if repeated else rows[~rows["repeated"]]
 
 
@@ -174,7 +174,7 @@ _ABSENT = (
 )
 
 
-def _superseded(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _find_repeated(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return which rows are of steps that a later row took again."""
     if not len(rows):
         return np.zeros(0, bool)

@@ -251,9 +251,9 @@ class Recorder(Observer):
         # Hot path. Read at once on a CPU, where that costs less than a copy; a number is never in
         # the way.
         try:
-            self._losses.append(loss.item() if self._on_host else self._copied(loss))
+            self._losses.append(loss.item() if self._on_host else self._copy_value(loss))
         except RuntimeError:  # it has several values
-            self._losses.append(self._copied(loss))
+            self._losses.append(self._copy_value(loss))
         if self._loop.window.sync:
             self._met = time()
             # A loop, because a comprehension is a call.
@@ -349,7 +349,7 @@ class Recorder(Observer):
         self._losses = []
         if norm is not None:
             self._norm = None
-            norm = norm.item() if norm.is_cpu else self._copied(norm)
+            norm = norm.item() if norm.is_cpu else self._copy_value(norm)
         states: tuple[Any, ...] = ()
         if self._looks_at_generators or not self._step % _GENERATORS_EVERY:
             states = self._random_states()
@@ -387,7 +387,7 @@ class Recorder(Observer):
         self._looks_at_generators = False
         return states, host
 
-    def _copied(self, value: torch.Tensor) -> Any:
+    def _copy_value(self, value: torch.Tensor) -> Any:
         """Return a number, or a copy on the device: a graph of CUDA writes its outputs again."""
         value = value.detach()
         if value.device.type in _UNREADABLE:

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 from xxhash import xxh32_hexdigest
 
+from accel_callbacks.addons import REPLAY
 from accel_callbacks.addons.journal.format import JournalError
 from accel_callbacks.addons.journal.reader import Attempt, Journal
-from accel_callbacks.addons.journal.replay_request import VARIABLE, ReplayRequest
+from accel_callbacks.addons.journal.replay_request import ReplayRequest
 from loggers.redaction import HIDDEN
 
 __all__ = [
@@ -45,7 +46,7 @@ _OF_THE_WINDOW = {"micro_batches", "loss", "losses"}
 _LOG_END = 3000  # characters of the processes' output in an error
 # Set by a launcher for one process or one start alone.
 _OF_A_RANK = (
-    *("ACCEL_REPLAY", "ACCEL_DISTRIBUTED_TYPE", "ACCEL_LAUNCH_"),
+    *(REPLAY, "ACCEL_DISTRIBUTED_TYPE", "ACCEL_LAUNCH_"),
     *("TORCHELASTIC", "TORCH_NCCL_ASYNC"),
 )
 _STARTS = (
@@ -235,7 +236,7 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 _ABSENT = "(absent)"
-_EXPECTED = (VARIABLE, "ACCEL_LAUNCH_", "MASTER_PORT", "TORCHELASTIC_")
+_EXPECTED = (REPLAY, "ACCEL_LAUNCH_", "MASTER_PORT", "TORCHELASTIC_")
 _OPTIONS = (
     *("world_size", "mixed_precision", "gradient_accumulation_steps"),
     *("distributed_type", "device", "data_world"),
@@ -299,7 +300,7 @@ class Replay:
             commands=_commands(self.journal),
         )
         request.write(place)
-        environment = {**_environment(self.start), VARIABLE: str(place)}
+        environment = {**_environment(self.start), REPLAY: str(place)}
         command = self._words()
         cwd = self.start["cwd"]
         if not os.path.isdir(cwd):

@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["VARIABLE", "ReplayRequest"]
+from accel_callbacks.addons import REPLAY
 
-#: Variable that names the file of the request; set by `accel replay` for its processes alone.
-VARIABLE = "ACCEL_REPLAY"
+__all__ = ["ReplayRequest"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class ReplayRequest:
     @classmethod
     def requested(cls, environment: Mapping[str, str]) -> ReplayRequest | None:
         """Return the request for this process, None outside of a replay."""
-        path = environment.get(VARIABLE)
+        path = environment.get(REPLAY)
         return None if path is None else cls(**json.loads(Path(path).read_text("utf-8")))
 
     def write(self, path: Path) -> None:

@@ -86,7 +86,7 @@ class JournalWriter(Tracker):
         rows, marks = attempt_names(self._header.attempt, self._header.rank)
         self._rows = open_lines(self._folder, rows)
         self._rows.add(pack_header(self._header))
-        self._compiled = self._compiled_before = _compiled_s()
+        self._compiled = self._compiled_before = _compile_seconds()
         if self._header.rank == 0:
             self._marks = open_lines(self._folder, marks, private=True)
 
@@ -123,7 +123,7 @@ class JournalWriter(Tracker):
 
     def _add(self, rows: Sequence[tuple[Any, ...]]) -> None:
         assert self._rows is not None
-        self._rows.add(b"".join(map(self._packed, rows)))
+        self._rows.add(b"".join(map(self._pack, rows)))
 
     def flush(self) -> None:
         """Append what is pending."""
@@ -150,7 +150,7 @@ class JournalWriter(Tracker):
             line, self._checksum = pack_mark(plain_mark(facts), self._checksum)
             self._marks.add(line)
 
-    def _packed(self, row: tuple[Any, ...]) -> bytes:
+    def _pack(self, row: tuple[Any, ...]) -> bytes:
         *known, rates, states, losses, norm, flags = row
         step, epoch, batch, position, *totals, time, met = known
         digest = host_digest = 0
@@ -185,14 +185,14 @@ class JournalWriter(Tracker):
 
     def _note_compiled(self) -> None:
         """Mark how long torch.compile has taken so far, if that has grown."""
-        total = _compiled_s()
+        total = _compile_seconds()
         if total > self._compiled:
             self._compiled = total
             seconds = total - self._compiled_before
             self._mark({"kind": "compile", "time": clock.time(), "seconds": seconds})
 
 
-def _compiled_s() -> float:
+def _compile_seconds() -> float:
     """Return the seconds that torch.compile has taken in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     metrics = getattr(dynamo, "compilation_time_metrics", None) or {}

@@ -111,15 +111,15 @@ class LightningAdapter:
             self.on_train_epoch_start = self.on_train_end = self._fire_deferred_epoch_end
         for hook in HOOKS:
             if hook not in (*_OWN, *_OWN_STATE) and overrides(callback, hook, base):
-                setattr(self, hook, self._forwarding(hook))
-        self._counted = [self._counting_hook(stage) for stage in ("validation", "test")]
+                setattr(self, hook, self._hook_of(hook))
+        self._counted = [self._hook_to_count(stage) for stage in ("validation", "test")]
 
     def __repr__(self) -> str:
         return f"from_lightning({type(self.lightning_callback).__name__})"
 
     # --- calling ------------------------------------------------------------------------------
 
-    def _forwarding(self, hook: str) -> Callable[..., None]:
+    def _hook_of(self, hook: str) -> Callable[..., None]:
         """Return a hook that calls the callback's own."""
 
         def call(run: TrainingRun, model: Any, *args: Any) -> None:
@@ -178,7 +178,7 @@ class LightningAdapter:
             self._bind(run, model, hook)
             self._call_setup(run, model, "test")
 
-    def _counting_hook(self, stage: str) -> str:
+    def _hook_to_count(self, stage: str) -> str:
         """Return the hook that counts the batches of an evaluation: the first that there is."""
         start, end = f"on_{stage}_batch_start", f"on_{stage}_batch_end"
         return start if start in vars(self) else end

@@ -143,12 +143,12 @@ class _Hooks:
         hosted = self._bind(trainer)
         if hosted.has("on_after_optimizer_step"):
             self._step_hooks = [
-                optimizer.register_step_post_hook(partial(self._stepped, trainer))
+                optimizer.register_step_post_hook(partial(self._after_step, trainer))
                 for optimizer in trainer.optimizers
             ]
         hosted.fire("on_train_start")
 
-    def _stepped(self, trainer: Any, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _after_step(self, trainer: Any, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._bind(trainer).stepped(trainer.global_step + 1, optimizer)
 
     # --- training -----------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class _Hooks:
         self._fire_on_log(hosted)
 
 
-def _forwarding(hook: str) -> Callable[..., None]:
+def _hook_of(hook: str) -> Callable[..., None]:
     """Return a hook that fires ours, except in the sanity check before training."""
 
     def fire(callback: _Hooks, trainer: Any, pl_module: Any, *args: Any) -> None:
@@ -227,7 +227,7 @@ def _forwarding(hook: str) -> Callable[..., None]:
 
 
 for _hook in _SAME_HOOKS:
-    setattr(_Hooks, _hook, _forwarding(_hook))
+    setattr(_Hooks, _hook, _hook_of(_hook))
 
 
 def _as_ours(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

@@ -278,7 +278,7 @@ class TrainerFacade:
         """Lightning's Accelerator for this kind of device, which provides its statistics."""
         kind = self.accel_run.accelerator.device.type
         name = {"cuda": "CUDAAccelerator", "mps": "MPSAccelerator", "xla": "XLAAccelerator"}
-        return self._cached("accelerator", "accelerators", name.get(kind, "CPUAccelerator"))
+        return self._create_once("accelerator", "accelerators", name.get(kind, "CPUAccelerator"))
 
     @property
     def precision_plugin(self) -> Any:
@@ -286,17 +286,17 @@ class TrainerFacade:
         precision = self.accel_run.precision
         if precision in ("16-mixed", "bf16-mixed"):
             device = self.accel_run.accelerator.device.type
-            return self._cached(
+            return self._create_once(
                 "precision", "plugins.precision", "MixedPrecision", precision, device
             )
-        return self._cached("precision", "plugins.precision", "Precision")
+        return self._create_once("precision", "plugins.precision", "Precision")
 
     @property
     def profiler(self) -> Any:
         """A ``PassThroughProfiler``; ``accel.callback_report()`` has the times of callbacks."""
-        return self._cached("profiler", "profilers", "PassThroughProfiler")
+        return self._create_once("profiler", "profilers", "PassThroughProfiler")
 
-    def _cached(self, key: str, module: str, name: str, *args: Any) -> Any:
+    def _create_once(self, key: str, module: str, name: str, *args: Any) -> Any:
         if key not in self._cache:
             self._cache[key] = self._package.get(module, name)(*args)
         return self._cache[key]

@@ -63,13 +63,13 @@ def problem_of(path: str, *, full: bool = False) -> str | None:
     try:
         check_seal(path, full=full)
     except CheckpointNotFoundError:
-        return _unsealed_problem(path)
+        return _problem_of_foreign(path)
     except CheckpointError as error:
         return str(error).removeprefix(f"{path}: ").partition(";")[0]
     return None
 
 
-def _unsealed_problem(path: str) -> str | None:
+def _problem_of_foreign(path: str) -> str | None:
     """Return what is wrong with a checkpoint that another program has written."""
     try:
         with open(os.path.join(path, STATE), encoding="utf-8") as file:

@@ -101,7 +101,7 @@ class Mirror:
         for below, _, names in os.walk(path):
             for name in names:
                 file = os.path.join(below, name)
-                files[os.path.relpath(file, path).replace(os.sep, "/")] = _mapped(file)
+                files[os.path.relpath(file, path).replace(os.sep, "/")] = _map_file(file)
         self._upload = self._thread.submit(self._save, files, step, keep, best)
 
     def _save(
@@ -154,7 +154,7 @@ class Mirror:
             if self._copied.get(path) == version:
                 return
             with target.create(name, status.st_size) as write:
-                write(_mapped(path).numpy().data)
+                write(_map_file(path).numpy().data)
         except (CheckpointError, OSError) as error:
             warn(f"{target.url} lacks {name}: {error}. It is still at {path}.")
         else:
@@ -219,7 +219,7 @@ def _step(metadata: Any) -> int:
     return int(metadata["step"])
 
 
-def _mapped(path: str) -> torch.Tensor:
+def _map_file(path: str) -> torch.Tensor:
     """Return the bytes of a file, which the system reads when they are used."""
     size = os.path.getsize(path)
     if size == 0:

@@ -222,10 +222,10 @@ def test_the_process_of_a_peer_on_this_machine_is_watched(store):
 
 def test_of_many_ranks_each_reads_the_next_one_and_rank_0(store):
     watch = Heartbeat(store, 99, 100, timeout=60, abort=print)
-    assert watch._watched() == [0]
+    assert watch._peers_to_read() == [0]
     watch = Heartbeat(store, 7, 100, timeout=60, abort=print)
-    assert watch._watched() == [0, 8]
-    assert len(Heartbeat(store, 7, 64, timeout=60, abort=print)._watched()) == 63
+    assert watch._peers_to_read() == [0, 8]
+    assert len(Heartbeat(store, 7, 64, timeout=60, abort=print)._peers_to_read()) == 63
 
 
 # --- the store -----------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def run_facts(journal: Journal) -> dict[str, Any]:
         "began": began,
         "attempts": [_attempt(attempt, rows) for attempt in journal.attempts],
         "curves": _curves(journal, rows, began),
-        "marks": _thinned(_marks(journal, rows, began)),
+        "marks": _thin_out(_marks(journal, rows, began)),
         "goodput": {
             name.removesuffix("_s"): round(seconds, 3)
             for name, seconds in vars(goodput).items()
@@ -192,7 +192,7 @@ def _mark(kind: str, step: int, seconds: float, text: Any) -> dict[str, Any]:
     }
 
 
-def _thinned(marks: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+def _thin_out(marks: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return marks without the most of those kinds that would fill the axis."""
     kinds: dict[str, list[dict[str, Any]]] = {}
     for mark in marks:
