@@ -312,17 +312,21 @@ class ContextParallel(Sequences):
 
         They are made from positions, which it takes for those of packed sequences.
         """
+
+        # Functions, which a copy of the model shares; methods would be copied with their context.
+        def check(*call: Any) -> Any:
+            return self.checked_call(*call)
+
+        def drop_mask(*call: Any) -> Any:
+            return self._without_mask(*call)
+
         inside: set[int] = set()
         for module in model.modules():
             if id(module) not in inside and is_of_transformers(module):
                 inside.update(map(id, module.modules()))
-                module.register_forward_pre_hook(
-                    _Hook(self.checked_call), with_kwargs=True, prepend=True
-                )
+                module.register_forward_pre_hook(check, with_kwargs=True, prepend=True)
             if isinstance(getattr(module, "is_causal", None), bool) and id(module) in inside:
-                module.register_forward_pre_hook(
-                    _Hook(self._without_mask), with_kwargs=True, prepend=True
-                )
+                module.register_forward_pre_hook(drop_mask, with_kwargs=True, prepend=True)
 
     def _without_mask(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -421,19 +425,6 @@ def _attend(
     ring: Callable[..., torch.Tensor], *heads: torch.Tensor, is_causal: bool, **options: Any
 ) -> torch.Tensor:
     return ring(*heads, None, 0.0, is_causal, **options)
-
-
-class _Hook:
-    """A hook that a copy of its model shares with it."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
-
-    def __deepcopy__(self, memo: Any) -> _Hook:
-        return self
 
 
 def _ids_within(no_restore: Collection[torch.Tensor], buffers: list[torch.Tensor]) -> set[int]:
