@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,19 +16,13 @@ from accel_callbacks.errors import ResumeError, nearest
 from accel_callbacks.placeholder import unwritable
 from checkpoint_io.warning import warn
 
-if TYPE_CHECKING:
-    from checkpoint_io import Manifest
-
 __all__ = [
     "check_classes",
     "chosen_indices",
-    "class_names",
     "compare_frozen",
     "fitting_weights",
     "naming_checkpoint",
-    "rank_part",
     "warn_of_names",
-    "with_local_state",
 ]
 
 _SHOWN = 5
@@ -161,26 +155,6 @@ def _check_same(name: str, current: torch.Tensor, saved: Any) -> None:
         )
 
 
-def class_names(training: TrainingState, kind: str) -> list[str | None]:
-    """Return the classes of the prepared optimizers or schedulers, as the user made them.
-
-    Args:
-        training: the prepared objects.
-        kind: ``"optimizers"`` or ``"schedulers"``.
-
-    Returns:
-        Dotted names, None for an optimizer that an engine has replaced.
-    """
-    if kind == "schedulers":
-        return [_dotted(type(scheduler.scheduler)) for scheduler in training.schedulers]
-    owned = training.strategy.owns_step
-    return [None if owned else _dotted(type(o.optimizer)) for o in training.optimizers]
-
-
-def _dotted(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
 def check_classes(
     training: TrainingState,
     state: Mapping[str, Any],
@@ -197,7 +171,7 @@ def check_classes(
         ResumeError: it is another class, whose options have other names; or any, and ``strict``.
     """
     saved_classes = state.get("classes", {}).get(kind, {})
-    names = class_names(training, kind)
+    names = training.class_names(kind)
     for index in indices:
         class_name, saved = names[index], saved_classes.get(str(index))
         if class_name is None or class_name == saved or (saved is None and kind == "schedulers"):
@@ -318,98 +292,3 @@ def compare_frozen(
     if strict:
         raise ResumeError(problem + " Pass strict=False to accept that.")
     warn(problem)
-
-
-def rank_part(
-    training: TrainingState,
-    manifest: Manifest,
-    state: Mapping[str, Any],
-    local: dict[str, Any] | None,
-    selection: Selection,
-    strict: bool,
-) -> dict[str, Any] | None:
-    """Return the part of the checkpoint that belongs to this rank alone, as far as it is restored.
-
-    With another number of data ranks that is only the random generators, on data ranks that exist
-    on both sides (an open window is restored for any number, by `open_window`).
-
-    Args:
-        training: the state that is restored.
-        manifest: of the checkpoint.
-        state: the selected part of its shared state.
-        local: what the rank that read the data of this one saved for itself.
-        selection: what is restored.
-        strict: raise where it would warn.
-
-    Raises:
-        ResumeError: the resume is not exact, and ``strict``.
-    """
-    copies = state.get("copies", 1)
-    saved_ranks, data_ranks = manifest.world_size // copies, training.strategy.data.world
-    restored = local if saved_ranks == data_ranks else None
-    prepared = {
-        str(i): loader
-        for i, loader in enumerate(training.loaders)
-        if selection.takes(f"loaders/{i}") and str(i) in state["loaders"]
-    }
-    problems = _stream_problems(prepared, state["loaders"], restored)
-    text = "".join(f"a stream does not go on exactly: {problem}; " for problem in problems)
-    if saved_ranks != data_ranks:
-        unit = "processes" if copies == training.strategy.data.copies == 1 else "data ranks"
-        change = f"was saved by {saved_ranks} {unit} and is loaded by {data_ranks}"
-        text += _other_world(
-            change, min(saved_ranks, data_ranks), exact=not problems, selection=selection
-        )
-        if local is not None:
-            restored = {"rng": local["rng"]}
-    if text and strict:
-        raise ResumeError(text + "pass strict=False to accept that.")
-    if text:
-        warn(text.removesuffix("; ") + ".")
-    return restored
-
-
-def with_local_state(
-    loaders: Mapping[str, Mapping[str, Any]], local: Mapping[str, Any] | None, key: str
-) -> dict[str, Any]:
-    """Return the state of a loader, with this rank's own part if there is one."""
-    stream = ({} if local is None else local.get("streams", {})).get(key)
-    return {**loaders[key], **({} if stream is None else {"stream": stream})}
-
-
-def _stream_problems(
-    prepared: Mapping[str, Any], loaders: Mapping[str, Any], local: Mapping[str, Any] | None
-) -> list[str]:
-    """Return why loaders that are resumed in mid-epoch cannot continue exactly.
-
-    Args:
-        prepared: the prepared loaders.
-        loaders: their saved states.
-        local: the state that this rank saved for itself, ``None`` if no rank of this index did.
-    """
-    states = {key: with_local_state(loaders, local, key) for key in prepared}
-    problems = {
-        key: prepared[key].resume_problem(state)
-        for key, state in states.items()
-        if state["trained"] and not state["finished"] and state["position"]
-    }
-    return [problem for problem in problems.values() if problem is not None]
-
-
-def _other_world(change: str, kept: int, *, exact: bool, selection: Selection) -> str:
-    """Describe what another world size means for the rest of a run; empty if nothing.
-
-    Args:
-        change: the world sizes.
-        kept: number of data ranks that exist on both sides.
-        exact: loaders continue exactly.
-        selection: what is restored.
-    """
-    alike = "rank 0" if kept == 1 else f"ranks 0 to {kept - 1}"
-    parts = []
-    if exact and selection.takes("loaders/0"):
-        parts.append("the order of samples goes on exactly, but")
-    if selection.takes("rng"):
-        parts.append(f"random generators are not restored, except on {alike};")
-    start = f"the checkpoint {change}: "
-    return start + " ".join(parts) + " " if parts and parts[-1].endswith(";") else ""

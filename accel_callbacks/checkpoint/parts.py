@@ -4,33 +4,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_callbacks import collectives
 from accel_callbacks.callbacks.dispatch.instances import family
 from accel_callbacks.checkpoint.compatibility import (
     check_classes,
-    class_names,
     compare_frozen,
     fitting_weights,
-    rank_part,
     warn_of_names,
-    with_local_state,
 )
 from accel_callbacks.checkpoint.in_place_reads import place_optimizer_state, place_weights
-from accel_callbacks.checkpoint.open_window import OpenWindow, read_window, restore_window
+from accel_callbacks.checkpoint.open_window import WindowPart
 from accel_callbacks.checkpoint.part import CheckpointPart, Load, Sections
+from accel_callbacks.checkpoint.registered import RegisteredPart
 from accel_callbacks.checkpoint.trained_parameters import require_saved
 from accel_callbacks.checkpoint.training_state import TrainingState, numbered
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.distributed.rng import capture_rng, devices_of, restore_rng
 from accel_callbacks.errors import NO_MODEL, ResumeError
-from accel_callbacks.gradients import parameters_of
 from accel_callbacks.models.from_pretrained import pretrained_files
 from accel_callbacks.strategy.optimizer_state import parameter_names
+from checkpoint_io.warning import warn
 
 if TYPE_CHECKING:
     from checkpoint_io import TensorView
@@ -40,6 +36,10 @@ __all__ = ["register_parts"]
 
 def register_parts(training: TrainingState) -> None:
     """Register the parts that every training state has."""
+    # They are captured and restored in this order. Random generators come first, since a stream
+    # that is asked for its position may draw. The loaders follow the run, whose epoch tells whether
+    # their pass is open, and the window follows the trackers, which first
+    # write the row of before.
     for kind in (
         RandomPart,
         ModelsPart,
@@ -51,9 +51,9 @@ def register_parts(training: TrainingState) -> None:
         CallbacksPart,
         TrackersPart,
         WindowPart,
-        RegisteredPart,
     ):
         training.register(kind(training))
+    training.register(RegisteredPart(training.registered))
 
 
 class _OfTraining(CheckpointPart):
@@ -127,9 +127,9 @@ class ModelsPart(_OfPreparedObjects):
         load.leave_to_be_read_in_place(self.name)
         if load.verifies_all:
             weights = load.in_place[self.name].items()
-            load.pairs += _sharded_targets(
+            load.pairs += _pair_sharded(
                 self._training,
-                ((f"{i}.{name}", view) for i, saved in weights for name, view in _named(saved)),
+                ((f"{i}.{name}", view) for i, saved in weights for name, view in _items_of(saved)),
             )
 
     def check(self, load: Load) -> None:
@@ -139,19 +139,19 @@ class ModelsPart(_OfPreparedObjects):
             compare_frozen(training, load.selected, load.indices[self.name], load.strict)
         # A load hook may take models out, and tells by that which are still to be loaded.
         if not training.pre_hooks.load_some:
-            load.plans[self.name] = self._fitting(load)
+            load.plans[self.name] = self._fit(load)
 
     def place(self, load: Load) -> None:
         """Read the weights into the memory of the models."""
         training = self._training
         # Hooks may have edited the state since it was checked.
-        weights = load.plans[self.name] if load.lazy else self._fitting(load)
+        weights = load.plans[self.name] if load.lazy else self._fit(load)
         warn_of_names(load.report, load.strict)
         load.plans[self.name] = place_weights(
             training.strategy, training.models, weights, load.reads
         )
 
-    def _fitting(self, load: Load) -> dict[int, dict[str, Any]]:
+    def _fit(self, load: Load) -> dict[int, dict[str, Any]]:
         """Return the saved weights by the index of their model."""
         return {
             index: fitting_weights(
@@ -188,7 +188,7 @@ class OptimizersPart(_OfPreparedObjects):
         load.leave_to_be_read_in_place(self.name)
         if load.verifies_all:
             states = load.in_place[self.name].values()
-            load.pairs += _sharded_targets(
+            load.pairs += _pair_sharded(
                 self._training, (named for saved in states for named in saved["state"].items())
             )
 
@@ -196,14 +196,14 @@ class OptimizersPart(_OfPreparedObjects):
         """Refuse states of other optimizers, and optimizers of what no checkpoint would hold."""
         indices = load.indices[self.name]
         check_classes(self._training, load.selected, self.name, indices, load.strict)
-        load.plans[self.name] = self._fitting(load)
+        load.plans[self.name] = self._fit(load)
         if not load.options.selection.partial:
             require_saved(self._training, "load_state", ResumeError)
 
     def place(self, load: Load) -> None:
         """Read the states into the memory of the optimizers."""
         training = self._training
-        states = load.plans[self.name] if load.lazy else self._fitting(load)
+        states = load.plans[self.name] if load.lazy else self._fit(load)
         load.plans[self.name] = {
             index: place_optimizer_state(
                 training.optimizers[index].optimizer, saved, load.reads, training.strategy
@@ -211,7 +211,7 @@ class OptimizersPart(_OfPreparedObjects):
             for index, saved in states.items()
         }
 
-    def _fitting(self, load: Load) -> dict[int, dict[str, Any]]:
+    def _fit(self, load: Load) -> dict[int, dict[str, Any]]:
         """Return the saved states by position, by the index of their optimizer."""
         training = self._training
         names = parameter_names(training.bare_models)
@@ -317,21 +317,48 @@ class LoadersPart(_OfPreparedObjects):
 
     def check(self, load: Load) -> None:
         """Refuse an inexact resume, if ``strict``; keep what of this rank is restored."""
-        load.local = rank_part(
-            self._training,
-            load.reader.manifest,
-            load.selected,
-            load.local,
-            load.options.selection,
-            load.strict,
-        )
+        load.local = self._of_this_rank(load)
+
+    def _of_this_rank(self, load: Load) -> dict[str, Any] | None:
+        """Return what the checkpoint holds for this rank alone, as far as it is restored.
+
+        With another number of data ranks that is only the random generators, on data ranks that
+        exist on both sides (an open window is restored for any number, by `WindowPart`).
+
+        Raises:
+            ResumeError: the resume is not exact, and ``strict``.
+        """
+        state, local, ranks = load.selected, load.local, self._training.strategy.data
+        copies = state.get("copies", 1)
+        saved_ranks, data_ranks = load.reader.manifest.world_size // copies, ranks.world
+        restored = local if saved_ranks == data_ranks else None
+        prepared = {
+            str(i): loader
+            for i, loader in enumerate(self._training.loaders)
+            if load.takes(f"loaders/{i}") and str(i) in state["loaders"]
+        }
+        problems = _stream_problems(prepared, state["loaders"], restored)
+        text = "".join(f"a stream does not go on exactly: {problem}; " for problem in problems)
+        if saved_ranks != data_ranks:
+            unit = "processes" if copies == ranks.copies == 1 else "data ranks"
+            change = f"was saved by {saved_ranks} {unit} and is loaded by {data_ranks}"
+            text += _other_world(
+                change, min(saved_ranks, data_ranks), exact=not problems, load=load
+            )
+            if local is not None:
+                restored = {"rng": local["rng"]}
+        if text and load.strict:
+            raise ResumeError(text + "pass strict=False to accept that.")
+        if text:
+            warn(text.removesuffix("; ") + ".")
+        return restored
 
     def restore(self, load: Load) -> None:
         """Go to the saved positions."""
         states = load.selected[self.name]
         for index in load.indices[self.name]:
             loader = self._training.loaders[index]
-            state = with_local_state(states, load.local, str(index))
+            state = _with_local_state(states, load.local, str(index))
             loader.load_state_dict(state, strict=load.strict)
             if not load.selected["run"]["epoch_open"]:
                 loader.end_pass()
@@ -409,106 +436,6 @@ class TrackersPart(_OfTraining):
         self._training.tracking.resume_run(load.selected[self.name], run)
 
 
-class WindowPart(_OfTraining):
-    """The open gradient window, or gradients that wait for a step outside of one."""
-
-    name = "window"
-    always_saved = False
-
-    def capture(self) -> Sections:
-        """Return the window with its gradients, none where nothing waits.
-
-        Raises:
-            RuntimeError: the engine keeps the gradients.
-        """
-        training, window = self._training, self._training.loop.window
-        if window.is_open and training.strategy.gradients.keeps_gradients_apart:
-            raise RuntimeError(
-                "save_state inside of a gradient window: the engine keeps its gradients, and they "
-                "would be lost. Save after optimizer.step() has ended the window."
-            )
-        gradients = self._waiting_gradients()
-        # Averaged over the ranks already, so that any number of ranks can go on with them.
-        sharded = {name: g for name, g in gradients.items() if collectives.is_sharded(g)}
-        if not window.is_open and not gradients:
-            return {}, {}
-        state = {
-            "position": window.position,
-            "divisor": window.divisor,
-            "normalizer": window.normalizer.state_dict(),
-            "averaged_over": training.strategy.data.averaged_over,
-            "gradients": {name: g for name, g in gradients.items() if name not in sharded},
-            "logged": training.tracking.row.state_dict(),
-        }
-        return {self.name: {"gradients": sharded}} if sharded else {}, {self.name: state}
-
-    def _waiting_gradients(self) -> dict[str, torch.Tensor]:
-        """Return the gradients that wait for a step.
-
-        These are all in an open window. Outside of one, a script may accumulate by itself: those of
-        optimizers that have not stepped since the batch began.
-        """
-        training, loop = self._training, self._training.loop
-        waiting = None  # all
-        if not loop.window.is_open:
-            left = [o for o in training.optimizers if o not in loop.stepped_in_batch()]
-            if not left or training.strategy.gradients.keeps_gradients_apart:
-                return {}
-            waiting = {id(p) for optimizer in left for p in parameters_of([optimizer])}
-        gradients: dict[str, torch.Tensor] = {}
-        for index, model in enumerate(training.models):
-            found = training.strategy.states.open_gradients(model)
-            for name, parameter in training.strategy.unwrap(model).named_parameters():
-                # One without memory here is of another rank, which steps together with this one.
-                mine = waiting is None or id(parameter) in waiting or parameter.is_meta
-                if name in found and mine:
-                    gradients[f"{index}.{name}"] = found[name]
-        return gradients
-
-    def plan(self, load: Load) -> None:
-        """Read the shared gradients by themselves: a rank reads its part."""
-        load.in_place[self.name] = load.first.pop(self.name, None)
-
-    def read(self, load: Load) -> None:
-        """Read the gradients into new memory."""
-        load.plans[self.name] = read_window(
-            self._training, load.reader, load.local, load.options.selection
-        )
-
-    def restore(self, load: Load) -> None:
-        """Continue the window, or begin a new one."""
-        window: OpenWindow | None = load.plans[self.name]
-        restore_window(self._training, window)
-
-
-class RegisteredPart(_OfTraining):
-    """Objects that the user has registered; they load before the rest, as they may refuse."""
-
-    name = "registered"
-    always_saved = False  # by the first versions
-
-    def capture(self) -> Sections:
-        """Return the states."""
-        return {self.name: self._training.registered.state_dict()}, {}
-
-    def plan(self, load: Load) -> None:
-        """Read what is selected alone, if no hook is to be given all."""
-        if load.lazy:
-            load.first[self.name] = load.selected[self.name]
-
-    def place(self, load: Load) -> None:
-        """Load the objects."""
-        self._training.registered.load_state_dict(
-            load.selected[self.name],
-            strict=load.strict,
-            chosen=lambda name: load.takes(f"registered/{name}"),
-        )
-
-    def undone_by_a_failure(self) -> AbstractContextManager[None]:
-        """Return a context that loads the objects' states of before, if it raises."""
-        return self._training.registered.all_or_nothing()
-
-
 def _is_empty(state: Mapping[str, Any]) -> bool:
     """Return whether nothing that is trained was saved; registered objects may be trained."""
     return not (state["models"] or state["registered"]["objects"])
@@ -516,16 +443,16 @@ def _is_empty(state: Mapping[str, Any]) -> bool:
 
 def _with_classes(training: TrainingState, kind: str, states: Iterable[Any]) -> dict[str, Any]:
     """Return the section of a kind of objects, and that of their classes."""
-    names = numbered(class_names(training, kind))
+    names = numbered(training.class_names(kind))
     return {kind: numbered(states), "classes": {kind: names}}
 
 
-def _named(saved: Mapping[str, Any] | None) -> Iterable[tuple[str, Any]]:
+def _items_of(saved: Mapping[str, Any] | None) -> Iterable[tuple[str, Any]]:
     """Return the weights of a model; none where a hook had left them out."""
     return () if saved is None else saved.items()
 
 
-def _sharded_targets(
+def _pair_sharded(
     training: TrainingState, saved: Iterable[tuple[str, Any]]
 ) -> Iterator[tuple[TensorView, torch.Tensor]]:
     """Pair views with the sharded parameters of their names: of these a rank reads its part.
@@ -561,3 +488,49 @@ def _same_types(scheduler: Any, state: Mapping[str, Any]) -> dict[str, Any]:
             value = Counter(value)
         restored[key] = value
     return restored
+
+
+def _with_local_state(
+    loaders: Mapping[str, Mapping[str, Any]], local: Mapping[str, Any] | None, key: str
+) -> dict[str, Any]:
+    """Return the state of a loader, with this rank's own part if there is one."""
+    stream = ({} if local is None else local.get("streams", {})).get(key)
+    return {**loaders[key], **({} if stream is None else {"stream": stream})}
+
+
+def _stream_problems(
+    prepared: Mapping[str, Any], loaders: Mapping[str, Any], local: Mapping[str, Any] | None
+) -> list[str]:
+    """Return why loaders that are resumed in mid-epoch cannot continue exactly.
+
+    Args:
+        prepared: the prepared loaders.
+        loaders: their saved states.
+        local: the state that this rank saved for itself, ``None`` if no rank of this index did.
+    """
+    states = {key: _with_local_state(loaders, local, key) for key in prepared}
+    problems = {
+        key: prepared[key].resume_problem(state)
+        for key, state in states.items()
+        if state["trained"] and not state["finished"] and state["position"]
+    }
+    return [problem for problem in problems.values() if problem is not None]
+
+
+def _other_world(change: str, kept: int, *, exact: bool, load: Load) -> str:
+    """Describe what another world size means for the rest of a run; empty if nothing.
+
+    Args:
+        change: the world sizes.
+        kept: number of data ranks that exist on both sides.
+        exact: loaders continue exactly.
+        load: takes what is restored.
+    """
+    alike = "rank 0" if kept == 1 else f"ranks 0 to {kept - 1}"
+    parts = []
+    if exact and load.takes("loaders/0"):
+        parts.append("the order of samples goes on exactly, but")
+    if load.takes("rng"):
+        parts.append(f"random generators are not restored, except on {alike};")
+    start = f"the checkpoint {change}: "
+    return start + " ".join(parts) + " " if parts and parts[-1].endswith(";") else ""

@@ -5,18 +5,19 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from accel_callbacks.checkpoint.part import CheckpointPart, Load, Sections
 from accel_callbacks.collectives import map_tensors
 from accel_callbacks.errors import ResumeError
 from checkpoint_io.warning import warn
 
-__all__ = ["PreHooks", "Registered"]
+__all__ = ["PreHooks", "Registered", "RegisteredPart"]
 
 Hook = Callable[..., Any]
 
@@ -249,6 +250,43 @@ class Registered:
             raise
         finally:
             self._undo = None
+
+
+class RegisteredPart(CheckpointPart):
+    """Objects that the user has registered; they load before the rest, as they may refuse.
+
+    Args:
+        registered: the objects.
+    """
+
+    name = "registered"
+
+    def __init__(self, registered: Registered) -> None:
+        self._registered = registered
+
+    def capture(self) -> Sections:
+        """Return the states."""
+        return {self.name: self._registered.state_dict()}, {}
+
+    def check(self, load: Load) -> None:
+        """Refuse nothing: each object is looked for as it is loaded."""
+
+    def plan(self, load: Load) -> None:
+        """Read what is selected alone, if no hook is to be given all."""
+        if load.lazy:
+            load.first[self.name] = load.selected[self.name]
+
+    def place(self, load: Load) -> None:
+        """Load the objects."""
+        self._registered.load_state_dict(
+            load.selected[self.name],
+            strict=load.strict,
+            chosen=lambda name: load.takes(f"registered/{name}"),
+        )
+
+    def undone_by_a_failure(self) -> AbstractContextManager[None]:
+        """Return a context that loads the objects' states of before, if it raises."""
+        return self._registered.all_or_nothing()
 
 
 def _check(candidates: list[tuple[str, Any]]) -> None:

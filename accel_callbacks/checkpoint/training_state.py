@@ -92,6 +92,22 @@ class TrainingState:
         """The device of this rank."""
         return self.strategy.topology.device
 
+    def class_names(self, kind: str) -> list[str | None]:
+        """Return the classes of the prepared optimizers or schedulers, as the user made them.
+
+        Args:
+            kind: ``"optimizers"`` or ``"schedulers"``.
+
+        Returns:
+            Dotted names, None for an optimizer that an engine has replaced.
+        """
+        objects: list[Any] = [scheduler.scheduler for scheduler in self.schedulers]
+        if kind == "optimizers":
+            objects = [optimizer.optimizer for optimizer in self.optimizers]
+            if self.strategy.owns_step:
+                return [None] * len(objects)
+        return [f"{type(one).__module__}.{type(one).__qualname__}" for one in objects]
+
     def register(self, part: CheckpointPart) -> None:
         """Add a part: each save captures it, and each load restores it.
 
