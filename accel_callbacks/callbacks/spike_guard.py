@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from accel_callbacks.callbacks.base import require_at_least
+from accel_callbacks.callbacks.host_state import Undo, capture
 from accel_callbacks.callbacks.non_finite import (
     GradientNorms,
     NonFinite,
@@ -19,7 +20,6 @@ from accel_callbacks.callbacks.non_finite import (
     device_of,
     keep_options,
 )
-from accel_callbacks.checkpoint.host_state import Undo, capture
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun

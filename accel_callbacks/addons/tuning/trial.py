@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from accel_callbacks.checkpoint.host_state import capture
+from accel_callbacks.callbacks.host_state import capture
 from accel_callbacks.distributed.rng import capture_rng, restore_rng
 from accel_callbacks.distributed.topology import own_accelerator
 

@@ -120,7 +120,7 @@ def _to_host(data: Any) -> Any:
     if isinstance(data, torch.Tensor):
         return _HostCopy(data.detach().to("cpu", copy=True), data.device)
     if isinstance(data, (dict, list, tuple)):
-        return _mapped(data, _to_host)
+        return _map_values(data, _to_host)
     return copy.deepcopy(data)
 
 
@@ -128,11 +128,11 @@ def _from_host(data: Any) -> Any:
     if isinstance(data, _HostCopy):
         return data.tensor.to(data.device)
     if isinstance(data, (dict, list, tuple)):
-        return _mapped(data, _from_host)
+        return _map_values(data, _from_host)
     return data
 
 
-def _mapped(data: Any, function: Callable[[Any], Any]) -> Any:
+def _map_values(data: Any, function: Callable[[Any], Any]) -> Any:
     """Apply a function to the values of a dict, list or tuple."""
     if isinstance(data, dict):
         return {key: function(value) for key, value in data.items()}
