@@ -1790,7 +1790,7 @@ class Accelerator(ProcessControl, MediaLogging):
         self.loop.saves.free_memory()
         run = self.loop.run
         broken = "failed" if isinstance(error, Exception) else "interrupted"
-        self.tracking.close(run._ending if error is None else broken)
+        self.tracking.close(run._end_status if error is None else broken)
         self.loop.leases.release()
         # After an error that ended the run, the other ranks still read which one: the store stays.
         if group_is_aborted():

@@ -228,10 +228,8 @@ class BackgroundSaves:
             when_busy: ``"wait"`` for the pending save, or ``"skip"`` to return False.
 
         Raises:
-            ValueError: another value.
             checkpoint_io.CheckpointError: the pending save has failed.
         """
-        check_when_busy(when_busy)
         if not self.pending:
             return True
         saver = self._background()
@@ -247,7 +245,7 @@ class BackgroundSaves:
         with self._group.acquired():
             job.run(self._group)
             _clean_up(callbacks.cleanup)
-        self._succeed(job.url, callbacks)
+        self._announce(job.url, callbacks)
 
     def start(self, job: SaveJob, callbacks: SaveCallbacks) -> None:
         """Collective: copy the tensors to host memory, and write them while training goes on.
@@ -351,14 +349,14 @@ class BackgroundSaves:
             raise
         if ended:
             self._finish()
-            self._succeed(url, callbacks)
+            self._announce(url, callbacks)
         return ended
 
     def _finish(self) -> None:
         self._callbacks, self.pending = SaveCallbacks(), False
         self._group.release()
 
-    def _succeed(self, url: str, callbacks: SaveCallbacks) -> None:
+    def _announce(self, url: str, callbacks: SaveCallbacks) -> None:
         """Call what follows a durable checkpoint."""
         if callbacks.on_saved is not None:
             callbacks.on_saved(url)

@@ -90,12 +90,12 @@ class BorrowedWeights(AbstractContextManager[str]):
                     stack.enter_context(callback.set_aside())
             # A load hook gets all models, and may write to each.
             kept = range(len(training.models)) if hooked else indices
-            stack.enter_context(_kept(training, kept))
-            stack.enter_context(_marked(training, reader.path))
+            stack.enter_context(_restore_afterwards(training, kept))
+            stack.enter_context(_refuse_changes(training, reader.path))
             if hooked:
                 left = set(map(id, training.pre_hooks.load(training.models, reader.path)))
                 indices = [i for i in indices if id(training.models[i]) in left]
-            weights = self._chosen(reader.path, state, indices)
+            weights = self._weights_of(reader.path, state, indices)
             # the float32 averages of half-precision weights
             converted: list[tuple[torch.Tensor, torch.Tensor]] = []
             loaded_by_model = place_weights(
@@ -122,7 +122,7 @@ class BorrowedWeights(AbstractContextManager[str]):
             )
         return sorted({numbers[id(model)] for model in self._models})
 
-    def _chosen(self, path: str, state: Mapping[str, Any], indices: Sequence[int]) -> Weights:
+    def _weights_of(self, path: str, state: Mapping[str, Any], indices: Sequence[int]) -> Weights:
         """Return the saved weights of each model, with the averages in their place.
 
         Raises:
@@ -164,7 +164,7 @@ def _read(reader: CheckpointReader, reads: InPlaceReads, weights: Weights) -> No
 
 
 @contextmanager
-def _marked(training: TrainingState, path: str) -> Iterator[None]:
+def _refuse_changes(training: TrainingState, path: str) -> Iterator[None]:
     """Refuse steps, saves and loads, which would mix up the two states."""
     step = training.loop.step
 
@@ -181,7 +181,7 @@ def _marked(training: TrainingState, path: str) -> Iterator[None]:
 
 
 @contextmanager
-def _kept(training: TrainingState, indices: Sequence[int]) -> Iterator[None]:
+def _restore_afterwards(training: TrainingState, indices: Sequence[int]) -> Iterator[None]:
     """Put all parameters and buffers of models back at the end, bitwise and in place."""
     access = training.strategy.states
     modules = [m for i in indices for m in training.bare_models[i].modules()]
@@ -194,7 +194,7 @@ def _kept(training: TrainingState, indices: Sequence[int]) -> Iterator[None]:
     copies = {key: local_part(tensor).detach().clone() for key, tensor in tensors.items()}
     loading = [training.models[i] for i in indices if not access.loads_in_place(training.models[i])]
     # What a model saves beside tensors is put back in its own way.
-    states = [(model, _copied(access.local_state_dict(model))) for model in loading]
+    states = [(model, _copy_state(access.local_state_dict(model))) for model in loading]
     try:
         yield
     finally:
@@ -208,7 +208,7 @@ def _kept(training: TrainingState, indices: Sequence[int]) -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+def _copy_state(state: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
         for name, value in state.items()

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks.checkpoint.async_save import check_when_busy
 from accel_callbacks.checkpoint.open import describe_foreign_folder, open_folder
 from accel_callbacks.checkpoint.part import LoadOptions
 from accel_callbacks.checkpoint.project import (
@@ -120,9 +119,7 @@ class Checkpointer:
             checkpoint_io.LeaseError: another run has the folder; nothing was committed.
             RemoteError: a hook or the state of a callback failed on another rank; likewise.
         """
-        chosen = SaveOptions(**options)
-        check_when_busy(chosen.when_busy)
-        return save_state(self.training, target, chosen)
+        return save_state(self.training, target, SaveOptions(**options))
 
     def _project_folder(self, storage_options: Mapping[str, Any] | None) -> CheckpointFolder:
         """Return the folder of the project's checkpoints; one object, which remembers manifests."""

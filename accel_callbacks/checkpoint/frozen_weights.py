@@ -36,7 +36,7 @@ def fingerprints(tensors: Mapping[str, Any]) -> dict[str, list[Any]]:
     samples = {name: _sample(tensor) for name, tensor in present.items() if name not in sharded}
     data = _to_host({name: sample for name, sample in samples.items() if sample is not None})
     if sharded:
-        data |= _gathered_samples(sharded)
+        data |= _gather_samples(sharded)
     return {
         name: [
             list(tensor.shape),
@@ -93,7 +93,7 @@ def _part_of_sample(name: str, tensor: torch.Tensor) -> _Part | None:
         return None
 
 
-def _gathered_samples(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+def _gather_samples(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     """Collective: return the samples of sharded tensors, whole on each rank.
 
     One that a rank cannot see is left out on all.

@@ -108,6 +108,7 @@ def _fit(training: TrainingState, load: Load) -> None:
             load.indices[part.name] = chosen_indices(
                 load.selected, part.name, part.prepared, selection
             )
+    # All of them, before a hook or an object of the user sees anything of the load.
     for part in training.parts:
         part.check(load)
     if not load.lazy:
@@ -276,12 +277,15 @@ def _load(training: TrainingState, reader: CheckpointReader, options: LoadOption
         # a rank that raises here must not leave the others in the collective of a full check
         together(_WHERE, partial(_divide, training, load))
     together(_WHERE, partial(_read_first, training, load))
+    # Objects of the user load before the rest, since they may refuse: up to the end of the read in
+    # place, an error puts them back.
     with ExitStack() as undone:
         for part in training.parts:
             undone.enter_context(part.undone_by_a_failure())
         with shared_failure(_WHERE), naming_checkpoint(reader.path):
             _fit(training, load)
         _read_in_place(training.loop.step, load)
+    # An error from here on leaves the run half loaded, and no step is taken before another load.
     with shared_failure(_WHERE):
         _apply(training, load)
     training.loop.step.set_half_loaded(None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks import collectives
-from accel_callbacks.checkpoint.async_save import SaveCallbacks
+from accel_callbacks.checkpoint.async_save import SaveCallbacks, check_when_busy
 from accel_callbacks.checkpoint.folder_leases import Folder
 from accel_callbacks.checkpoint.project import path_in
 from accel_callbacks.checkpoint.tensor_file import save_tensors, save_text, writable_folder
@@ -44,6 +44,9 @@ class SaveOptions:
         spread: the target is a path on each machine, which gets the files of its ranks alone.
         callbacks: called once it is durable, or has failed in the background.
         began: when training stopped for it, by ``time.perf_counter()``; now if ``None``.
+
+    Raises:
+        ValueError: an unknown ``when_busy``.
     """
 
     name: str | None = None
@@ -57,6 +60,9 @@ class SaveOptions:
     spread: bool = False
     callbacks: SaveCallbacks | None = None
     began: float | None = None
+
+    def __post_init__(self) -> None:
+        check_when_busy(self.when_busy)
 
 
 def save_state(
@@ -74,6 +80,7 @@ def save_state(
         return _rehearse(training)
     with _pause(loop, options.began):
         loop.run.votes.wait()  # with the save, nothing else is under way between the ranks
+        # Before anything is captured: it raises the error of the save before, on all ranks.
         if not loop.saves.make_room(options.when_busy if options.async_save else "wait"):
             return ""
         url = _url(target, options.name, loop.run.global_step)

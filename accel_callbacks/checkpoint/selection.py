@@ -70,13 +70,16 @@ class Selection:
         for section in LISTED[:-1]:
             part[section] = self._entries(section, state[section])
         registered = state.get("registered", {"objects": {}, "unnamed": []})
-        part["registered"] = {**registered, "objects": self._named(registered["objects"])}
+        part["registered"] = {
+            **registered,
+            "objects": self._select_named(registered["objects"]),
+        }
         if self.renames:
-            part["models"] = self._renamed_models(part["models"])
+            part["models"] = self._rename_models(part["models"])
             part["optimizers"] = {
-                k: self._renamed_optimizer(v) for k, v in part["optimizers"].items()
+                k: self._rename_optimizer(v) for k, v in part["optimizers"].items()
             }
-            part["dropped_weights"] = self._renamed_names(state.get("dropped_weights", {}))
+            part["dropped_weights"] = self._rename_dropped(state.get("dropped_weights", {}))
         return part
 
     def _entries(self, section: str, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,10 +96,10 @@ class Selection:
                 chosen[number] = entry
         return chosen
 
-    def _named(self, objects: Mapping[str, Any]) -> dict[str, Any]:
+    def _select_named(self, objects: Mapping[str, Any]) -> dict[str, Any]:
         return {name: obj for name, obj in objects.items() if self.takes(f"registered/{name}")}
 
-    def _renamed_models(self, models: Mapping[str, Any]) -> dict[str, Any]:
+    def _rename_models(self, models: Mapping[str, Any]) -> dict[str, Any]:
         renamed: dict[str, Any] = {k: {} if v is not None else None for k, v in models.items()}
         for number, weights in models.items():
             for name, value in (weights or {}).items():
@@ -107,7 +110,7 @@ class Selection:
                 place[new] = value
         return {k: v for k, v in renamed.items() if v != {} or models.get(k) == {}}
 
-    def _renamed_optimizer(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+    def _rename_optimizer(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         groups = [
             {**group, "params": [self.weight(name) for name in group["params"]]}
             for group in saved["param_groups"]
@@ -115,7 +118,7 @@ class Selection:
         state = {self.weight(name): value for name, value in saved["state"].items()}
         return {**saved, "state": state, "param_groups": groups}
 
-    def _renamed_names(self, names: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
+    def _rename_dropped(self, names: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
         renamed: dict[str, list[str]] = {}
         for number, dropped in names.items():
             for name in dropped:

@@ -68,7 +68,7 @@ def save_tensors(
     """
     if not isinstance(place, (str, os.PathLike)):
         raise TypeError(f"save to a path or a URL, not to a {type(place).__qualname__}.")
-    tensors = _checked(obj)
+    tensors = _tensors_on_cpu(obj)
     url = os.fspath(place)
     path = local_path(url)
     if path is not None:
@@ -101,7 +101,7 @@ def save_text(text: str, place: str, storage_options: Mapping[str, Any] | None =
     filesystem.pipe_file(key, data)
 
 
-def _checked(obj: Any) -> dict[str, torch.Tensor]:
+def _tensors_on_cpu(obj: Any) -> dict[str, torch.Tensor]:
     """Return the tensors on the CPU, each in its own storage."""
     if not isinstance(obj, Mapping):
         raise TypeError(f"a {type(obj).__qualname__} is no dict of tensors. {_INSTEAD}")

@@ -44,7 +44,7 @@ def unsaved_parameters(training: TrainingState) -> Iterator[tuple[str, list[torc
     """
     held = _parameters_of_models(training)
     for optimizer in training.optimizers:
-        orphans = [parameter for parameter in _trained(optimizer) if id(parameter) not in held]
+        orphans = [parameter for parameter in _trainable(optimizer) if id(parameter) not in held]
         if orphans and (orphans := _not_saved(training, orphans)):
             yield type(optimizer.optimizer).__name__, orphans
 
@@ -59,7 +59,7 @@ def require_prepared_steps(training: TrainingState) -> None:
         training: the state that is saved.
     """
     loop, steps = training.loop, training.loop.unprepared_steps
-    texts = (_unprepared(training, optimizer) for optimizer in steps.unprepared)
+    texts = (_describe_unprepared(training, optimizer) for optimizer in steps.unprepared)
     text = next(filter(None, texts), None)
     for optimizer in steps.bypassed:
         text = (
@@ -83,11 +83,11 @@ def require_prepared_steps(training: TrainingState) -> None:
     warn(f"save_state: {text}")
 
 
-def _unprepared(training: TrainingState, optimizer: torch.optim.Optimizer) -> str | None:
+def _describe_unprepared(training: TrainingState, optimizer: torch.optim.Optimizer) -> str | None:
     """Return what to tell of an optimizer that steps and is not prepared, None for nothing."""
     held = _parameters_of_models(training)
-    stepped = {id(p) for prepared in training.optimizers for p in _trained(prepared)}
-    trained = [parameter for parameter in _trained(optimizer) if id(parameter) not in stepped]
+    stepped = {id(p) for prepared in training.optimizers for p in _trainable(prepared)}
+    trained = [parameter for parameter in _trainable(optimizer) if id(parameter) not in stepped]
     others = [parameter for parameter in trained if id(parameter) not in held]
     if optimizer in training.registered or not trained:
         return None
@@ -106,7 +106,7 @@ def _parameters_of_models(training: TrainingState) -> set[int]:
     return {id(parameter) for model in training.bare_models for parameter in model.parameters()}
 
 
-def _trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def _trainable(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     held = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return [parameter for parameter in held if parameter.requires_grad]
 

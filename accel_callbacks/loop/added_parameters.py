@@ -59,7 +59,7 @@ class AddedParameters:
         before, self._samples = self._samples, {}
         for model in self._loop.models:
             idle, apart = [], []
-            for name, parameter in self._added(model):
+            for name, parameter in self._new_parameters(model):
                 gradient = parameter.grad
                 reached = gradient is not None and bool(local_part(gradient).any())
                 sample = self._samples[id(parameter)] = first_elements(parameter)
@@ -88,7 +88,7 @@ class AddedParameters:
                 )
         self._step = self._loop.run._global_step
 
-    def _added(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    def _new_parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         known = self._prepared.get(model, set())
         for name, parameter in self._strategy.unwrap(model).named_parameters():
             if id(parameter) not in known and parameter.requires_grad and not parameter.is_meta:

@@ -84,7 +84,7 @@ class Evaluate(AbstractContextManager["Evaluate"]):
         # weights.
         with ExitStack() as lent:
             if self._checkpoint is not None:
-                lent.enter_context(self._borrowed(self._checkpoint))
+                lent.enter_context(self._borrow(self._checkpoint))
             self._passes.begin_evaluation(self._stage)
             self._lent = lent.pop_all()
         # Every module's own mode, so that frozen parts kept in eval mode stay so afterwards.
@@ -109,7 +109,7 @@ class Evaluate(AbstractContextManager["Evaluate"]):
                 raise
             self._passes.end_evaluation(self._stage, failed=error is not None)
 
-    def _borrowed(self, checkpoint: str) -> BorrowedWeights:
+    def _borrow(self, checkpoint: str) -> BorrowedWeights:
         """Collective: return the context of the weights of a checkpoint."""
         # Few runs evaluate a checkpoint, and it imports the room of offloaded weights.
         from accel_callbacks.checkpoint.borrowed_weights import BorrowedWeights
@@ -120,11 +120,11 @@ class Evaluate(AbstractContextManager["Evaluate"]):
         loop.begin_fit()  # whose hooks set up the averages
         loop.saves.wait()
         if checkpoint in ("best", "last"):
-            checkpoint, options = _saved_by_callback(loop, checkpoint)
+            checkpoint, options = _find_saved(loop, checkpoint)
         return BorrowedWeights(self._training, self._models, checkpoint, options)
 
 
-def _saved_by_callback(loop: Loop, choice: str) -> tuple[str, Mapping[str, Any] | None]:
+def _find_saved(loop: Loop, choice: str) -> tuple[str, Mapping[str, Any] | None]:
     """Collective: return the best or last checkpoint of the callbacks that save, and its options.
 
     Raises:
@@ -234,7 +234,9 @@ class RunContext(AbstractContextManager[TrainingRun]):
         loop.end_warm_up()
         loop.end_fit()  # of a plain loop that came before, with its saves
         self._tracking.close("success")
-        loop.share_identity(run)  # before the leases, which show the id to other runs
+        # In this order: the leases show the id to other runs, and are held before a checkpoint is
+        # looked for, so that no other run writes to the folders from then on.
+        loop.share_identity(run)
         self._take_over(loop.run)
         loop.step.settle(loop.run)
         loop.run = run
@@ -362,8 +364,8 @@ class RunContext(AbstractContextManager[TrainingRun]):
         self._loop.finish_fit()
         # No rank leaves before the end hooks of all ranks have succeeded.
         collectives.barrier()
-        self._close_observers(run._ending)
-        self._tracking.close(run._ending)
+        self._close_observers(run._end_status)
+        self._tracking.close(run._end_status)
         self._loop.leases.release()
         if run.stop_reason is not None:
             who = f", as rank {run.stop_rank} asked" if run.world_size > 1 else ""

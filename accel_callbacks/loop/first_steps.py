@@ -148,7 +148,7 @@ class FirstSteps:
         self.strategy.sequences.check_backward()
         self.gradients.backward(loss, **kwargs)
 
-    def _noted_backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+    def _note_backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         for watch in self._watches:
             watch.gradients.before_backward()
         self.bare_steps.before_backward()
@@ -163,7 +163,7 @@ class FirstSteps:
 
     def _begin_checks(self) -> None:
         self.bare_steps.renew()
-        self.run_backward: Callable[..., None] | None = self._noted_backward
+        self.run_backward: Callable[..., None] | None = self._note_backward
         self._clip_by(_CheckedClipping(self.gradients, self.bare_steps, self.warn))
 
     def _end_checks(self) -> None:
@@ -273,7 +273,7 @@ class OptimizerWatch:
         note = _note(ref(self))
         self._handles = [
             parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
-            for parameter in _trained(optimizer)
+            for parameter in _trainable(optimizer)
             if parameter.is_leaf
         ]
         self.check_state()
@@ -299,7 +299,7 @@ class OptimizerWatch:
         # Of the last pass: those before it in a window stay on their rank.
         self._apart = not self._first.in_sync
         if self._passes[id(parameter)] > len(self._rates):
-            self._rates.append(_learning_rates(self._optimizer))
+            self._rates.append(_rates_and_versions(self._optimizer))
 
     def check_state(self) -> None:
         """Warn of what no checkpoint can hold of the optimizer's state."""
@@ -410,7 +410,7 @@ class OptimizerWatch:
 
     def _check_changes(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         """Warn of two steps in a row that changed nothing."""
-        held = list(_trained(optimizer))
+        held = list(_trainable(optimizer))
         loop = self._first.loop
         idle = held and not closure and not self._first.gradients.has_gradients(optimizer)
         # A callback may have dropped the gradients, as Freeze does under DDP.
@@ -471,14 +471,14 @@ class _CheckedClipping:
     ) -> torch.Tensor:
         """Clip by the total norm and return it."""
         with self._bare_steps.clipping():
-            return self._gradients.clip_grad_norm_(self._unused(parameters), max_norm, norm_type)
+            return self._gradients.clip_grad_norm_(self._to_clip(parameters), max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Clip each gradient element to ``[-clip_value, clip_value]``."""
         with self._bare_steps.clipping():
-            self._gradients.clip_grad_value_(self._unused(parameters), clip_value)
+            self._gradients.clip_grad_value_(self._to_clip(parameters), clip_value)
 
-    def _unused(self, parameters: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
+    def _to_clip(self, parameters: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
         """Return the parameters, none if they come from an iterator at its end."""
         if not _is_used_up(parameters):
             return parameters
@@ -560,11 +560,11 @@ def _note(watch: ref[OptimizerWatch]) -> Callable[[torch.Tensor], None]:
     return note
 
 
-def _trained(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+def _trainable(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     return (parameter for parameter in parameters_of([optimizer]) if parameter.requires_grad)
 
 
-def _learning_rates(optimizer: torch.optim.Optimizer) -> list[Any]:
+def _rates_and_versions(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Return the learning rates, and of those on a device their versions."""
     rates = (group.get("lr") for group in optimizer.param_groups)
     return [rate._version if isinstance(rate, torch.Tensor) else rate for rate in rates]

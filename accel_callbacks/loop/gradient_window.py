@@ -84,7 +84,7 @@ class Normalizer:
         if self._base is None:
             # About the count of one rank in a whole window: divided by it, gradients stay in the
             # range of fp16, and a power of two loses no bit. It is agreed on once, and kept.
-            typical = float(_summed(count)) / collectives.world_size() * expected
+            typical = float(_sum_over_ranks(count)) / collectives.world_size() * expected
             self._base = 2.0 ** round(math.log2(typical)) if typical > 0 else 1.0
         self._total = self._total + count
         return loss / self._base
@@ -93,7 +93,7 @@ class Normalizer:
         """Collective, once a step: return the factor for the gradients."""
         if self._factor is None:
             # The sum of counts stays on its device: reading it would wait for the backward pass.
-            total = self._over_different_losses(_summed(self._total))
+            total = self._over_different_losses(_sum_over_ranks(self._total))
             wanted = (self._base or 1.0) * self._averaged_over
             if isinstance(total, torch.Tensor):
                 self._factor = torch.where(total > 0, wanted / total, 0.0)
@@ -133,7 +133,7 @@ class Normalizer:
         self._base = state["base"]
 
 
-def _summed(count: Count) -> Count:
+def _sum_over_ranks(count: Count) -> Count:
     """Sum over all ranks; a number stays a number."""
     if collectives.world_size() == 1:
         return count

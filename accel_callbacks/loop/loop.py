@@ -346,6 +346,7 @@ class Loop:
         self.flags.fit_started, self.flags.stop_consumed = True, False
         self._count_batches()
         self.unprepared_steps.begin()
+        # In a plain loop; `accel.run` has taken them before it looked for a checkpoint.
         if self.savers and self.leases.run is not self.run:
             self.leases.hold_together(self.saved_folders(), self.run)
         # A `setup` sees what the script has built; `on_fit_start` sees what was restored.
@@ -398,6 +399,7 @@ class Loop:
     def finish_fit(self) -> None:
         """Fire the hooks of a run that succeeds; if one raises, the run is not over yet."""
         self.settle()  # an evaluation after the end of the run may have left hooks too
+        # After the deferred hooks, the last of which may have begun the vote.
         self.boundary.drain_votes()
         if self.flags.train_started:
             self.fire("on_train_end")

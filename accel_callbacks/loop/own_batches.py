@@ -67,7 +67,7 @@ class OwnBatches:
 
     def before_backward(self) -> None:
         """Begin a batch, unless one is open whose optimizers have not all stepped."""
-        if self.is_open and not self.in_block and self._stepped_all(self._optimizers):
+        if self.is_open and not self.in_block and self._have_stepped(self._optimizers):
             self.finish()
         if not self.is_open:
             self._open()
@@ -114,7 +114,7 @@ class OwnBatches:
         self._begin()
 
     def _is_complete(self) -> bool:
-        return self._stepped_all(self._optimizers) and self._stepped_all(self._schedulers)
+        return self._have_stepped(self._optimizers) and self._have_stepped(self._schedulers)
 
-    def _stepped_all(self, members: Sequence[Any]) -> bool:
+    def _have_stepped(self, members: Sequence[Any]) -> bool:
         return all(id(member) in self._stepped for member in members)

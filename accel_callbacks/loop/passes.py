@@ -76,15 +76,15 @@ class Passes:
                 # Imported here, because most models are in train mode.
                 from accel_callbacks.loop.undecided_pass import UndecidedPass
 
-                kinds = self._training_pass, self._evaluation_pass
+                kinds = self._iterate_training, self._iterate_evaluation
                 self._undecided = UndecidedPass(loop, *kinds)
                 yield from self._undecided.iterate(loader)
             else:
-                yield from self._evaluation_pass(loader)
+                yield from self._iterate_evaluation(loader)
         elif position.outer is not None and position.outer is not loader:
-            yield from self._inner_pass(loader)
+            yield from self._iterate_inside(loader)
         else:
-            yield from self._training_pass(loader)
+            yield from self._iterate_training(loader)
 
     # --- epochs -------------------------------------------------------------------------------
 
@@ -218,6 +218,7 @@ class Passes:
         """Start a training pass; return its number, for :meth:`_leave`."""
         loop, position = self._loop, self._loop.position
         token = position.enter(loader)
+        # Optimizers that step in a pass end no batch of their own.
         position.random_at_stop = position.random_after_step = loop.step.after_step = None
         position.outer = position.used_loaders.training = loader
         loop.own_batches.drop()  # its data comes from this loader
@@ -225,7 +226,7 @@ class Passes:
         loop.flags.warming_up = False
         return token
 
-    def _training_pass(
+    def _iterate_training(
         self, loader: DataLoaderShard, batches: Iterator[Any] | None = None
     ) -> Generator[Any, None, None]:
         """Iterate training data, with the hooks of batches, and of epochs in a plain loop.
@@ -277,6 +278,8 @@ class Passes:
                 # Hot path: every avoided call is measurable, because the work of the step has
                 # pushed this code out of the cache. So the tests are inline.
                 step.worked, step.last_loss = False, None
+                # Steps of the batch before may still wait for the device: those of this batch are
+                # told apart from them by a mark.
                 if step.unsettled:
                     step.unsettled.append(None)
                 else:
@@ -308,6 +311,7 @@ class Passes:
             # `next(iter(loader))` before the loop is no epoch: the first batch is delivered again.
             peeked = loader.starts and not step.worked and len(loop.optimizers) > 0
             if peeked:
+                # Its epoch stays open, without `on_train_epoch_end`.
                 loader.undo_pass()
                 loader.done = done
             else:
@@ -437,7 +441,7 @@ class Passes:
 
     # --- evaluations, and data inside of training ---------------------------------------------
 
-    def _evaluation_pass(
+    def _iterate_evaluation(
         self, loader: DataLoaderShard, batches: Iterator[Any] | None = None
     ) -> Generator[Any, None, None]:
         """Iterate validation data; without ``evaluate`` around it, the pass is an evaluation.
@@ -492,9 +496,9 @@ class Passes:
                 "model.train() before the loop over the training data, or evaluate inside of "
                 "`with accel.evaluate(model):`, which restores the mode."
             )
-            yield from self._training_pass(loader, batches)
+            yield from self._iterate_training(loader, batches)
 
-    def _inner_pass(self, loader: DataLoaderShard) -> Iterator[Any]:
+    def _iterate_inside(self, loader: DataLoaderShard) -> Iterator[Any]:
         """Iterate a second loader inside of a training pass, without hooks."""
         token = self._loop.position.enter(loader)
         loader.trained = True

@@ -169,6 +169,7 @@ class TrainingPosition:
 
     def close(self) -> None:
         """Forget the open passes, evaluations and what they have deferred."""
+        # The lists are emptied and not replaced: each batch asks the very same ones.
         self.outer = None
         self.cut_short, self.random_at_stop = False, None
         for group in (self.deferred, self.active, self.progress, self.stages):

@@ -99,7 +99,7 @@ class _SkipWatch:
                 # nothing; and told now, as no step may follow.
                 self._ended = self._idle > 0
                 if 1 < self._idle <= self._done:
-                    warn(self._lost())
+                    warn(self._describe_loss())
         finally:
             for handle in handles:
                 handle.remove()
@@ -116,11 +116,11 @@ class _SkipWatch:
     def _tell(self, action: str = "") -> None:
         """Raise for batches that were not trained on; warn of a single one."""
         if self._idle > 1:
-            raise ResumeError(f"{action}{self._lost()}")
+            raise ResumeError(f"{action}{self._describe_loss()}")
         if self._idle == 1:
-            warn(self._lost())
+            warn(self._describe_loss())
 
-    def _lost(self) -> str:
+    def _describe_loss(self) -> str:
         if self._idle == 1:
             return _SKIPPED.format("1 batch", "was", "is", self._done)
         return _SKIPPED.format(f"the first {self._idle} batches", "were", "are", self._done)

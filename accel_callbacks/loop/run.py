@@ -504,7 +504,7 @@ class TrainingRun(TrainerAttributes):
         """
         # One rank needs no vote, and a stop must work where no callback may vote.
         if collectives.world_size() == 1:
-            self._stopped(reason, 0)
+            self._set_stop(reason, 0)
         else:
             self.votes.ask("stop", reason)
 
@@ -530,7 +530,7 @@ class TrainingRun(TrainerAttributes):
         """
         self.votes.ask("preempt", reason)
 
-    def _stopped(self, reason: str, rank: int) -> None:
+    def _set_stop(self, reason: str, rank: int) -> None:
         """Stop, as all ranks have agreed; the first reason is kept."""
         if self._stop_reason is None:
             self._stop_reason, self._stop_rank = reason, rank
@@ -600,7 +600,7 @@ class TrainingRun(TrainerAttributes):
             _log.warning("the step after step %s is left out: %s", self.global_step, reason)
 
     @property
-    def _ending(self) -> str:
+    def _end_status(self) -> str:
         """The status for trackers of a run that ends without an error."""
         return "interrupted" if self.preempted else "success"
 

@@ -96,13 +96,13 @@ class StepEngine:
             step.last_loss = loss.detach()
         divisor = window.divisor
         if normalizer is not None or window.normalizer.active:
-            loss, divisor = self._normalized(loss, normalizer)
+            loss, divisor = self._normalize(loss, normalizer)
         step.worked = window.touched = True
         # GradScaler multiplies the loss itself, so the loss is divided here and not the seed.
         if self._precision.scales_loss:
             loss = self._precision.scale(loss if divisor == 1 else loss / divisor)
         elif divisor != 1:
-            loss, kwargs = self._divided(loss, divisor, kwargs)
+            loss, kwargs = self._divide(loss, divisor, kwargs)
         run_backward = self._first_steps.run_backward
         try:
             if run_backward is None:
@@ -116,7 +116,7 @@ class StepEngine:
         for hook in hooks["on_after_backward"]:
             hook(self._loop.run, self._loop.model)
 
-    def _normalized(
+    def _normalize(
         self, loss: torch.Tensor, normalizer: float | torch.Tensor | None
     ) -> tuple[torch.Tensor, int]:
         """Return the loss for backward, and the divisor that is left."""
@@ -138,7 +138,7 @@ class StepEngine:
             raise ValueError(mixed)
         return counts.add(loss, normalizer, expected=window.divisor), 1
 
-    def _divided(
+    def _divide(
         self, loss: torch.Tensor, divisor: int, kwargs: dict[str, Any]
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Divide the gradients of a loss.

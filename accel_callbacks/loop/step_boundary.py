@@ -91,9 +91,9 @@ class StepBoundary:
             reason, rank = agreed["preempt"]
             run.preempted = True
             loop.fire("on_preempt", reason)
-            run._stopped(reason, rank)
+            run._set_stop(reason, rank)
         if "stop" in agreed:
-            run._stopped(*agreed["stop"])
+            run._set_stop(*agreed["stop"])
         return agreed.keys()
 
     def _save(self, reason: str) -> None:

@@ -67,6 +67,7 @@ class StepState:
             path: the checkpoint whose load has begun to change something.
         """
         self.half_loaded = path
+        # A function that is there only while it is needed: else a step pays one test of None.
         self.before_work = None if path is None else self.require_loaded
 
     def require_loaded(self, action: str) -> None:
@@ -153,6 +154,7 @@ load_state() takes the newest valid one.
                 time.sleep(0.005)
             if ready:
                 self.settle(run)
+        # What was not read by now is not counted, as the device may never tell.
         self.unsettled.clear()
         run.settle_steps = None
 

@@ -462,7 +462,7 @@ class ForeignRun(TrainingRun):
         if "stop" in agreed:
             reason, rank = agreed["stop"]
             if self.stop_reason is None:
-                self._stopped(reason, rank)
+                self._set_stop(reason, rank)
                 self.print(f"[accel] stop at step {self.global_step}: {reason}")
             self._host.stop(reason)
 

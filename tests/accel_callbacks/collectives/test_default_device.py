@@ -14,7 +14,7 @@ from accel_callbacks.collectives.tensors import sum_of
 from accel_callbacks.data import sharded_stream
 from accel_callbacks.data.iterable import IterableShards
 from accel_callbacks.distributed.votes import Votes
-from accel_callbacks.loop.gradient_window import _summed
+from accel_callbacks.loop.gradient_window import _sum_over_ranks
 
 pytestmark = pytest.mark.distributed
 CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ def test_votes(pool):
 def counts_of_tokens():
     accel = Accelerator(cpu=True)
     with torch.device("meta"):
-        return _summed(accel.process_index + 1.0)
+        return _sum_over_ranks(accel.process_index + 1.0)
 
 
 def test_counts_of_tokens(pool):
