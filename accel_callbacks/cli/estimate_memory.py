@@ -236,7 +236,7 @@ def _from_factory(name: str) -> torch.nn.Module:
     import torch
 
     module_name, _, path = name.partition(":")
-    with _importing_from_here():
+    with _import_from_here():
         try:
             member: Any = import_module(module_name)
         except Exception as error:
@@ -256,7 +256,7 @@ def _from_factory(name: str) -> torch.nn.Module:
 
 
 @contextmanager
-def _importing_from_here() -> Iterator[None]:
+def _import_from_here() -> Iterator[None]:
     """Import from the working directory too, as ``python -m`` does."""
     folder = os.getcwd()
     sys.path.insert(0, folder)

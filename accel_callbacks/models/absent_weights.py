@@ -109,11 +109,11 @@ class AbsentWeights:
         """Check before these methods too: they skip the hooks of the model's forward."""
         for name in names:
             if name not in self._guarded:
-                before, checked = vars(self._model).get(name), self._checked(name)
+                before, checked = vars(self._model).get(name), self._wrap_method(name)
                 vars(self._model)[name] = checked
                 self._guarded[name] = before, checked
 
-    def _checked(self, name: str) -> Callable[..., Any]:
+    def _wrap_method(self, name: str) -> Callable[..., Any]:
         method = getattr(self._model, name)
 
         @functools.wraps(method)

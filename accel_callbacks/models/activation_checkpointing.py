@@ -87,7 +87,7 @@ def apply_activation_checkpointing(
         ['0.0.bias', '0.0.weight', '1.0.bias', '1.0.weight']
     """
     every, context_fn = _read_policy(policy)
-    chosen = list(_chosen(model, blocks))
+    chosen = list(_select_blocks(model, blocks))
     if every and not chosen:
         raise ValueError(
             f"{type(model).__name__} repeats no blocks that could be computed again: name them "
@@ -162,7 +162,9 @@ def _costly_operators() -> list[Any]:
     return operators
 
 
-def _chosen(model: torch.nn.Module, blocks: Blocks | None) -> Iterator[tuple[str, torch.nn.Module]]:
+def _select_blocks(
+    model: torch.nn.Module, blocks: Blocks | None
+) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield the blocks with their names."""
     if blocks is None:
         blocks = list(regions(model))

@@ -70,13 +70,13 @@ def _tensors(
         tensors = get_peft_model_state_dict(model, state_dict=dict(state), adapter_name=name)
         wrapped = isinstance(model, PeftModel)
     else:
-        tensors, wrapped = _named_after(state, name), False
+        tensors, wrapped = _drop_adapter_name(state, name), False
     # A model of transformers that holds its adapter itself lacks the prefix that peft expects.
     add = not wrapped and not any(key.startswith(_PREFIX) for key in tensors)
     return {(_PREFIX + key if add else key): tensor for key, tensor in tensors.items()}
 
 
-def _named_after(state: Mapping[str, Any], adapter: str) -> dict[str, Any]:
+def _drop_adapter_name(state: Mapping[str, Any], adapter: str) -> dict[str, Any]:
     """Return the tensors of an adapter, by their names without the adapter's, as in peft."""
     tensors = {}
     for key, tensor in state.items():

@@ -47,7 +47,7 @@ def adopt(model: torch.nn.Module) -> torch.nn.Module:
 def compile_model(model: torch.nn.Module, plugin: TorchDynamoPlugin) -> None:
     """Compile the model, or each of its repeated blocks, in place."""
     release(model)
-    if not plugin.compiles or _compiled(model) is not None:  # already compiled by the user
+    if not plugin.compiles or _call_of(model) is not None:  # already compiled by the user
         return
     refuse_scripted([model], "torch.compile")
     blocks = list(regions(model)) if plugin.use_regional_compilation else []
@@ -73,14 +73,14 @@ def refuse_scripted(modules: Iterable[torch.nn.Module], task: str) -> None:
 def regions(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Yield the blocks that a model repeats: items of one class in ModuleLists and Sequentials."""
     children = list(model.children())
-    if isinstance(model, (torch.nn.ModuleList, torch.nn.Sequential)) and _repeated(children):
+    if isinstance(model, (torch.nn.ModuleList, torch.nn.Sequential)) and _are_alike(children):
         yield from children
         return
     for child in children:
         yield from regions(child)
 
 
-def _repeated(children: list[torch.nn.Module]) -> bool:
+def _are_alike(children: list[torch.nn.Module]) -> bool:
     # A single torch layer is no region: there is nothing to fuse in it.
     single = [not any(c.children()) and type(c).__module__.startswith("torch.nn") for c in children]
     return len(children) > 1 and len({type(c) for c in children}) == 1 and not single[0]
@@ -89,14 +89,14 @@ def _repeated(children: list[torch.nn.Module]) -> bool:
 def release(model: torch.nn.Module) -> None:
     """Undo :func:`compile_model`, except for modules that the user has compiled."""
     for module in model.modules():
-        if getattr(_compiled(module), _MARK, False):
+        if getattr(_call_of(module), _MARK, False):
             _set_compiled(module, None)
 
 
 def uncompile(model: torch.nn.Module) -> torch.nn.Module:
     """Undo ``torch.compile`` for a model and its modules, those compiled by the user too."""
     for module in model.modules():
-        if _compiled(module) is not None:
+        if _call_of(module) is not None:
             _set_compiled(module, None)
     return model
 
@@ -132,12 +132,12 @@ def await_collectives(model: torch.nn.Module) -> None:
         return
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding):
-            _set_compiled(module, torch.compiler.disable(_awaiting(module._call_impl)))  # type: ignore[no-untyped-call]
-        elif (call := _compiled(module)) is not None:
-            _set_compiled(module, _awaiting(call))
+            _set_compiled(module, torch.compiler.disable(_await_outputs_of(module._call_impl)))  # type: ignore[no-untyped-call]
+        elif (call := _call_of(module)) is not None:
+            _set_compiled(module, _await_outputs_of(call))
 
 
-def _awaiting(call: Callable[..., Any]) -> Callable[..., Any]:
+def _await_outputs_of(call: Callable[..., Any]) -> Callable[..., Any]:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     def waited(value: Any) -> Any:
@@ -154,10 +154,10 @@ def _awaiting(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_compiled(model: torch.nn.Module) -> bool:
     """Return whether the model or one of its modules is compiled in place."""
-    return any(_compiled(module) is not None for module in model.modules())
+    return any(_call_of(module) is not None for module in model.modules())
 
 
-def _compiled(module: torch.nn.Module) -> Any:
+def _call_of(module: torch.nn.Module) -> Any:
     return module._compiled_call_impl
 
 

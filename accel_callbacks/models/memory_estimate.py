@@ -60,7 +60,7 @@ def estimate_memory(model: torch.nn.Module, dtypes: Iterable[str]) -> list[Memor
     masters = nbytes(trained, "fp32")
     # Gradients and two averages of each trained weight, and Adam's step counters.
     states = nbytes(tensors, "fp32") + 3 * masters + _SCALE * len(trained)
-    copied = _copied_by_autocast(model)
+    copied = _autocast_copies(model)
     copies = [parameter for parameter in trained if id(parameter) in copied]
     estimates = []
     for dtype in dtypes:
@@ -107,7 +107,7 @@ def _rows_of_quantized(model: torch.nn.Module) -> dict[int, int]:
     }
 
 
-def _copied_by_autocast(model: torch.nn.Module) -> set[int]:
+def _autocast_copies(model: torch.nn.Module) -> set[int]:
     """Return the ids of parameters that autocast copies to 16 bits: no norms, no embeddings."""
     return {
         id(parameter)

@@ -1,5 +1,16 @@
 """Models larger than memory: plan the placement of weights, load them, fetch them in forward.
 
+``plan`` decides from sizes and budgets alone, and ``infer_auto_device_map`` is its view as a map.
+By a map, ``assignment.assign`` gives each weight a place; ``checkpoint_weights.load_spread`` reads
+those of devices and leaves the others in their files; ``dispatch.spread`` puts placeholders and a
+``residence.UnitHook`` into the modules. In a forward the hook takes its unit from a ``Window``,
+whose thread reads the next one with a ``source.Reader`` meanwhile. ``compat.big_modeling`` has the
+functions of scripts: ``dispatch_model``, ``load_checkpoint_and_dispatch``, ``cpu_offload``.
+
+A placeholder never computes, and no file of weights is ever written to: what would change a weight
+in a file is an error. Weights of a file that has changed since the dispatch are never used. Only
+``budgets`` asks the hardware.
+
 Each name is imported from its module when it is first used.
 """
 

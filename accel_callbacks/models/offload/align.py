@@ -56,9 +56,11 @@ class AlignHook:
         """Move the inputs that are on another device."""
         self._from.append(find_device((args, kwargs)) if self.returns else None)
         return (
-            tuple(_moved(item, self.device, self.skip_keys) for item in args),
+            tuple(_move_item(item, self.device, self.skip_keys) for item in args),
             {
-                key: item if key in self.skip_keys else _moved(item, self.device, self.skip_keys)
+                key: item
+                if key in self.skip_keys
+                else _move_item(item, self.device, self.skip_keys)
                 for key, item in kwargs.items()
             },
         )
@@ -66,10 +68,10 @@ class AlignHook:
     def after(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
         """Move the output to the device of the input."""
         device = self._from.pop() if self._from else None
-        return output if device is None else _moved(output, device, self.skip_keys)
+        return output if device is None else _move_item(output, device, self.skip_keys)
 
 
-def _moved(item: Any, device: torch.device, skip_keys: frozenset[str]) -> Any:
+def _move_item(item: Any, device: torch.device, skip_keys: frozenset[str]) -> Any:
     """Return the item itself, unless a tensor in it is on another device."""
     if is_on(item, device):
         return item

@@ -14,10 +14,10 @@ from accel_callbacks.models.offload.slots import Slot
 from accel_callbacks.models.offload.units import place_of
 
 __all__ = [
-    "Assigned",
     "Assignment",
     "Place",
     "Weight",
+    "WeightPlacement",
     "as_device",
     "assign",
     "assign_all",
@@ -86,7 +86,7 @@ def weights_of(model: torch.nn.Module) -> list[Weight]:
 
 
 @dataclass(frozen=True)
-class Assigned:
+class WeightPlacement:
     """The storage of a weight, and the device that it computes on.
 
     Args:
@@ -110,22 +110,22 @@ class Assignment:
         several: the map has more than one place, or the disk: inputs are moved.
     """
 
-    weights: Sequence[Assigned]
+    weights: Sequence[WeightPlacement]
     main: torch.device
     several: bool
 
     @property
-    def resident(self) -> Sequence[Assigned]:
+    def resident(self) -> Sequence[WeightPlacement]:
         """Weights that stay on their device."""
         return [assigned for assigned in self.weights if assigned.place == "resident"]
 
     @property
-    def held(self) -> Sequence[Assigned]:
+    def held(self) -> Sequence[WeightPlacement]:
         """Weights in host memory that are fetched from there."""
         return [assigned for assigned in self.weights if assigned.place == "host"]
 
     @property
-    def on_disk(self) -> Sequence[Assigned]:
+    def on_disk(self) -> Sequence[WeightPlacement]:
         """Weights that are fetched from files."""
         return [assigned for assigned in self.weights if assigned.place == "disk"]
 
@@ -160,7 +160,7 @@ def assign(
     if keep_trainable is None:
         keep_trainable = _is_mostly_frozen(weights)
 
-    def wanted(weight: Weight, name: str) -> Assigned:
+    def wanted(weight: Weight, name: str) -> WeightPlacement:
         place = place_of(name, places)
         if place is None:  # a non-persistent buffer, which a map need not name
             place = main
@@ -171,9 +171,9 @@ def assign(
         else:
             offloaded = offloaded and offload_buffers and weight.persistent
         storage = "resident" if not offloaded else "disk" if place == "disk" else "host"
-        return Assigned(weight, storage, device)
+        return WeightPlacement(weight, storage, device)
 
-    assignments: list[Assigned] = []
+    assignments: list[WeightPlacement] = []
     followed: dict[int, torch.device] = {}  # modules whose tied weight is elsewhere
     for weight in weights:
         options = [wanted(weight, name) for name in weight.names]
@@ -184,7 +184,7 @@ def assign(
     for index, assigned in enumerate(assignments):
         devices = [followed.get(id(slot.module)) for slot in assigned.weight.slots]
         if len(devices) == 1 and devices[0] is not None and devices[0] != assigned.device:
-            assignments[index] = Assigned(assigned.weight, "resident", devices[0])
+            assignments[index] = WeightPlacement(assigned.weight, "resident", devices[0])
     distinct = {str(place) for place in places.values()}
     return Assignment(assignments, main, len(distinct) > 1 or "disk" in distinct)
 
@@ -285,5 +285,5 @@ def assign_all(
             offloaded = not (keep_trainable and weight.tensor.requires_grad)
         else:
             offloaded = offload_buffers and weight.persistent
-        assigned.append(Assigned(weight, place if offloaded else "resident", device))
+        assigned.append(WeightPlacement(weight, place if offloaded else "resident", device))
     return Assignment(assigned, device, True)

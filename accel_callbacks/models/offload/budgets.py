@@ -53,13 +53,13 @@ def budgets_of(memory: Mapping[Device, int | float | str | None]) -> tuple[Budge
     Raises:
         ValueError: a device or a size that is none.
     """
-    sizes = {device: _size(device, size) for device, size in memory.items()}
+    sizes = {device: _bytes_of_budget(device, size) for device, size in memory.items()}
     return tuple(
-        Budget(device, sizes.get(device)) for device in sorted({*sizes, "disk"}, key=_place)
+        Budget(device, sizes.get(device)) for device in sorted({*sizes, "disk"}, key=_filling_order)
     )
 
 
-def _size(device: Device, size: int | float | str | None) -> int | None:
+def _bytes_of_budget(device: Device, size: int | float | str | None) -> int | None:
     if size is None:
         return None
     whole = int(size) if isinstance(size, float) else size
@@ -69,7 +69,7 @@ def _size(device: Device, size: int | float | str | None) -> int | None:
         raise ValueError(f"the budget of {device!r}: {error}") from None
 
 
-def _place(device: Device) -> tuple[int, str, int]:
+def _filling_order(device: Device) -> tuple[int, str, int]:
     """Return the sort key of a device in a dict of budgets."""
     if isinstance(device, int) and not isinstance(device, bool):
         return 0, "", device
@@ -111,7 +111,7 @@ def get_max_memory(
         {0: 8000000000, 'cpu': 16000000000}
     """
     if max_memory is None:
-        return _found()
+        return _free_memory()
     sizes = {
         budget.device: budget.nbytes
         for budget in budgets_of(max_memory)
@@ -127,7 +127,7 @@ def get_max_memory(
     return sizes
 
 
-def _found() -> dict[Device, int]:
+def _free_memory() -> dict[Device, int]:
     """Return the free bytes of each device of this machine."""
     memory: dict[Device, int] = {}
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 
-from accel_callbacks.models.offload.assignment import Assigned, Assignment, Place, Weight, assign
+from accel_callbacks.models.offload.assignment import (
+    Assignment,
+    Place,
+    Weight,
+    WeightPlacement,
+    assign,
+)
 from accel_callbacks.models.offload.origins import detach, note
 from accel_callbacks.models.offload.placeholder import ON_DISK, AbsentWeight, on_meta, placeholder
 from accel_callbacks.models.offload.source import Stored, StoredWeights
@@ -64,7 +70,7 @@ def load_spread(
         for assigned in assignment.on_disk
         if assigned.weight.name in stored_names
     }
-    stored = _located(model, source, on_disk, dtype_of, offload_folder)
+    stored = _locate(model, source, on_disk, dtype_of, offload_folder)
 
     detach(model)
     by_device: dict[torch.device, set[str]] = {}
@@ -108,7 +114,7 @@ def _dtype(weight: Weight, dtype_of: DtypeOf) -> torch.dtype:
     return weight.tensor.dtype if wanted is None else wanted
 
 
-def _mark_missing(assigned: Assigned, checkpoint: str | os.PathLike[str]) -> None:
+def _mark_missing(assigned: WeightPlacement, checkpoint: str | os.PathLike[str]) -> None:
     """Put a placeholder for a weight that has no values, neither here nor in the checkpoint."""
     weight, place = assigned.weight, f"not in {os.fspath(checkpoint)}"
     if weight.persistent and (isinstance(weight.tensor, AbsentWeight) or weight.tensor.is_meta):
@@ -191,10 +197,10 @@ def _refuse_lost_buffers(assignment: Assignment) -> None:
         )
 
 
-def _located(
+def _locate(
     model: torch.nn.Module,
     source: Any,
-    wanted: Mapping[str, tuple[Assigned, str]],
+    wanted: Mapping[str, tuple[WeightPlacement, str]],
     dtype_of: DtypeOf,
     folder: str | os.PathLike[str] | None,
 ) -> dict[str, Stored]:
@@ -219,14 +225,14 @@ def _located(
             "files of safetensors: give an offload_folder=, into which they are written once, or "
             "convert the checkpoint with `accel merge-weights`."
         )
-    located.update(_converted(model, source, {n: wanted[n] for n in rest}, dtype_of, folder))
+    located.update(_convert(model, source, {n: wanted[n] for n in rest}, dtype_of, folder))
     return located
 
 
-def _converted(
+def _convert(
     model: torch.nn.Module,
     source: Any,
-    wanted: Mapping[str, tuple[Assigned, str]],
+    wanted: Mapping[str, tuple[WeightPlacement, str]],
     dtype_of: DtypeOf,
     folder: str | os.PathLike[str],
 ) -> dict[str, Stored]:

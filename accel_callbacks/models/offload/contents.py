@@ -186,10 +186,10 @@ class Filler:
         if contents.from_files and memory.device.type == "cpu" and self._copies is None:
             self._from_files(contents, memory)
         elif contents.from_files:
-            return self._staged(contents, memory, pairs, after)
-        return self._copied(pairs, after)
+            return self._fill_device(contents, memory, pairs, after)
+        return self._copy(pairs, after)
 
-    def _staged(
+    def _fill_device(
         self,
         contents: Contents,
         memory: torch.Tensor,
@@ -203,13 +203,13 @@ class Filler:
         try:
             part = host[: contents.from_files]
             self._from_files(contents, part)
-            copied = self._copied([(memory[: contents.from_files], part), *pairs], after)
+            copied = self._copy([(memory[: contents.from_files], part), *pairs], after)
         finally:
             self._desk.pinned.give(host, copied)
             self._count()
         return copied
 
-    def _copied(
+    def _copy(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Sequence[Any]
     ) -> Any:
         if self._copies is not None:

@@ -90,7 +90,7 @@ class PinnedBuffers:
     def next(self) -> torch.Tensor:
         """Return the oldest buffer, after the copy from it has ended."""
         if len(self._buffers) < self._count:
-            return _aligned(self._nbytes)
+            return _allocate_pinned(self._nbytes)
         buffer, copied = self._buffers.popleft()
         if copied is not None:
             copied.synchronize()
@@ -120,7 +120,7 @@ def pinned(tensor: torch.Tensor) -> torch.Tensor:
     return memory.copy_(tensor)
 
 
-def _aligned(nbytes: int) -> torch.Tensor:
+def _allocate_pinned(nbytes: int) -> torch.Tensor:
     from checkpoint_io.format.pinned import pinned_memory
 
     memory = pinned_memory(nbytes + _PAGE)

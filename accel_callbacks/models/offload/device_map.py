@@ -80,7 +80,7 @@ def infer_auto_device_map(
         {'0': 0, '1': 'cpu', '2': 'cpu'}
     """
     weights = Weights.of_model(model, class_names(no_split_module_classes), dtype, special_dtypes)
-    fitted = _fitted(weights, get_max_memory(max_memory), offload_buffers)
+    fitted = _plan_map(weights, get_max_memory(max_memory), offload_buffers)
     if verbose:
         print(fitted.table(every_unit=True))
     device_map = dict(fitted.device_map)
@@ -120,7 +120,7 @@ def planned_device_map(
     return infer_auto_device_map(model, max_memory, classes, dtype, offload_buffers=offload_buffers)
 
 
-def _fitted(weights: Weights, memory: Mapping[Device, int], offload_buffers: bool) -> Plan:
+def _plan_map(weights: Weights, memory: Mapping[Device, int], offload_buffers: bool) -> Plan:
     """Return the plan of a map; warn if it does not fit, or uses no accelerator."""
     try:
         fitted = plan(weights, memory, "sequential", prefetch=0, offload_buffers=offload_buffers)

@@ -33,7 +33,7 @@ def spread(
     options: OffloadOptions,
 ) -> None:
     """Move all weights to their places; check everything before anything changes."""
-    known, skipped = _checked_origins(assignment, origins, state_dict or {})
+    known, skipped = _find_origins(assignment, origins, state_dict or {})
     on_disk = [a.weight for a in assignment.on_disk if a.weight.name not in skipped]
     held = [a.weight for a in assignment.held if a.weight.name not in skipped]
     slots = (slot for weight in (*on_disk, *held) for slot in weight.slots)
@@ -43,7 +43,7 @@ def spread(
         for weight in on_disk
         if not isinstance(known.get(weight.name), Stored)
     }
-    written = _spilled(fresh, folder) if fresh else {}
+    written = _spill(fresh, folder) if fresh else {}
     release(model)
     with torch.no_grad():
         for assigned in assignment.resident:
@@ -68,7 +68,7 @@ def spread(
         attach(model, offload, units)
 
 
-def _checked_origins(
+def _find_origins(
     assignment: Assignment, origins: Origins, state_dict: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, Origin], set[str]]:
     """Return the origins of values that are not in the model, and weights without any.
@@ -107,7 +107,7 @@ def release(model: torch.nn.Module) -> None:
     vars(model).pop("hf_device_map", None)
 
 
-def _spilled(weights: Mapping[str, torch.Tensor], folder: Path | None) -> dict[str, Stored]:
+def _spill(weights: Mapping[str, torch.Tensor], folder: Path | None) -> dict[str, Stored]:
     if folder is None:
         raise ValueError(
             f"offload_dir= is needed: {listed(weights)} are in memory, and go to the disk by the "

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import torch
 
-from accel_callbacks.models.offload.assignment import Assigned, Weight
+from accel_callbacks.models.offload.assignment import Weight, WeightPlacement
 from accel_callbacks.models.offload.placeholder import AbsentWeight
 from accel_callbacks.models.offload.residence import offload_hooks
 from accel_callbacks.models.offload.source import Stored, StoredWeights, WeightReadError
@@ -34,11 +34,11 @@ class Origins:
     def __init__(
         self,
         model: torch.nn.Module,
-        weights: Sequence[Assigned],
+        weights: Sequence[WeightPlacement],
         index: StoredWeights | None,
         read_index: Callable[[], StoredWeights | None],
     ) -> None:
-        self._origins = _known(model)
+        self._origins = _placeholder_origins(model)
         self._given = index
         self._indexed = index
         lost = [
@@ -53,19 +53,19 @@ class Origins:
             self._in(self._indexed, weight) is not None for weight in lost
         )
 
-    def is_absent(self, assigned: Assigned) -> bool:
+    def is_absent(self, assigned: WeightPlacement) -> bool:
         """Return whether a weight has no values in memory."""
         tensor = assigned.weight.tensor
         is_lost = tensor.is_meta and assigned.device.type != "meta"
         return isinstance(tensor, AbsentWeight) or is_lost
 
-    def of(self, assigned: Assigned) -> Origin | None:
+    def of(self, assigned: WeightPlacement) -> Origin | None:
         """Return the origin of a weight's values; None if they are in memory, or unknown."""
         weight, is_on_disk = assigned.weight, assigned.place == "disk"
         if (origin := self._origins.get(id(weight.tensor))) is not None:
             return origin
         if self._indexed is None:
-            return _noted_origin(weight.tensor) if is_on_disk else None
+            return _origin_note(weight.tensor) if is_on_disk else None
         is_asked = self._given is not None and is_on_disk
         is_buffer = self._serves and not weight.is_parameter and weight.persistent
         if is_asked or is_buffer or self.is_absent(assigned):
@@ -80,7 +80,7 @@ class Origins:
         return None
 
 
-def _known(model: torch.nn.Module) -> dict[int, Origin]:
+def _placeholder_origins(model: torch.nn.Module) -> dict[int, Origin]:
     """Return the origins of a dispatched model's placeholders, by their ``id``.
 
     Modules may have got other names since: the slots count.
@@ -107,7 +107,7 @@ def note_origin(tensor: torch.Tensor, stored: StoredWeights, name: str) -> None:
     vars(tensor)[_ORIGIN] = stored.at(name)
 
 
-def _noted_origin(tensor: torch.Tensor) -> Stored | None:
+def _origin_note(tensor: torch.Tensor) -> Stored | None:
     """Return the place of a tensor's values in a file; None if they have changed since."""
     stored: Stored | None = vars(tensor).get(_ORIGIN)
     if stored is None:

@@ -136,11 +136,11 @@ class AbsentWeight(Placeholder):
         if func in _NOT_SHARED:
             return False
         if func in _DETACHED:
-            return args[0]._detached()
+            return args[0]._detach()
         if func in (_REQUIRES_GRAD, _SET_REQUIRES_GRAD):
             return _set_requires_grad(func, *args, **(kwargs or {}))
         if torch._C._current_graph_task_id() != -1:  # activations are computed again in backward
-            return _recomputed(func, args, kwargs or {})
+            return _recompute(func, args, kwargs or {})
         raise _error(func, args, kwargs)
 
     @classmethod
@@ -187,7 +187,7 @@ class AbsentWeight(Placeholder):
         """Pickle name and shape, without values."""
         return _rebuild, self._parts()
 
-    def _detached(self) -> AbsentWeight:
+    def _detach(self) -> AbsentWeight:
         shape, dtype, _, _, *rest = self._parts()
         return _rebuild(shape, dtype, False, False, *rest)
 
@@ -316,7 +316,7 @@ def _error(func: Callable[..., Any], args: Any, kwargs: Any) -> AbsentWeightErro
     )
 
 
-def _recomputed(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _recompute(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Compute with fetched weights."""
     fetched: dict[int, tuple[AbsentWeight, torch.Tensor, int]] = {}
 

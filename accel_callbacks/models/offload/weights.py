@@ -302,7 +302,7 @@ def _leaves(tree: _Tree, name: str) -> Iterator[tuple[str, list[tuple[str, int]]
     if not modules and name:
         yield name, [(f"{name}.{key}", tree[key]) for key in sorted(tree)]
         return
-    blocks = _repeated_blocks(modules)
+    blocks = _find_blocks(modules)
     for key in sorted(tree, key=_likely_position):
         inside, full = tree[key], f"{name}.{key}" if name else key
         if key in blocks:
@@ -313,7 +313,7 @@ def _leaves(tree: _Tree, name: str) -> Iterator[tuple[str, list[tuple[str, int]]
             yield full, [(full, inside)]
 
 
-def _repeated_blocks(modules: Mapping[str, _Tree]) -> set[str]:
+def _find_blocks(modules: Mapping[str, _Tree]) -> set[str]:
     """Return the numbered modules if two have the same names and sizes."""
     numbered = {
         key: frozenset(_flatten(inside))

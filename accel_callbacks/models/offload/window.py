@@ -134,9 +134,9 @@ class Window:
     def nbytes(self) -> int:
         """Bytes of all buffers now."""
         with self._changed:
-            return self._held()
+            return self._buffer_bytes()
 
-    def _held(self) -> int:
+    def _buffer_bytes(self) -> int:
         return sum(entry.buffer.nbytes for entry in self._entries.values())
 
     @property
@@ -158,7 +158,7 @@ class Window:
             WeightReadError: it cannot be read.
         """
         with self._changed:
-            entry = self._used(unit)
+            entry = self._use(unit)
             entry.pins += 1
             return entry.buffer.memory
 
@@ -170,7 +170,7 @@ class Window:
     def view(self, unit: int, look: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Return a view of a unit's memory, which lasts as long as the view."""
         with self._changed:
-            return look(self._used(unit).buffer.memory)
+            return look(self._use(unit).buffer.memory)
 
     def discard(self, unit: int) -> None:
         """Discard the memory of a unit, which is read again for its next use.
@@ -213,7 +213,7 @@ class Window:
             if not entry.ready:
                 del self._entries[unit]
 
-    def _used(self, unit: int) -> _Entry:
+    def _use(self, unit: int) -> _Entry:
         entry = self._entries.get(unit)
         if entry is not None and entry.error is not None:  # reading ahead failed: once more
             del self._entries[unit]
@@ -284,7 +284,7 @@ class Window:
 
     def _buffer(self, size: int) -> _Buffer:
         """Return memory of this size, reused if an evicted buffer fits."""
-        held = self._held()
+        held = self._buffer_bytes()
         for unit, entry in list(self._entries.items()):
             if held + size <= self._limit:
                 break

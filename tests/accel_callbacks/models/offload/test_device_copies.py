@@ -13,7 +13,7 @@ from accel_callbacks.models.offload.contents import Filler
 from accel_callbacks.models.offload.device_copies import (
     DeviceCopies,
     PinnedBuffers,
-    _aligned,
+    _allocate_pinned,
     device_copies,
 )
 from accel_callbacks.models.offload.window import Window
@@ -131,7 +131,7 @@ def test_a_model_on_such_a_device_is_the_resident_one(device, monkeypatch, tmp_p
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 5000])
 def test_memory_begins_at_a_page(nbytes):
-    memory = _aligned(nbytes)
+    memory = _allocate_pinned(nbytes)
     assert memory.nbytes == nbytes
     assert memory.data_ptr() % 4096 == 0
     memory.fill_(7)  # all of it is there
