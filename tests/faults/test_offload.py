@@ -81,13 +81,13 @@ def test_shards_that_are_changed_in_place_while_it_runs(plain, tmp_path, how, di
 
 def before_reads(monkeypatch, happens):
     """Let something happen before each read."""
-    really = source._readv
+    really = source._pread_into
 
     def first(*args):
         happens()
         return really(*args)
 
-    monkeypatch.setattr(source, "_readv", first)
+    monkeypatch.setattr(source, "_pread_into", first)
 
 
 def test_a_disk_that_answers_slowly_is_no_hang(plain, tmp_path, monkeypatch):
@@ -219,7 +219,7 @@ def test_a_process_whose_reader_hangs_for_good_ends_with_the_error(tmp_path):
         """
         import threading
         model, _ = attached(plain, saved(sys.argv[1]), patience=0.2)
-        source._readv = lambda *args: threading.Event().wait()
+        source._pread_into = lambda *args: threading.Event().wait()
         model(batch)
         """,
         tmp_path,

@@ -176,11 +176,13 @@ def assign(
     assignments: list[WeightPlacement] = []
     followed: dict[int, torch.device] = {}  # modules whose tied weight is elsewhere
     for weight in weights:
+        # A tied weight is one tensor: where one of its names is resident, all of them are.
         options = [wanted(weight, name) for name in weight.names]
         best = next((assigned for assigned in options if assigned.place == "resident"), options[0])
         assignments.append(best)
         if best.place == "resident" and any(assigned.device != best.device for assigned in options):
             followed.update((id(slot.module), best.device) for slot in weight.slots)
+    # A module runs on one device: its other weights follow the tied one there.
     for index, assigned in enumerate(assignments):
         devices = [followed.get(id(slot.module)) for slot in assigned.weight.slots]
         if len(devices) == 1 and devices[0] is not None and devices[0] != assigned.device:

@@ -205,6 +205,7 @@ class Filler:
             self._from_files(contents, part)
             copied = self._copy([(memory[: contents.from_files], part), *pairs], after)
         finally:
+            # With the event of the copy, before which the buffer is not written to again.
             self._desk.pinned.give(host, copied)
             self._count()
         return copied

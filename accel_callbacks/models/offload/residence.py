@@ -299,6 +299,7 @@ class Offload:
                     value = stands.filled(weight.of(memory))
                 else:
                     value = stands.filled(self.held[name].detach())
+                # The tensor of this call is dropped at its end, and a gradient with it.
                 if value.requires_grad:
                     refusal = LostGradient(stands.weight_name)
                     value.register_hook(refusal)  # type: ignore[no-untyped-call]
@@ -364,6 +365,7 @@ class Offload:
                 value = pinned(value)
             self._shared.discard(name)
             self.held[name] = value
+        # The window has the values of before.
         if opened:
             for index, contents in enumerate(self._contents):
                 if name in contents.weights:

@@ -34,7 +34,6 @@ _AT_ONCE = 2  # reads of a unit: the disk has the next one before the last one h
 _PAGE = 4096  # what O_DIRECT asks of addresses, lengths and offsets
 _ALIGNMENT = 64  # as torch allocates, so that kernels give the same bits
 _GAP = 1 << 20  # bytes of other tensors that are read along past the page cache
-_VIEWS = 512  # of one readv; the limit is 1024
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
@@ -352,12 +351,21 @@ def _has_changed(path: str, was: FileIdentity, status: os.stat_result) -> Weight
 
 
 class _Piece(NamedTuple):
-    """Bytes of a file that are read into consecutive memory."""
+    """Bytes of a file that are read by one request.
+
+    Args:
+        path: the file.
+        begin: offset in the file.
+        place: offset in the buffer.
+        nbytes: to read; whole pages of direct reads.
+        needed: the first of these; the rest may be past the end of the file.
+    """
 
     path: str
     begin: int
-    ends: tuple[tuple[int, int], ...]  # (place in memory, number of bytes), in the file's order
-    needed: int  # bytes; the rest may be past the end of the file
+    place: int
+    nbytes: int
+    needed: int
 
 
 class _Move(NamedTuple):
@@ -418,28 +426,16 @@ def plan_reads(tensors: Mapping[str, StoredTensor], direct: bool) -> Reads:
 def _plan_buffered(
     ordered: Sequence[StoredTensor],
 ) -> tuple[int, dict[StoredTensor, int], list[_Piece]]:
-    """Plan reads of each tensor to its place; neighbors in a file share one call."""
+    """Plan reads of each tensor to its place."""
     places: dict[StoredTensor, int] = {}
     pieces: list[_Piece] = []
     position = 0
     for stored in ordered:
         places[stored] = position
-        done = 0
-        while done < stored.nbytes:
-            length = min(_PIECE, stored.nbytes - done)
-            begin, end = stored.begin + done, (position + done, length)
-            last = pieces[-1] if pieces else None
-            size = sum(n for _, n in last.ends) if last else 0
-            if (
-                last is not None
-                and (last.path, last.begin + size) == (stored.path, begin)
-                and size + length <= _PIECE
-                and len(last.ends) < _VIEWS
-            ):
-                pieces[-1] = last._replace(ends=(*last.ends, end), needed=size + length)
-            else:
-                pieces.append(_Piece(stored.path, begin, (end,), length))
-            done += length
+        for offset in range(0, stored.nbytes, _PIECE):
+            nbytes = min(_PIECE, stored.nbytes - offset)
+            begin = stored.begin + offset
+            pieces.append(_Piece(stored.path, begin, position + offset, nbytes, nbytes))
         position = aligned_up(position + stored.nbytes)
     return position, places, pieces
 
@@ -473,21 +469,14 @@ def _plan_direct(
         start = aligned_up(position + (0 if aligned else _ALIGNMENT * len(run)), _PAGE)
         for offset in range(0, high - begin, _PIECE):
             needed = min(_PIECE, high - begin - offset)
-            ends = ((start + offset, aligned_up(needed, _PAGE)),)
-            pieces.append(_Piece(run[0].path, begin + offset, ends, needed))
+            nbytes = aligned_up(needed, _PAGE)
+            pieces.append(_Piece(run[0].path, begin + offset, start + offset, nbytes, needed))
         at = position
         for stored in run:
             read_to = start + stored.begin - begin
             places[stored] = read_to if aligned else at
             if not aligned:
-                last_move = moves[-1] if moves else None
-                if last_move is not None and (
-                    (last_move.source + last_move.nbytes, last_move.target + last_move.nbytes)
-                    == (read_to, at)
-                ):
-                    moves[-1] = last_move._replace(nbytes=last_move.nbytes + stored.nbytes)
-                else:
-                    moves.append(_Move(read_to, at, stored.nbytes))
+                moves.append(_Move(read_to, at, stored.nbytes))
                 at = aligned_up(at + stored.nbytes)
         position = start + aligned_up(high - begin, _PAGE)
     return position, places, pieces, moves
@@ -530,14 +519,13 @@ class Reader:
         view, base = memory.numpy().data, memory.data_ptr()
 
         def read(piece: _Piece) -> int:
-            targets = [view[at : at + length] for at, length in piece.ends]
-            return self._read(piece, targets, reads.direct)
+            return self._read(piece, view[piece.place : piece.place + piece.nbytes], reads.direct)
 
         total, moves = 0, deque(reads.moves)
         for piece, count in zip(reads.pieces, _in_order(read, reads.pieces), strict=True):
             total += count
             # While the next pieces are read. Targets may overlap with sources, but not with them.
-            _move(moves, base, piece.ends[-1][0] + piece.needed)
+            _move(moves, base, piece.place + piece.needed)
         self.reading = None
         return total
 
@@ -545,20 +533,20 @@ class Reader:
         """Read one tensor into memory of its size; split a large one into parallel reads."""
         self.fill(plan_reads({"": stored}, direct=False), memory)
 
-    def _read(self, piece: _Piece, targets: list[memoryview[int]], direct: bool) -> int:
+    def _read(self, piece: _Piece, target: memoryview[int], direct: bool) -> int:
         self.reading = piece.path
         with self._lock:
             file = self._open(piece.path, direct)
         if piece.needed > _READ_AHEAD and not direct:
             # As one request: read-ahead fills the page cache in steps, up to twice as slowly.
             _advise(file, "POSIX_FADV_WILLNEED", piece.begin, piece.needed)
-        wanted, done = sum(map(len, targets)), 0
-        while done < wanted:
+        done = 0
+        while done < piece.nbytes:
             try:
-                count = _readv(file.fileno(), targets, piece.begin + done)
+                count = _pread_into(file.fileno(), target[done:], piece.begin + done)
             except OSError as error:
                 if direct and error.errno == errno.EINVAL:  # this file system has no direct reads
-                    return self._read(piece, targets, False)
+                    return self._read(piece, target, False)
                 place = self._weights.tensor_at(piece.path, piece.begin + done)
                 raise WeightReadError(
                     f"{place}: {error.strerror} at byte {piece.begin + done}: check the disk"
@@ -566,9 +554,6 @@ class Reader:
             done += count
             with self._lock:
                 self._on_progress(count)
-            if done >= wanted:
-                break
-            targets = list(_after(targets, count))
             if not count or (direct and count % _PAGE):  # the end of the file
                 break
         if done < piece.needed:
@@ -678,22 +663,12 @@ def _move(moves: deque[_Move], base: int, end: int) -> None:
             moves.appendleft(rest)
 
 
-def _after(targets: Sequence[memoryview[int]], count: int) -> Iterator[memoryview[int]]:
-    """Yield the rest of the targets after so many bytes."""
-    for target in targets:
-        if count >= len(target):
-            count -= len(target)
-        else:
-            yield target[count:]
-            count = 0
-
-
-def _readv(descriptor: int, targets: Sequence[memoryview[int]], offset: int) -> int:
-    """Read into several buffers; return the number of bytes."""
+def _pread_into(descriptor: int, target: memoryview[int], offset: int) -> int:
+    """Read into memory; return the number of bytes."""
     if hasattr(os, "preadv"):
-        count: int = os.preadv(descriptor, targets, offset)
+        count: int = os.preadv(descriptor, [target], offset)
         return count
     os.lseek(descriptor, offset, os.SEEK_SET)
-    data = os.read(descriptor, len(targets[0]))
-    targets[0][: len(data)] = data
+    data = os.read(descriptor, len(target))
+    target[: len(data)] = data
     return len(data)

@@ -158,7 +158,7 @@ def test_an_error_of_the_disk_names_tensor_file_and_byte(tmp_path, monkeypatch):
     def broken(*args):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(source, "_readv", broken)
+    monkeypatch.setattr(source, "_pread_into", broken)
     message = rf"a in {path}: Input/output error at byte \d+: check the disk"
     with pytest.raises(WeightReadError, match=message):
         fill(weights)
