@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 __all__ = [
@@ -157,16 +157,18 @@ def windows_advice(error: OSError, path: str) -> str | None:
 
 
 @contextmanager
-def advised(path: str) -> Iterator[None]:
-    """Add advice to an OSError of the block that only Windows raises."""
+def advised(path: str, by_errno: Mapping[int, str] | None = None) -> Iterator[None]:
+    """Add advice to an OSError of the block that only Windows raises, or one with an errno."""
     try:
         yield
     except OSError as error:
-        advice = windows_advice(error, path)
-        if advice is None or advice in str(error):
+        advice = windows_advice(error, path) or (by_errno or {}).get(error.errno or 0)
+        if advice is None or advice in str(error) or FILE_IN_USE in str(error):
             raise
-        text = f"{error.strerror} ({advice})"
-        raise OSError(error.errno or errno.EACCES, text, error.filename or path) from error
+        code = error.errno or errno.EACCES
+        text = f"{error.strerror or os.strerror(code)} ({advice})"
+        # OSError picks the subclass by errno: PermissionError, FileNotFoundError, ...
+        raise OSError(code, text, error.filename or path) from error
 
 
 def make_folders(path: str) -> None:

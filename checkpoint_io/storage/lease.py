@@ -42,6 +42,7 @@ from checkpoint_io.errors import (
     LeaseError,
 )
 from checkpoint_io.local_files import make_folders
+from checkpoint_io.storage.file_lock import NO_LOCKS, lock_file, unlock_file
 from checkpoint_io.storage.local import local_folder
 from checkpoint_io.storage.open import Store, open_store
 from checkpoint_io.warning import warn
@@ -60,7 +61,6 @@ _LOOKS = 5  # at a record that may be half of the next one
 _LONGEST_GAP = 2.0  # seconds between two looks that count: a longer one was a pause of this process
 _SETTLE = 1.0  # seconds until a store without conditions shows who wrote last
 _RECENT = 0.2  # seconds for which a look at a local record is recent
-_NO_LOCKS = (errno.ENOTSUP, errno.EINVAL, errno.EBADF, errno.ENOLCK, errno.ENOSYS)
 
 Decide = Callable[["LeaseHolder | None"], "LeaseHolder | None"]
 
@@ -228,6 +228,7 @@ class Lease:
         in_the_way: list[tuple[LeaseHolder, bool | None]] = []
         records: list[LeaseHolder] = []
 
+        # Called again where another process has changed the record meanwhile: the last call counts.
         def decide(holder: LeaseHolder | None) -> LeaseHolder | None:
             in_the_way.clear()
             records.clear()
@@ -254,6 +255,7 @@ class Lease:
             return records[0]
 
         self._record.change(decide, create=True)
+        # Nothing kept a second process from writing too: whoever has written last has the lease.
         if records and not self._record.compares:
             time.sleep(_SETTLE)
             current = self._record.read()
@@ -398,6 +400,7 @@ class _Grant:
             try:
                 holder = self._record.read(lenient=True)
                 self._judge(holder)
+                # The folder was removed: it is held again.
                 if holder is None and self.lost is None and not recent:
                     self._record.change(self._next_record, create=True, lenient=True)
                 self._looked = now
@@ -476,6 +479,8 @@ class _Watch:
                 return lives
         mark, now = (holder.number, holder.renewals), time.monotonic()
         if self._mark is None or mark > self._mark:
+            # The first look tells nothing: the record may be old. A renewal that is seen to come,
+            # between two looks that are close, is a sign of life.
             recent = self._mark is not None and now - self._looked < _LONGEST_GAP
             self._mark, self._silent, self._looked = mark, 0.0, now
             return True if recent else None
@@ -490,6 +495,7 @@ def _process_lives(pid: int, started: str) -> bool | None:
     status = _process_status(pid)
     if status is not None:
         state, begin = status
+        # A process id is used again, but with another start time. Z and X are dead ones.
         return state not in "ZX" and (begin == started or not started)
     if sys.platform == "win32":
         return None
@@ -706,13 +712,13 @@ def _file_lock(descriptor: int, path: str) -> Iterator[bool]:
     locked = True
     for _ in range(_LOCK_TRIES):
         try:
-            _lock_file(descriptor)
+            lock_file(descriptor)
             break
         except ImportError:  # a Python without the module of its system's locks
             locked = False
             break
         except OSError as error:
-            if error.errno in _NO_LOCKS:
+            if error.errno in NO_LOCKS:
                 locked = False
                 break
         time.sleep(_PAUSE)
@@ -721,23 +727,8 @@ def _file_lock(descriptor: int, path: str) -> Iterator[bool]:
     try:
         yield locked
     finally:
-        # explicitly: closing is not enough if a child forked meanwhile holds a copy
         with suppress(OSError, ImportError):
-            _lock_file(descriptor, unlock=True)
-
-
-def _lock_file(descriptor: int, *, unlock: bool = False) -> None:
-    """Take the lock without waiting, or give it back."""
-    if sys.platform == "win32":
-        import msvcrt
-
-        os.lseek(descriptor, 1 << 30, os.SEEK_SET)  # Windows lets nobody read what is locked
-        msvcrt.locking(descriptor, msvcrt.LK_UNLCK if unlock else msvcrt.LK_NBLCK, 1)
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        return
-    import fcntl
-
-    fcntl.flock(descriptor, fcntl.LOCK_UN if unlock else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            unlock_file(descriptor)
 
 
 def _content(descriptor: int) -> bytes:

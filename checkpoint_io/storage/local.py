@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from types import ModuleType
 
 from checkpoint_io.errors import CheckpointConflictError, CheckpointWarning
 from checkpoint_io.local_files import make_folders, remove, replace, sync_file, sync_folder
@@ -23,6 +20,7 @@ from checkpoint_io.storage.base import (
     probe_by_writing,
 )
 from checkpoint_io.storage.buffers import BufferPool
+from checkpoint_io.storage.file_lock import LOCK_HELD, NO_LOCKS, lock_file, unlock_file
 from checkpoint_io.storage.local_read import LocalReader, forget_pages, open_regular
 from checkpoint_io.storage.local_write import (
     SMALL_FILE,
@@ -33,8 +31,6 @@ from checkpoint_io.warning import warn
 
 __all__ = ["LocalStore", "local_folder"]
 
-_HELD = (errno.EWOULDBLOCK, errno.EACCES)
-_NO_LOCKS = (errno.ENOTSUP, errno.EINVAL, errno.EBADF, errno.ENOLCK, errno.ENOSYS)
 _LOCK_TRIES = 100
 _LOCK_PAUSE = 0.01  # seconds, while Windows still removes a lock file
 _MOST_UNSYNCED = 64  # open files
@@ -337,9 +333,8 @@ def folder_lock(path: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # unlock explicitly: closing is not enough if a child forked meanwhile holds a copy
         with suppress(OSError):
-            _unlock(descriptor)
+            unlock_file(descriptor)
         os.close(descriptor)
 
 
@@ -366,16 +361,12 @@ def _lock_folder(path: str) -> int:
 
 def _lock(descriptor: int, path: str) -> None:
     """Take the lock without waiting; only warn on a filesystem without locks."""
-    if sys.platform == "win32":
-        return
-    import fcntl
-
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(descriptor)
     except OSError as error:
-        if error.errno in _HELD:
+        if error.errno in LOCK_HELD:
             raise _conflict_error(path) from None
-        if error.errno not in _NO_LOCKS:
+        if error.errno not in NO_LOCKS:
             raise
         _tell_unlocked(path)
 
@@ -395,15 +386,6 @@ def _tell_unlocked(path: str) -> None:
 _unlocked: set[int] = set()  # disks of which this process was told
 
 
-def _unlock(descriptor: int) -> None:
-    """Release the lock for all copies of the descriptor."""
-    if sys.platform == "win32":
-        return
-    import fcntl
-
-    fcntl.flock(descriptor, fcntl.LOCK_UN)
-
-
 def _conflict_error(path: str) -> CheckpointConflictError:
     """Return the error for a folder that another saver has locked."""
     return CheckpointConflictError(
@@ -417,11 +399,7 @@ def _file_lock(path: str) -> Iterator[None]:
     # not inside: the folder is removed while it is locked, and Windows keeps a file that is open
     folder, name = os.path.split(path)
     at = os.path.join(folder, f".{name}.lock")
-    try:
-        locks: ModuleType = importlib.import_module("msvcrt")
-        descriptor = _open_lock_file(locks, at, path)
-    except ImportError:
-        descriptor = None
+    descriptor = _open_lock_file(at, path)
     if descriptor is None:
         _tell_unlocked(folder or ".")
         yield
@@ -430,14 +408,13 @@ def _file_lock(path: str) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            os.lseek(descriptor, 0, os.SEEK_SET)
-            locks.locking(descriptor, locks.LK_UNLCK, 1)
+            unlock_file(descriptor)
         os.close(descriptor)
         with suppress(OSError):  # Windows refuses if another saver has opened it meanwhile
             os.unlink(at)
 
 
-def _open_lock_file(locks: ModuleType, at: str, path: str) -> int | None:
+def _open_lock_file(at: str, path: str) -> int | None:
     """Create, open and lock the file, and return its descriptor; None where that is impossible."""
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
     for _ in range(_LOCK_TRIES):
@@ -447,17 +424,21 @@ def _open_lock_file(locks: ModuleType, at: str, path: str) -> int | None:
             time.sleep(_LOCK_PAUSE)
             continue
         try:
-            locks.locking(descriptor, locks.LK_NBLCK, 1)
+            lock_file(descriptor)
             # the holder before may have removed the file between open and lock
             if os.path.samestat(os.fstat(descriptor), os.stat(at)):
                 return descriptor
         except FileNotFoundError:
             pass
+        except ImportError:
+            os.close(descriptor)
+            _discard(at)
+            return None
         except OSError as error:
             os.close(descriptor)
-            if error.errno in _HELD:
+            if error.errno in LOCK_HELD:
                 raise _conflict_error(path) from None
-            if error.errno in _NO_LOCKS:
+            if error.errno in NO_LOCKS:
                 return None
             raise
         os.close(descriptor)

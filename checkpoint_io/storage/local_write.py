@@ -5,11 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from queue import SimpleQueue
 
-from checkpoint_io.local_files import FILE_IN_USE, windows_advice
+from checkpoint_io.local_files import advised
 from checkpoint_io.storage.buffers import BufferPool, copy_into
 from checkpoint_io.threads import Worker, start_worker
 
@@ -253,25 +252,6 @@ def as_bytes(data: memoryview[int]) -> memoryview[int]:
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
-@contextmanager
-def explained(path: str) -> Iterator[None]:
+def explained(path: str) -> AbstractContextManager[None]:
     """Add advice to an OSError raised in the block."""
-    try:
-        yield
-    except OSError as error:
-        better = _with_advice(error, path)
-        if better is error:
-            raise
-        raise better from error
-
-
-def _with_advice(error: OSError, path: str) -> OSError:
-    """Return an error of the same class with the path and advice; the given one if it has both."""
-    if FILE_IN_USE in str(error):
-        return error
-    advice = windows_advice(error, path) or _ADVICE.get(error.errno or 0)
-    if advice is None or advice in str(error):
-        return error
-    text = error.strerror or os.strerror(error.errno or 0)
-    # OSError picks the subclass by errno: PermissionError, FileNotFoundError, ...
-    return OSError(error.errno, f"{text} ({advice})", error.filename or path)
+    return advised(path, _ADVICE)

@@ -409,14 +409,14 @@ def test_a_disk_without_locks_is_read_back(
 ) -> None:
     """Two that start at once both write there, and the later one has it."""
 
-    def fail(descriptor: int, *, unlock: bool = False) -> None:
+    def fail(descriptor: int) -> None:
         raise OSError(errno.ENOTSUP, "not supported")
 
     def overtake(seconds: float) -> None:
         assert rival.tell("acquire take_over") == "done"
 
     rival = start_on_disk("rival")
-    monkeypatch.setattr(lease_module, "_lock_file", fail)
+    monkeypatch.setattr(lease_module, "lock_file", fail)
     clock = SimpleNamespace(**{**vars(time), "sleep": overtake})
     monkeypatch.setattr(lease_module, "time", clock)
     with pytest.raises(LeaseError, match="is in use by run 'rival'"):

@@ -227,7 +227,7 @@ def stand_in() -> types.ModuleType:
     module.LK_UNLCK, module.LK_NBLCK = 0, 2  # type: ignore[attr-defined]
 
     def locking(descriptor: int, mode: int, nbytes: int) -> None:
-        assert (nbytes, os.lseek(descriptor, 0, os.SEEK_CUR)) == (1, 0)
+        assert (nbytes, os.lseek(descriptor, 0, os.SEEK_CUR)) == (1, 1 << 30)
         wanted = fcntl.LOCK_UN if mode == 0 else fcntl.LOCK_EX | fcntl.LOCK_NB
         try:
             fcntl.flock(descriptor, wanted)
