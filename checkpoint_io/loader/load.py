@@ -271,6 +271,8 @@ def load_in_steps(
     loading = retry_if_replaced(store, plan)
     claims = yield loading.claim()
     loading.check_share(claims, group_rank)
+    # A barrier: no rank writes to its targets before all have verified their shares. All decide by
+    # the same claims, so that they take the same number of steps.
     if any(claim["needed"] for claim in claims):
         yield None
     return loading.read()
@@ -321,6 +323,7 @@ class Loading:
 
     def read(self) -> Checkpoint:
         """Read into the targets and into new tensors."""
+        # From here on a failure leaves a mixture in the targets, see `Source.run`.
         reader, plan, tensors = self._reader, self._plan, {**self._by_stored, **self._fresh}
         self._read_plan.run(self._request.progress)
         if plan is None:

@@ -169,6 +169,7 @@ class Transfer:
                 f"{self._store.url}/{span.name}: {len(data)} bytes came for {span.begin} "
                 f"to {span.end}"
             )
+        # A second delivery would count its elements again, and a staged target be copied too early.
         with self._guard:
             if not self._waiting[index]:
                 raise CheckpointError(f"{self._store.url}/{span.name}: a span was delivered twice")
@@ -299,6 +300,7 @@ class Boxed:
         self._shape, self._axes = shape, axes
         self._itemsize = target.element_size()
         raw = (target if target.dim() else target.reshape(1)).view(_RAW[self._itemsize])
+        # Dimensions that lie together are joined: fewer blocks, and longer runs for numpy to copy.
         merged_shape, merged = merge(shape, axes)
         try:
             raw = raw.view(tuple(axis.length for axis in merged))
@@ -348,6 +350,8 @@ class Staged:
                 self._box = Boxed(self._shape, self._axes, self._buffer)
             box = self._box
         copied = box.count(offset, data)
+        # Parts come in any order and on several threads; the one that brings the last elements
+        # copies.
         with self._guard:
             self._missing -= copied
             if self._missing:

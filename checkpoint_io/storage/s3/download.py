@@ -147,6 +147,7 @@ class RangeRead:
 
         async def read_on() -> None:
             policy = self._client.policy
+            # It grows with the length: a slow connection is not a stalled one.
             bound = policy.connect_timeout + policy.read_timeout * (1 + len(self._left) / STEP)
             await asyncio.wait_for(self._once(version), bound)
 
@@ -161,6 +162,7 @@ class RangeRead:
 
     async def _once(self, version: Callable[[str], None]) -> None:
         """Send one request for the rest, and keep count of what arrives."""
+        # What has arrived before a connection broke stays: the next attempt asks for less.
         span = f"bytes={self._at}-{self._end - 1}"
         step = 1 + len(self._left) / STEP
         answer = await self._client.once("get_object", step, Key=self._key, Range=span)
