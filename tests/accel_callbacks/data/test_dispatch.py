@@ -373,3 +373,14 @@ def numbers_after_a_resume(folder):
 
 def test_batches_have_the_same_number_on_all_processes_after_a_resume(pool, tmp_path):
     assert pool.run(numbers_after_a_resume, str(tmp_path)) == [[2], [2]]
+
+
+def test_the_layout_of_a_dispatched_pass_is_that_of_its_shares():
+    layouts = []
+    for dispatch in (False, True):
+        loader = accelerator(dispatch).prepare(DataLoader(Rows(5), 2))
+        assert [plain(batch) for batch in loader] == [[0, 1], [2, 3], [4]]
+        layouts.append(loader.layout())
+    assert layouts[1].pop("source") == "WholeShares"
+    assert layouts[0].pop("source") == "ShareSource"
+    assert layouts[1] == layouts[0]
