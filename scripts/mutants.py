@@ -96,9 +96,11 @@ clipping
     tests/accel_callbacks/engines/ddp/test_ddp_options.py
     tests/accel_callbacks/checkpoint/test_restore.py
 order
+    accel_callbacks/data/generators.py
     accel_callbacks/data/order.py
     accel_callbacks/data/sampler.py
     accel_callbacks/data/shard.py
+    tests/accel_callbacks/data/test_generators.py
     tests/accel_callbacks/data/test_order.py
     tests/accel_callbacks/data/test_sampler.py
     tests/accel_callbacks/data/test_shard.py
