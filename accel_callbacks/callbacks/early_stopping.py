@@ -131,6 +131,7 @@ class EarlyStopping(ResumableState):
         """Stop if the minimum is reached now; with ``strict``, raise if the metric is missing."""
         if self._deferred is not None:
             self._stop_unless_too_early(run)
+        # One of several loaders is evaluated, perhaps not in each epoch: the metric may come yet.
         several_loaders = len(getattr(run.accelerator, "loaders", ())) > 1
         awaits_evaluation = several_loaders and not self._evaluated
         if self._is_missing(run) and _is_complete(run) and not awaits_evaluation:

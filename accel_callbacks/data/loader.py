@@ -99,6 +99,8 @@ class NoEvents:
         return loader.batches()
 
 
+# What undo_pass() sets back.
+_UNDONE = ("epoch", "position", "_continue", "_next_epoch", "finished", "_record")
 # What a loader was made from, and says of itself as the loader that was prepared.
 _DESCRIBED = ("dataset", "sampler", "batch_sampler", "batch_size", "drop_last")
 
@@ -203,7 +205,7 @@ class DataLoaderShard(DataLoader[Any]):
         self._stream: Mapping[str, Any] | None = None
         self._stream_before: Mapping[str, Any] | None = None
         self._delivery: Delivery | None = None  # of the current batch, while a pass goes on
-        self._before: tuple[Any, ...] = (-1, 0, False, None, False, None)
+        self._before: dict[str, Any] = {}  # the start of this pass, see undo_pass()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         fresh = not (
@@ -477,10 +479,7 @@ class DataLoaderShard(DataLoader[Any]):
         raise NotImplementedError
 
     def _begin(self) -> None:
-        self._before = (
-            *(self.epoch, self.position, self._continue, self._next_epoch, self.finished),
-            self._record,
-        )
+        self._before = {name: getattr(self, name) for name in _UNDONE}
         if not self._continue:
             self.epoch = self.epoch + 1 if self._next_epoch is None else self._next_epoch
             self.position = 0
@@ -569,10 +568,8 @@ class DataLoaderShard(DataLoader[Any]):
 
     def undo_pass(self) -> None:
         """Undo the start of this pass, which only peeked at the first batch."""
-        (self.epoch, self.position, self._continue, self._next_epoch, self.finished) = self._before[
-            :5
-        ]
-        self._record = self._before[5]
+        for name, value in self._before.items():
+            setattr(self, name, value)
         self._stream, self._delivery = self._streams()[0], None
 
     def skip_next_pass(self) -> None:
