@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from accel_callbacks.addons.journal import REPLAY
+
 if TYPE_CHECKING:
     from accel_callbacks.callbacks.observer import CreateObserver, Observer
     from accel_callbacks.checkpoint.project import ProjectConfiguration
     from accel_callbacks.options import AcceleratorConfig
 
-__all__ = ["OBSERVERS", "REPLAY"]
-
-#: Variable with the file of a request, which `accel replay` sets for its processes alone.
-REPLAY = "ACCEL_REPLAY"
+__all__ = ["OBSERVERS"]
 
 
 def _create_recorder(project: ProjectConfiguration, config: AcceleratorConfig) -> Observer | None:

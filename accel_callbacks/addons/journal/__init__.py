@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 from accel_callbacks._lazy import lazy_names
 
+#: Variable with the file of a request, which `accel replay` sets for its processes alone.
+REPLAY = "ACCEL_REPLAY"
 _HOME = {
     "Attempt": "reader",
     "Goodput": "goodput",

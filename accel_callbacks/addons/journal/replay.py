@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from xxhash import xxh32_hexdigest
 
-from accel_callbacks.addons import REPLAY
+from accel_callbacks.addons.journal import REPLAY
 from accel_callbacks.addons.journal.format import JournalError
 from accel_callbacks.addons.journal.reader import Attempt, Journal
 from accel_callbacks.addons.journal.replay_request import ReplayRequest

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel_callbacks.addons import REPLAY
+from accel_callbacks.addons.journal import REPLAY
 
 __all__ = ["ReplayRequest"]
 
