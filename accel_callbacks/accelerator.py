@@ -301,7 +301,7 @@ class Accelerator(ProcessControl, MediaLogging):
         self.first_steps = FirstSteps(self.loop, self.strategy, self.precision)
         self.passes = Passes(self.loop, self.first_steps, lambda: self.training_state)
         self.tracking = Tracking(
-            _as_list(None if rehearses else log_with),
+            _several(None if rehearses else log_with),
             self.project_configuration.log_folder,
             leases,
             is_main_process=self.is_main_process,
@@ -603,7 +603,7 @@ class Accelerator(ProcessControl, MediaLogging):
             ],
             [optimizer for optimizer in args if isinstance(optimizer, torch.optim.Optimizer)],
             [scheduler for scheduler in args if _is_scheduler(scheduler)],
-            _names(forward_methods),
+            _several(forward_methods),
             left_in_place={
                 id(argument) for argument, place in placed if not self._placement(place)
             },
@@ -636,7 +636,7 @@ class Accelerator(ProcessControl, MediaLogging):
         """
         self.strategy.data.share_random_state()
         request = ModelRequest(model, self._placement(device_placement), evaluation_mode)
-        ready = self._preparer.prepare([request], forward_methods=_names(forward_methods))
+        ready = self._preparer.prepare([request], forward_methods=_several(forward_methods))
         prepared: torch.nn.Module = ready[id(model)]
         return prepared
 
@@ -2126,12 +2126,12 @@ class Accelerator(ProcessControl, MediaLogging):
     clear = free_memory
 
 
-def _several(callbacks: Any) -> Iterable[Any]:
-    """Return the callbacks of an argument that may be one, several or None."""
-    if callbacks is None:
+def _several(given: Any) -> tuple[Any, ...]:
+    """Return the parts of an argument that may be one, several or None."""
+    if given is None:
         return ()
-    is_single = isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable)
-    return (callbacks,) if is_single else callbacks
+    is_single = isinstance(given, (str, Callback)) or not isinstance(given, Iterable)
+    return (given,) if is_single else tuple(given)
 
 
 def _add_ons() -> Sequence[CreateObserver]:
@@ -2153,18 +2153,6 @@ def _refusal_of_unnamed(value: Any, owner: type[Any]) -> str:
     if isinstance(value, Callback):
         return f"{text}: {owner.__name__}(callbacks=[{type(value).__name__}(...)])."
     return f"{text}, and {value!r} has none."
-
-
-def _names(forward_methods: Sequence[str] | str) -> tuple[str, ...]:
-    """Return the names of an argument that may be a single one."""
-    is_single = isinstance(forward_methods, str)
-    return (forward_methods,) if is_single else tuple(forward_methods)  # type: ignore[return-value]
-
-
-def _as_list(log_with: Any) -> list[Any]:
-    if log_with is None:
-        return []
-    return list(log_with) if isinstance(log_with, (list, tuple)) else [log_with]
 
 
 def _is_scheduler(item: Any) -> bool:
