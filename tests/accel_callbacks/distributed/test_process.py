@@ -495,27 +495,6 @@ def test_a_timeout_at_a_meeting_names_who_did_not_come(tmp_path):
     assert "ranks [0] did not come to main_process_first within the timeout" in printed
 
 
-def join_without_checkpoint_io() -> tuple[bool, bool]:
-    """Whether joining a group has imported the package that saves, in order."""
-    destroy_topology()
-    ours = {name: one for name, one in sys.modules.items() if name.startswith("checkpoint_io")}
-    for name in ours:
-        del sys.modules[name]
-    try:
-        before = "checkpoint_io.folder.folder" in sys.modules
-        Accelerator(cpu=True, timeout=BOUND)
-        module = sys.modules.get("checkpoint_io.folder.folder")
-        return before, callable(getattr(module, "CheckpointFolder", None))
-    finally:
-        for name in [one for one in sys.modules if one.startswith("checkpoint_io")]:
-            del sys.modules[name]
-        sys.modules.update(ours)
-
-
-def test_what_a_run_needs_is_imported_while_the_ranks_wait_for_each_other(pool):
-    assert pool.run(join_without_checkpoint_io) == [(False, True)] * 2
-
-
 # --- seeds ----------------------------------------------------------------------------------
 
 
