@@ -166,12 +166,9 @@ def assign(
             place = main
         device = main if place in ("cpu", "disk") else as_device(place)
         offloaded = place == "disk" or (place == "cpu" and main.type not in _UNIFIED)
-        if weight.is_parameter:
-            offloaded = offloaded and not (keep_trainable and weight.tensor.requires_grad)
-        else:
-            offloaded = offloaded and offload_buffers and weight.persistent
-        storage = "resident" if not offloaded else "disk" if place == "disk" else "host"
-        return WeightPlacement(weight, storage, device)
+        if not offloaded or not _may_offload(weight, offload_buffers, keep_trainable):
+            return WeightPlacement(weight, "resident", device)
+        return WeightPlacement(weight, "disk" if place == "disk" else "host", device)
 
     assignments: list[WeightPlacement] = []
     followed: dict[int, torch.device] = {}  # modules whose tied weight is elsewhere
@@ -251,6 +248,14 @@ def as_device(place: Any) -> torch.device:
     return device
 
 
+def _may_offload(weight: Weight, offload_buffers: bool, keep_trainable: bool) -> bool:
+    """Return whether a weight may be elsewhere while its module does not run."""
+    if weight.is_parameter:
+        return not (keep_trainable and weight.tensor.requires_grad)
+    # No file has a buffer that is not in the state dict.
+    return offload_buffers and weight.persistent
+
+
 def _is_mostly_frozen(weights: Sequence[Weight]) -> bool:
     """Return whether more bytes are frozen than not: then the rest is to be trained."""
     trained = frozen = 0
@@ -281,11 +286,12 @@ def assign_all(
     weights = weights_of(model)
     if keep_trainable is None:
         keep_trainable = _is_mostly_frozen(weights)
-    assigned = []
-    for weight in weights:
-        if weight.is_parameter:
-            offloaded = not (keep_trainable and weight.tensor.requires_grad)
-        else:
-            offloaded = offload_buffers and weight.persistent
-        assigned.append(WeightPlacement(weight, place if offloaded else "resident", device))
-    return Assignment(assigned, device, True)
+    placements = [
+        WeightPlacement(
+            weight,
+            place if _may_offload(weight, offload_buffers, keep_trainable) else "resident",
+            device,
+        )
+        for weight in weights
+    ]
+    return Assignment(placements, device, True)

@@ -55,7 +55,7 @@ def budgets_of(memory: Mapping[Device, int | float | str | None]) -> tuple[Budge
     """
     sizes = {device: _bytes_of_budget(device, size) for device, size in memory.items()}
     return tuple(
-        Budget(device, sizes.get(device)) for device in sorted({*sizes, "disk"}, key=_filling_order)
+        Budget(device, sizes.get(device)) for device in sorted({*sizes, "disk"}, key=_sort_key)
     )
 
 
@@ -69,7 +69,7 @@ def _bytes_of_budget(device: Device, size: int | float | str | None) -> int | No
         raise ValueError(f"the budget of {device!r}: {error}") from None
 
 
-def _filling_order(device: Device) -> tuple[int, str, int]:
+def _sort_key(device: Device) -> tuple[int, str, int]:
     """Return the sort key of a device in a dict of budgets."""
     if isinstance(device, int) and not isinstance(device, bool):
         return 0, "", device

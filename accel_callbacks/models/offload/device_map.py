@@ -9,7 +9,7 @@ import torch
 
 from accel_callbacks.errors import nearest
 from accel_callbacks.models.offload.budgets import STORES, Device, get_max_memory
-from accel_callbacks.models.offload.planner import POLICIES, Plan, PlanError, offloaded_bytes, plan
+from accel_callbacks.models.offload.planner import POLICIES, Plan, PlanError, plan
 from accel_callbacks.models.offload.sizes import (
     AnyDtype,
     class_names,
@@ -187,8 +187,16 @@ def get_balanced_memory(
         others = sum(shares[device] for device in fast[1:])
         shares[fast[0]] = min(max(0, sizes[""] - others), memory[fast[0]])
     # An even share is worth nothing that is offloaded for it.
-    worse = offloaded_bytes(weights, shares) > offloaded_bytes(weights, memory)
+    worse = _bytes_elsewhere(weights, shares) > _bytes_elsewhere(weights, memory)
     return memory if worse else shares
+
+
+def _bytes_elsewhere(weights: Weights, memory: Mapping[Device, int]) -> int:
+    """Return what a map of these budgets offloads; all bytes if there is none."""
+    try:
+        return plan(weights, memory, "sequential", prefetch=0).offloaded
+    except PlanError:
+        return weights.nbytes
 
 
 def _margin(model: torch.nn.Module, sizes: Mapping[str, int], classes: frozenset[str]) -> int:

@@ -14,7 +14,7 @@ from accel_callbacks.models.offload.budgets import STORES, Budget, Device, budge
 from accel_callbacks.models.offload.weights import Unit, Weights
 from accel_callbacks.terminal_text import size_of, table
 
-__all__ = ["POLICIES", "DeviceUse", "Plan", "PlanError", "offloaded_bytes", "plan"]
+__all__ = ["POLICIES", "DeviceUse", "Plan", "PlanError", "plan"]
 
 POLICIES = ("auto", "sequential", "balanced", "balanced_low_0")
 _NO_LIMIT = 1 << 62
@@ -341,16 +341,6 @@ def plan(
     short = _short_by(groups, limits, policy)
     closest = _plan(weights, groups, limits, policy, placement, short)
     raise PlanError(_message(closest), closest)
-
-
-def offloaded_bytes(weights: Weights, budgets: Mapping[Device, int]) -> int:
-    """Return what a sequential plan without prefetch offloads; all bytes if there is none."""
-    limits = _limits(budgets)
-    groups = _groups(weights.units, 1, offload_buffers=False)
-    placement = _place(groups, limits, "sequential")
-    if not placement.fits:
-        return weights.nbytes
-    return _plan(weights, groups, limits, "sequential", placement).offloaded
 
 
 def _limits(budgets: Mapping[Device, int | float | str | None]) -> dict[Device, int]:
