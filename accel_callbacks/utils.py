@@ -53,7 +53,7 @@ _HOME = {
     "enable_fsdp_ram_efficient_loading": "compat.fsdp",
     "extract_model_from_parallel": "compat.wrappers",
     "extract_submodules_state_dict": "compat.folder",
-    "fallback_allocate": "models.offload.device_map",
+    "fallback_allocate": "compat.device_maps",
     "find_batch_size": "compat.operations",
     "find_device": "compat.operations",
     "find_tied_parameters": "models.offload.sizes",
@@ -64,7 +64,7 @@ _HOME = {
     "get_max_layer_size": "models.offload.sizes",
     "get_max_memory": "models.offload.budgets",
     "get_module_leaves": "models.offload.sizes",
-    "get_module_size_with_ties": "models.offload.device_map",
+    "get_module_size_with_ties": "compat.device_maps",
     "get_non_persistent_buffers": "models.offload.sizes",
     "get_shape": "compat.operations",
     "get_state_dict_from_offload": "compat.tensors",
@@ -139,6 +139,10 @@ if TYPE_CHECKING:
     from accel_callbacks import *
     from accel_callbacks.addons.tuning.executable_batch_size import *
     from accel_callbacks.compat.casting import *
+    from accel_callbacks.compat.device_maps import fallback_allocate as fallback_allocate
+    from accel_callbacks.compat.device_maps import (
+        get_module_size_with_ties as get_module_size_with_ties,
+    )
     from accel_callbacks.compat.folder import *
     from accel_callbacks.compat.fsdp import *
     from accel_callbacks.compat.hooks import *

@@ -6,23 +6,20 @@ Of this library's own plans, :func:`accel_callbacks.infer_auto_device_map` has m
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from accel_callbacks.models.offload.budgets import Device, get_max_memory
-from accel_callbacks.models.offload.device_map import (
-    clean_device_map,
-    fallback_allocate,
-    get_module_size_with_ties,
-)
+from accel_callbacks.models.offload.device_map import clean_device_map
 from accel_callbacks.models.offload.sizes import (
     AnyDtype,
     check_tied_parameters_in_config,
     class_names,
     compute_module_sizes,
     compute_module_total_buffer_size,
+    convert_file_size_to_int,
     direct_parts,
     find_tied_parameters,
     get_max_layer_size,
@@ -30,7 +27,7 @@ from accel_callbacks.models.offload.sizes import (
 from accel_callbacks.terminal_text import listed
 from checkpoint_io.warning import warn
 
-__all__ = ["infer_auto_device_map"]
+__all__ = ["fallback_allocate", "get_module_size_with_ties", "infer_auto_device_map"]
 
 _LOGGER = logging.getLogger("accelerate.utils.modeling")
 _STORES = ("cpu", "disk")
@@ -162,7 +159,7 @@ class _Filling:
             self._put(name, part, total, owner_names)
         elif size <= room and self._split_first(owner_names, owners):
             self.waiting.insert(0, (name, part))
-        elif size >= room and self._parts(part):
+        elif size >= room and _parts(name, part, self._whole):
             self._split(name, part, 0)
         elif not (fall_back and not self.used[device] and self._search(name, part, total)):
             self._go_on(name, part, total, reserve)
@@ -191,7 +188,7 @@ class _Filling:
         """Split the first of some waiting parts that can be; return whether one was."""
         waiting = [name for name, _ in self.waiting]
         for name, part in zip(names, parts, strict=True):
-            if self._parts(part):
+            if _parts(name, part, self._whole):
                 at = waiting.index(name)
                 del self.waiting[at]
                 self._split(name, part, at)
@@ -201,14 +198,8 @@ class _Filling:
     def _split(self, name: str, part: Any, at: int) -> None:
         """Let the parts of a module wait in its place."""
         self._say(f"{name} is split")
-        self.waiting[at:at] = [(f"{name}.{key}", value) for key, value in self._parts(part)]
+        self.waiting[at:at] = _parts(name, part, self._whole)
         self._update_largest()
-
-    def _parts(self, part: Any) -> list[tuple[str, Any]]:
-        """Return the parts of a module that may be split, else none."""
-        if not isinstance(part, torch.nn.Module) or type(part).__name__ in self._whole:
-            return []
-        return direct_parts(part) if any(True for _ in part.children()) else []
 
     def _search(self, name: str, part: Any, size: int) -> bool:
         """Let a part that fits be the next one; return whether there is one."""
@@ -240,6 +231,107 @@ class _Filling:
     def _say(self, text: str) -> None:
         if self._verbose:
             print(text)
+
+
+def get_module_size_with_ties(
+    tied_params: Sequence[str],
+    module_size: int,
+    module_sizes: Mapping[str, int],
+    modules_to_treat: Sequence[tuple[str, Any]],
+) -> tuple[int, list[str], list[Any]]:
+    """Return the bytes of a module and of those that hold its tied parameters, and the latter.
+
+    Args:
+        tied_params: names, outside of the module, of its parameters.
+        module_size: bytes of the module.
+        module_sizes: bytes by name.
+        modules_to_treat: names with modules that are not placed yet; of others nothing is counted.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.utils import get_module_size_with_ties
+        >>> head = torch.nn.Linear(3, 2)
+        >>> sizes = {"head": 32, "head.weight": 24}
+        >>> get_module_size_with_ties(["head.weight"], 24, sizes, [("head", head)])[:2]
+        (32, ['head'])
+    """
+    holders: dict[str, Any] = {}
+    for tied in tied_params:
+        for name, module in modules_to_treat:
+            if tied == name or tied.startswith(f"{name}."):
+                module_size -= module_sizes.get(tied, 0)
+                if name not in holders:
+                    holders[name] = module
+                    module_size += module_sizes.get(name, 0)
+                break
+    return module_size, list(holders), list(holders.values())
+
+
+def fallback_allocate(
+    modules: Sequence[tuple[str, Any]],
+    module_sizes: Mapping[str, int],
+    size_limit: int | str,
+    no_split_module_classes: Collection[str] | str | None = None,
+    tied_parameters: Sequence[Sequence[str]] | None = None,
+) -> tuple[str | None, Any, list[tuple[str, Any]]]:
+    """Return the first module that fits, its name, and the modules without it.
+
+    Modules that do not fit are split into their parameters, children and buffers.
+
+    Args:
+        modules: names with modules, or tensors.
+        module_sizes: bytes by name.
+        size_limit: bytes, or text such as ``"8GB"``.
+        no_split_module_classes: names of classes that are not split.
+        tied_parameters: groups of names; what is tied to a module counts with it.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.utils import compute_module_sizes, fallback_allocate
+        >>> model = torch.nn.Sequential(torch.nn.Linear(9, 9), torch.nn.Linear(2, 1))
+        >>> children = list(model.named_children())
+        >>> fallback_allocate(children, compute_module_sizes(model), 20)[0]
+        '1'
+    """
+    rest = list(modules)
+    try:
+        limit = convert_file_size_to_int(size_limit)
+    except ValueError:
+        return None, None, rest
+    whole = class_names(no_split_module_classes)
+
+    def size(name: str, others: Sequence[tuple[str, Any]]) -> int:
+        tied = [
+            parameter
+            for group in tied_parameters or ()
+            if any(_is_in(parameter, name) for parameter in group)
+            for parameter in group
+            if not _is_in(parameter, name)
+        ]
+        return get_module_size_with_ties(tied, module_sizes[name], module_sizes, others)[0]
+
+    def search(
+        inside: list[tuple[str, Any]], before: list[tuple[str, Any]], after: list[tuple[str, Any]]
+    ) -> tuple[str, Any, list[tuple[str, Any]]] | None:
+        for at, (name, module) in enumerate(inside):
+            others = [*inside[at + 1 :], *after]
+            if size(name, others) <= limit:
+                return name, module, [*before, *inside[:at], *others]
+            parts = _parts(name, module, whole)
+            if parts and (fitting := search(parts, [*before, *inside[:at]], others)):
+                return fitting
+        return None
+
+    return search(rest, [], []) or (None, None, rest)
+
+
+def _parts(name: str, module: Any, whole: frozenset[str]) -> list[tuple[str, Any]]:
+    """Return the parts of a module that may be split, none for another one and for a tensor."""
+    if not isinstance(module, torch.nn.Module) or type(module).__name__ in whole:
+        return []
+    if not any(True for _ in module.children()):
+        return []
+    return [(f"{name}.{key}", part) for key, part in direct_parts(module)]
 
 
 def _is_in(tensor: str, name: str) -> bool:

@@ -15,6 +15,12 @@ from torch import nn
 
 import accel_callbacks.utils
 from accel_callbacks.compat.names import resolve
+from accel_callbacks.utils import (
+    compute_module_sizes,
+    fallback_allocate,
+    find_tied_parameters,
+    get_module_size_with_ties,
+)
 
 
 def name(key: str) -> Any:
@@ -83,6 +89,30 @@ def test_parts_of_a_split_module_are_all_in_the_map(capsys):
     assert placed == {"0.shift": 0, "0.0": 0, "0.1": 0, "0.scale": "cpu"}
     name("check_device_map")(model, placed)
     assert "0 is split" in capsys.readouterr().out
+
+
+def test_a_module_that_fits_is_found_in_order() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(9, 9), nn.Linear(2, 1)), nn.Linear(1, 1))
+    sizes = compute_module_sizes(model)
+    children = list(model.named_children())
+    name, module, rest = fallback_allocate(children, sizes, 12)
+    assert (name, module) == ("0.1", model[0][1])
+    assert [one for one, _ in rest] == ["0.0", "1"]
+    assert fallback_allocate(children, sizes, 1) == (None, None, children)
+    assert fallback_allocate(children, sizes, "much") == (None, None, children)
+    assert fallback_allocate(children, sizes, "13B", ["Sequential"])[0] == "1"
+
+
+def test_tied_modules_count_with_a_module() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    sizes = compute_module_sizes(model)
+    assert (sizes["0"], sizes["1"]) == (24, 8)
+    rest = [("1", model[1])]
+    assert get_module_size_with_ties(["1.weight"], 24, sizes, rest) == (32, ["1"], [model[1]])
+    assert get_module_size_with_ties(["1.weight"], 24, sizes, []) == (24, [], [])
+    groups = find_tied_parameters(model)
+    assert fallback_allocate(list(model.named_children()), sizes, 31, None, groups)[0] == "1"
 
 
 def test_a_bool_counts_as_a_bit():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -14,8 +13,6 @@ from accel_callbacks.models.offload.sizes import (
     AnyDtype,
     class_names,
     compute_module_sizes,
-    convert_file_size_to_int,
-    direct_parts,
     get_module_leaves,
     get_non_persistent_buffers,
 )
@@ -28,9 +25,7 @@ __all__ = [
     "check_device_map",
     "check_tied_parameters_on_same_device",
     "clean_device_map",
-    "fallback_allocate",
     "get_balanced_memory",
-    "get_module_size_with_ties",
     "infer_auto_device_map",
     "planned_device_map",
 ]
@@ -334,106 +329,3 @@ def check_tied_parameters_on_same_device(
                 f"tied parameters are on several devices: {shown}. Give them one in the map, or "
                 "make it with infer_auto_device_map."
             )
-
-
-def get_module_size_with_ties(
-    tied_params: Sequence[str],
-    module_size: int,
-    module_sizes: Mapping[str, int],
-    modules_to_treat: Sequence[tuple[str, Any]],
-) -> tuple[int, list[str], list[Any]]:
-    """Return the bytes of a module and of those that hold its tied parameters, and the latter.
-
-    Args:
-        tied_params: names, outside of the module, of its parameters.
-        module_size: bytes of the module.
-        module_sizes: bytes by name.
-        modules_to_treat: names with modules that are not placed yet; of others nothing is counted.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.utils import get_module_size_with_ties
-        >>> head = torch.nn.Linear(3, 2)
-        >>> sizes = {"head": 32, "head.weight": 24}
-        >>> get_module_size_with_ties(["head.weight"], 24, sizes, [("head", head)])[:2]
-        (32, ['head'])
-    """
-    holders: dict[str, Any] = {}
-    for tied in tied_params:
-        for name, module in modules_to_treat:
-            if tied == name or tied.startswith(f"{name}."):
-                module_size -= module_sizes.get(tied, 0)
-                if name not in holders:
-                    holders[name] = module
-                    module_size += module_sizes.get(name, 0)
-                break
-    return module_size, list(holders), list(holders.values())
-
-
-def fallback_allocate(
-    modules: Sequence[tuple[str, Any]],
-    module_sizes: Mapping[str, int],
-    size_limit: int | str,
-    no_split_module_classes: Collection[str] | str | None = None,
-    tied_parameters: Sequence[Sequence[str]] | None = None,
-) -> tuple[str | None, Any, list[tuple[str, Any]]]:
-    """Return the first module that fits, its name, and the modules without it.
-
-    Modules that do not fit are split into their parameters, children and buffers.
-
-    Args:
-        modules: names with modules, or tensors.
-        module_sizes: bytes by name.
-        size_limit: bytes, or text such as ``"8GB"``.
-        no_split_module_classes: names of classes that are not split.
-        tied_parameters: groups of names; what is tied to a module counts with it.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.utils import compute_module_sizes, fallback_allocate
-        >>> model = torch.nn.Sequential(torch.nn.Linear(9, 9), torch.nn.Linear(2, 1))
-        >>> children = list(model.named_children())
-        >>> fallback_allocate(children, compute_module_sizes(model), 20)[0]
-        '1'
-    """
-    rest = list(modules)
-    try:
-        limit = convert_file_size_to_int(size_limit)
-    except ValueError:
-        return None, None, rest
-    whole = class_names(no_split_module_classes)
-
-    def size(name: str, others: Sequence[tuple[str, Any]]) -> int:
-        tied = [
-            parameter
-            for group in tied_parameters or ()
-            if any(_is_in(parameter, name) for parameter in group)
-            for parameter in group
-            if not _is_in(parameter, name)
-        ]
-        return get_module_size_with_ties(tied, module_sizes[name], module_sizes, others)[0]
-
-    def search(
-        inside: list[tuple[str, Any]], before: list[tuple[str, Any]], after: list[tuple[str, Any]]
-    ) -> tuple[str, Any, list[tuple[str, Any]]] | None:
-        for at, (name, module) in enumerate(inside):
-            others = [*inside[at + 1 :], *after]
-            if size(name, others) <= limit:
-                return name, module, [*before, *inside[:at], *others]
-            children = [] if type(module).__name__ in whole else _children(name, module)
-            if children and (fitting := search(children, [*before, *inside[:at]], others)):
-                return fitting
-        return None
-
-    return search(rest, [], []) or (None, None, rest)
-
-
-def _is_in(tensor: str, name: str) -> bool:
-    return f"{tensor}.".startswith(f"{name}.")
-
-
-def _children(name: str, module: Any) -> list[tuple[str, Any]]:
-    """Return the parts that a module is split into, none for one without children."""
-    if not isinstance(module, torch.nn.Module) or not any(module.children()):
-        return []
-    return [(f"{name}.{key}", part) for key, part in direct_parts(module)]
