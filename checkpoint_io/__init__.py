@@ -38,6 +38,7 @@ _NAMES = {
     "weights.save": ("save_model",),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
+_ROOMS = {module.partition(".")[0] for module in _NAMES}
 
 # A type checker cannot compute it, and takes the imports below instead.
 if not TYPE_CHECKING:
@@ -91,6 +92,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

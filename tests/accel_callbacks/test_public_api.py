@@ -175,12 +175,23 @@ LAZY_PACKAGES = [
 ]
 
 
-@pytest.mark.parametrize("name", [*LAZY_PACKAGES, "accel_callbacks.utils"])
+@pytest.mark.parametrize("name", [*LAZY_PACKAGES, "accel_callbacks.utils", "checkpoint_io"])
 def test_names_made_on_demand_are_in_all_in_dir_and_among_the_members(name):
     package = importlib.import_module(name)
     members = dict(inspect.getmembers(package))
     assert {*package.__all__} <= {*dir(package)}
     assert {*package.__all__} <= {*members}
+
+
+def test_checkpoint_io_has_names_and_rooms_on_demand_and_costs_no_torch_before():
+    code = """
+import sys, checkpoint_io
+print("torch" in sys.modules)
+print(checkpoint_io.errors.LeaseError is checkpoint_io.LeaseError)
+print(hasattr(checkpoint_io, "no_such_name"))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "False\nTrue\nFalse\n"), done.stderr
 
 
 def test_a_star_import_of_utils_has_the_checks_for_packages():
