@@ -38,14 +38,14 @@ from accel_callbacks.distributed.topology import destroy_topology, process_rank
 
 rank = process_rank()[0]
 here = rank == 1
-reduce, wide = collectives.reduce, checks._Wide.__getitem__
+reduce, row = collectives.reduce, checks.TensorDataset.__getitem__
 FAULTS = {
     "processes": [(checks.platform, "python_version", lambda: f"3.{rank}")],
     "collectives": [(collectives, "reduce", lambda x, how: reduce(x, how) + here)],
     "determinism": [(checks, "set_seed", lambda seed: None)],
     "data": [(Accelerator, "prepare_data_loader", lambda self, loader, place: loader)],
-    "workers": [(checks._Wide, "__getitem__", lambda self, n: torch.cat([wide(self, n)[:-1],
-                                                                      torch.tensor([n + here])]))],
+    "workers": [(checks.TensorDataset, "__getitem__", lambda self, n: (torch.cat([
+        row(self, n)[0][:-1], torch.tensor([n + here])]),))],
     "precision": [(Accelerator, "autocast", lambda self: contextlib.nullcontext())],
     "gradients": [(torch.nn.parallel.DistributedDataParallel, "forward",
                    lambda self, *inputs: self.module(*inputs))],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -103,15 +102,3 @@ def _short(value: Any) -> str:
     plain = value.flatten()[:4].tolist() if isinstance(value, torch.Tensor) else value
     text = repr(plain)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-class Stopwatch:
-    """Measure the time since construction."""
-
-    def __init__(self) -> None:
-        self._begin = time.perf_counter()
-
-    @property
-    def seconds(self) -> float:
-        """Elapsed seconds."""
-        return time.perf_counter() - self._begin

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import checkpoint_io
 from accel_callbacks import __version__, collectives
@@ -298,7 +298,8 @@ def every_sample_once(lab: Lab) -> str:
     """Check two shuffled epochs over a number of samples that the ranks do not divide."""
     accel = lab.accelerator()
     count = 2 * _BATCH * accel.num_processes + 3
-    loader = accel.prepare(DataLoader(_Numbers(count), _BATCH, shuffle=True))
+    numbers: Any = range(count)
+    loader = accel.prepare(DataLoader(numbers, _BATCH, shuffle=True))
     epochs = [
         [int(n) for batch in loader for n in accel.gather_for_metrics(batch)] for _ in range(2)
     ]
@@ -317,41 +318,17 @@ def workers_deliver(lab: Lab) -> str:
     """Check that large batches from worker processes arrive intact."""
     accel = lab.accelerator()
     count = 3 * accel.num_processes
-    loader = accel.prepare(DataLoader(_Wide(count), 1, num_workers=1))
+    # Half a megabyte each, which a worker sends through shared memory.
+    wide = torch.arange(count, device="cpu")[:, None].expand(count, _WIDE)
+    loader = accel.prepare(DataLoader(TensorDataset(wide), 1, num_workers=1))
     expect, seen = Expectations(), []
-    for batch in loader:
+    for (batch,) in loader:
         number = int(batch[0, 0])
         expect.that(bool((batch == number).all()), f"sample {number} came with other values")
         seen += accel.gather_for_metrics(batch.amax(dim=1)).tolist()
     expect.equal("samples of the workers", sorted(seen), list(range(count)))
     expect.done()
     return "one worker a process, through shared memory"
-
-
-class _Numbers(Dataset[int]):
-    """Dataset of the numbers below a count."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-class _Wide(Dataset[torch.Tensor]):
-    """Dataset of half a megabyte per sample, filled with the sample's index."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((_WIDE,), index, dtype=torch.int64, device="cpu")
 
 
 def repeats(lab: Lab) -> str:
@@ -428,7 +405,7 @@ def gradients_average(lab: Lab) -> str:
     step = _rows(accel) * accel.data_world
     count = 4 * step
     expect = Expectations()
-    mine, rows = _trained(accel, count)
+    mine, rows = _train_epoch(accel, count)
     whole = [samples(count)[n : n + step] for n in range(0, count, step)]
     alone = train_plainly(whole, accel.device, _stages(accel))
     expect.close("weights and those of one process", mine, alone, _ROUNDING)
@@ -445,7 +422,7 @@ def accumulation_equals_one_batch(lab: Lab) -> str:
     step = _rows(accel) * accel.data_world
     count = step * (window + window // 2)
     expect = Expectations()
-    mine, _ = _trained(accel, count)
+    mine, _ = _train_epoch(accel, count)
     whole = [samples(count)[n : n + step * window] for n in range(0, count, step * window)]
     alone = train_plainly(whole, accel.device, _stages(accel))
     expect.close("weights and those of whole windows", mine, alone, _ROUNDING)
@@ -453,7 +430,7 @@ def accumulation_equals_one_batch(lab: Lab) -> str:
     return f"windows of {window} and {window // 2} micro-batches, as whole batches"
 
 
-def _trained(accel: Accelerator, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _train_epoch(accel: Accelerator, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Train for an epoch; return the weights, and those of all ranks."""
     inner = small_model(stages=_stages(accel))
     sgd = torch.optim.SGD(inner.parameters(), lr=0.1)
