@@ -114,7 +114,7 @@ def _list(args: Namespace, options: Mapping[str, Any]) -> int:
     """Print a line per checkpoint, the newest of each folder last."""
     surveyed = _survey(args, options)
     entries = [entry for _, entries in _own(surveyed) for entry in entries]
-    others = _deepspeed(surveyed, options)
+    others = _find_deepspeed(surveyed, options)
     if args.json:
         print(to_json([*map(_facts, entries), *(other.facts() for other in others)]))
     elif entries or others:
@@ -135,7 +135,7 @@ def _instead(place: str, options: Mapping[str, Any]) -> str:
     return f": it is one, `accel ckpt show {place}` lists its tensors" if is_checkpoint else ""
 
 
-def _deepspeed(surveyed: _Survey, options: Mapping[str, Any]) -> list[DeepSpeedEntry]:
+def _find_deepspeed(surveyed: _Survey, options: Mapping[str, Any]) -> list[DeepSpeedEntry]:
     """Return the checkpoints of DeepSpeed among folders, oldest first."""
     paths = [e.path for _, entries in surveyed for e in entries if e.status == "foreign"]
     entries = [entry for path in paths if (entry := deepspeed_entry(path, options)) is not None]
@@ -282,7 +282,7 @@ def _verdicts(args: Namespace, options: Mapping[str, Any]) -> Iterator[dict[str,
         if deepspeed_entry(args.place, options) is None:
             surveyed = _survey(args, options)
             paths = [entry.path for _, entries in _own(surveyed) for entry in entries]
-            paths += [entry.path for entry in _deepspeed(surveyed, options)]
+            paths += [entry.path for entry in _find_deepspeed(surveyed, options)]
         if not paths:
             raise CommandError(str(error), exit_code=1) from error
     except OSError as error:  # before long requests are tried again
@@ -334,14 +334,14 @@ def _prune(args: Namespace, options: Mapping[str, Any]) -> int:
     folder = _folder(args, options)
     if not (args.dry_run or args.force):
         refuse_held(folder.url, options)
-    for run_id in _chosen_runs(args, folder):
+    for run_id in _run_ids(args, folder):
         gone = folder.prune(reduce(or_, rules), run_id=run_id, dry_run=args.dry_run)
         for path in gone:
             print(printable(f"{'would remove' if args.dry_run else 'removed'} {path}"))
     return 0
 
 
-def _chosen_runs(args: Namespace, folder: checkpoint_io.CheckpointFolder) -> list[str]:
+def _run_ids(args: Namespace, folder: checkpoint_io.CheckpointFolder) -> list[str]:
     """Return the ids of the runs that the options name; the only run of the folder by default."""
     runs: dict[str, str] = {}
     for entry in folder.survey():
@@ -386,7 +386,7 @@ def _remove(args: Namespace, options: Mapping[str, Any]) -> int:
         print(printable(f"{'would remove' if args.dry_run else 'to remove'}: {target.described()}"))
     if args.dry_run:
         return 0
-    if not args.yes and not _confirmed(len(targets)):
+    if not args.yes and not _confirm(len(targets)):
         print("nothing was removed", file=sys.stderr)
         return 1
     for target in targets:
@@ -453,7 +453,7 @@ def _inside(place: str, store: Store) -> str:
     return ""
 
 
-def _confirmed(count: int) -> bool:
+def _confirm(count: int) -> bool:
     """Ask for confirmation to remove."""
     if not sys.stdin.isatty():
         raise CommandError("standard input is no terminal: add --yes; nothing was removed")

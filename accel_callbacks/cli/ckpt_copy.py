@@ -193,12 +193,12 @@ class _Copy:
         """Copy; return False if the goal has this checkpoint already."""
         check_sizes(self._source.store, self._manifest)
         try:
-            return self._locked()
+            return self._copy_under_lock()
         except BaseException:
             self._goal.remove_folder()  # made by the lock; only an empty one is removed
             raise
 
-    def _locked(self) -> bool:
+    def _copy_under_lock(self) -> bool:
         """Copy under the lock of the goal, which saves of this machine take as well."""
         with self._goal.lock():
             token = self._goal.token(MANIFEST)

@@ -189,7 +189,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 def defaults(machine: Machine, mixed_precision: str | None) -> _Values:
     """Return the values for this machine: all of its GPUs, or one process on the CPU."""
     chosen = _on_all_gpus(machine) if machine.gpus else _on_one_core(machine)
-    chosen = _left_to_slurm(chosen) if machine.slurm_nodes else chosen
+    chosen = _leave_to_slurm(chosen) if machine.slurm_nodes else chosen
     return _complete(chosen, {"mixed_precision": mixed_precision or "no"})
 
 
@@ -209,15 +209,15 @@ def answers(machine: Machine, mixed_precision: str | None, everything: bool = Fa
     chosen = _pick("Where does it run?", places)(machine)
     if machine.slurm_nodes:
         print("Machines, ranks and addresses come from SLURM at each launch.")
-        chosen = _left_to_slurm(chosen)
+        chosen = _leave_to_slurm(chosen)
     else:
         chosen |= _machines(chosen)
     if _several(chosen):
-        chosen |= _sharding(chosen, machine)
+        chosen |= _ask_sharding(chosen, machine)
     elif _has_own_gpu(chosen, machine) and machine.deepspeed:
-        chosen |= _deepspeed()
+        chosen |= _ask_deepspeed()
     training: _Values = {"mixed_precision": mixed_precision or _precision(chosen, machine)}
-    if _agreed("dynamo_config.dynamo_backend"):
+    if _ask_flag("dynamo_config.dynamo_backend"):
         training["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
     return _complete(chosen, training)
 
@@ -304,7 +304,7 @@ def _on_many_cores(machine: Machine) -> _Values:
     return _one_process(use_cpu=True) | {"distributed_type": kind, "num_processes": count}
 
 
-def _left_to_slurm(chosen: _Values) -> _Values:
+def _leave_to_slurm(chosen: _Values) -> _Values:
     """Drop the machines, which SLURM sets; count processes per machine."""
     settings = {key: value for key, value in chosen.items() if key != "num_machines"}
     count = settings.pop("num_processes", 1)
@@ -366,18 +366,18 @@ def _several(chosen: Mapping[str, Any]) -> bool:
     return several and chosen.get("distributed_type") != "XLA"
 
 
-def _sharding(chosen: Mapping[str, Any], machine: Machine) -> _Values:
+def _ask_sharding(chosen: Mapping[str, Any], machine: Machine) -> _Values:
     """Ask whether and how models are sharded."""
     if not yes_or_no("Shard models over the processes (FSDP), to save memory?"):
-        return (_deepspeed() if machine.deepspeed else {}) or _cut_layers(chosen)
+        return (_ask_deepspeed() if machine.deepspeed else {}) or _cut_layers(chosen)
     block: _Values = {"fsdp_version": 2}
-    block["fsdp_reshard_after_forward"] = _agreed(
+    block["fsdp_reshard_after_forward"] = _ask_flag(
         "fsdp_config.fsdp_reshard_after_forward", default=True
     )
-    block["fsdp_offload_params"] = _agreed("fsdp_config.fsdp_offload_params")
+    block["fsdp_offload_params"] = _ask_flag("fsdp_config.fsdp_offload_params")
     block |= _pick(find("fsdp_config.fsdp_auto_wrap_policy").question, _UNITS)()
-    block["fsdp_activation_checkpointing"] = _agreed("fsdp_config.fsdp_activation_checkpointing")
-    return {"distributed_type": "FSDP", "fsdp_config": block, **_arranged(chosen)}
+    block["fsdp_activation_checkpointing"] = _ask_flag("fsdp_config.fsdp_activation_checkpointing")
+    return {"distributed_type": "FSDP", "fsdp_config": block, **_ask_mesh(chosen)}
 
 
 def _has_own_gpu(chosen: Mapping[str, Any], machine: Machine) -> bool:
@@ -386,7 +386,7 @@ def _has_own_gpu(chosen: Mapping[str, Any], machine: Machine) -> bool:
     return single and machine.gpu_kind != "mps"
 
 
-def _deepspeed() -> _Values:
+def _ask_deepspeed() -> _Values:
     """Ask whether and how DeepSpeed trains models; empty if it does not."""
     if not yes_or_no("Train with DeepSpeed (ZeRO), to save memory?"):
         return {}
@@ -394,16 +394,16 @@ def _deepspeed() -> _Values:
 
 
 def _zero() -> _Values:
-    if _agreed("deepspeed_config.deepspeed_config_file"):
-        return {"deepspeed_config_file": _until("Its path? ", _existing, "type a file's path")}
+    if _ask_flag("deepspeed_config.deepspeed_config_file"):
+        return {"deepspeed_config_file": _until("Its path? ", _file_path, "type a file's path")}
     stages = find("deepspeed_config.zero_stage")
     stage = _ask_number(stages.path, stages.question, stages.default)
     block: _Values = {"zero_stage": stage}
     if stage:
-        block |= _offloaded("optimizer", stage)
+        block |= _ask_offload("optimizer", stage)
     if stage == 3:
-        block |= _offloaded("param", stage)
-        block["zero3_init_flag"] = _agreed("deepspeed_config.zero3_init_flag", default=True)
+        block |= _ask_offload("param", stage)
+        block["zero3_init_flag"] = _ask_flag("deepspeed_config.zero3_init_flag", default=True)
     norm = _until(
         f"{find('deepspeed_config.gradient_clipping').question} [as the script does] ",
         lambda text: _positive(text) if text else None,
@@ -412,7 +412,7 @@ def _zero() -> _Values:
     return block if norm is None else {**block, "gradient_clipping": norm}
 
 
-def _offloaded(part: str, stage: int) -> _Values:
+def _ask_offload(part: str, stage: int) -> _Values:
     """Ask where a part of the training state is kept between steps; empty for the device."""
     places = {"on the device": "none", "in host memory": "cpu"}
     if stage == 3:
@@ -426,7 +426,7 @@ def _offloaded(part: str, stage: int) -> _Values:
     return block
 
 
-def _existing(text: str) -> str:
+def _file_path(text: str) -> str:
     if not os.path.isfile(os.path.expanduser(text)):
         raise ValueError
     return os.path.expanduser(text)
@@ -470,7 +470,7 @@ def _cut_layers(chosen: Mapping[str, Any]) -> _Values:
     return {}
 
 
-def _arranged(chosen: Mapping[str, Any]) -> _Values:
+def _ask_mesh(chosen: Mapping[str, Any]) -> _Values:
     """Ask for the mesh of a sharded model, where the number of all processes is known."""
     count, sizes = chosen.get("num_processes", 1), {}
     for axis in ("dp_replicate_size", "tp_size", "cp_size"):
@@ -508,7 +508,7 @@ def _mesh(sizes: Mapping[str, int]) -> _Values:
 # --- asking ----------------------------------------------------------------------------------
 
 
-def _agreed(path: str, default: bool = False) -> bool:
+def _ask_flag(path: str, default: bool = False) -> bool:
     """Ask the question of a setting that is yes or no."""
     return yes_or_no(find(path).question, default)
 
@@ -591,7 +591,7 @@ def _rows(resolved: Resolved, idle: Mapping[str, str]) -> Iterator[tuple[str, st
         )
         yield (
             option.path,
-            _shown(redacted(resolved.value(option.path), option.path)),
+            _format(redacted(resolved.value(option.path), option.path)),
             f"{origin}{unused}",
         )
     for key, reason in resolved.gone.items():
@@ -603,7 +603,7 @@ def _purpose(option: Option) -> str:
     return f"it would {option.help}" if option.kind == "bool" else f"it would set: {option.help}"
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     if value is None or value == ():
         return "-"
     if isinstance(value, bool):

@@ -50,7 +50,7 @@ def run(args: Namespace) -> int:
     from accel_callbacks.addons.steering.control import living_run
     from accel_callbacks.addons.steering.mailbox import send
 
-    name, value = _setting(args)
+    name, value = _parse_setting(args)
     try:
         target = living_run(args.run, args.run_id)
         sent = send(target.mailbox, target.number, args.action, name, value)
@@ -87,7 +87,7 @@ def _wait(target: LivingRun, sent: str, timeout: float) -> Answer:
                     raise CommandError(problem, exit_code=1)
                 next_look = time.monotonic() + target.patience
             if now >= deadline:
-                raise CommandError(_given_up(target, sent, timeout), exit_code=TIMED_OUT)
+                raise CommandError(_give_up(target, sent, timeout), exit_code=TIMED_OUT)
             time.sleep(_PAUSE)
     except KeyboardInterrupt:
         withdraw(target.mailbox, sent)
@@ -95,7 +95,7 @@ def _wait(target: LivingRun, sent: str, timeout: float) -> Answer:
     return answer
 
 
-def _given_up(target: LivingRun, sent: str, timeout: float) -> str:
+def _give_up(target: LivingRun, sent: str, timeout: float) -> str:
     """Withdraw the command, and return what has become of it."""
     from accel_callbacks.addons.steering.mailbox import withdraw
 
@@ -106,7 +106,7 @@ def _given_up(target: LivingRun, sent: str, timeout: float) -> str:
     return f"timed out after {timeout:g} s: the run {text}"
 
 
-def _setting(args: Namespace) -> tuple[str, Any]:
+def _parse_setting(args: Namespace) -> tuple[str, Any]:
     """Return the name and the value of ``set``, empty for other actions."""
     if args.action != "set":
         if args.setting is not None:
@@ -115,10 +115,10 @@ def _setting(args: Namespace) -> tuple[str, Any]:
     name, equals, text = (args.setting or "").partition("=")
     if not name or not equals:
         raise CommandError("set needs NAME=VALUE, such as lr=1e-4")
-    return name, _value(text)
+    return name, _parse_value(text)
 
 
-def _value(text: str) -> str | int | float | bool:
+def _parse_value(text: str) -> str | int | float | bool:
     """Return the number or truth value that a text is, or the text."""
     if text in ("true", "false"):
         return text == "true"

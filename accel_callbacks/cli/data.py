@@ -47,7 +47,7 @@ def run(args: Namespace) -> int:
 
     try:
         journal = Journal.read(args.run, args.run_id)
-        source = None if args.script is None else _made(args.script)
+        source = None if args.script is None else _load_object(args.script)
         return _show(args, journal, source)
     except (JournalError, OSError, ImportError) as error:
         raise CommandError(str(error), exit_code=1) from None
@@ -125,7 +125,7 @@ def _decoder(name: str | None) -> Any:
     return decode
 
 
-def _made(place: str) -> Any:
+def _load_object(place: str) -> Any:
     """Return the dataset or loader that ``FILE:NAME`` or ``module:NAME`` names."""
     file, found, name = place.rpartition(":")
     if not found or not name.isidentifier():

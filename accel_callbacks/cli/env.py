@@ -83,18 +83,18 @@ def _config_lines(named: str | None) -> Iterator[str]:
         return
     yield f"- Config file: {printable(str(path))}"
     try:
-        yield from _indented(read_config(path))
+        yield from _indent(read_config(path))
     except (ValueError, OSError, ImportError) as error:
         yield f"  cannot be read: {printable(str(error))}"
 
 
-def _indented(values: Mapping[str, Any], depth: int = 1) -> Iterator[str]:
+def _indent(values: Mapping[str, Any], depth: int = 1) -> Iterator[str]:
     """Yield nested values without secrets."""
     for name, value in redacted(values).items():
         start = f"{'  ' * depth}- {printable(str(name))}:"
         if isinstance(value, Mapping) and value:
             yield start
-            yield from _indented(value, depth + 1)
+            yield from _indent(value, depth + 1)
         else:
             yield f"{start} {printable(str(value))}"
 

@@ -60,7 +60,7 @@ def run(args: Namespace) -> int:
             )
         dump = None if args.dump is None else str(Path(args.dump).absolute())
         request = ReplayRequest("", args.step, None, dump, args.modules, args.stop)
-        return _replayed(replay, request, scratch, check=args.check)
+        return _run_replay(replay, request, scratch, check=args.check)
     except (JournalError, OSError, ImportError) as error:
         raise CommandError(str(error), exit_code=1) from None
     finally:
@@ -68,7 +68,7 @@ def run(args: Namespace) -> int:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _replayed(replay: Replay, request: ReplayRequest, scratch: Path, *, check: bool) -> int:
+def _run_replay(replay: Replay, request: ReplayRequest, scratch: Path, *, check: bool) -> int:
     from dataclasses import replace
 
     from accel_callbacks.addons.journal.replay import (

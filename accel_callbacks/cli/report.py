@@ -125,14 +125,14 @@ def _attempts(journal: Journal) -> list[tuple[str, ...]]:
     for attempt in journal.attempts:
         part = rows[rows["attempt"] == attempt.number]
         end = next(attempt.marks_of("end"), None)
-        status = _unended(journal, attempt) if end is None else str(end.get("status"))
+        status = _state_of_open(journal, attempt) if end is None else str(end.get("status"))
         steps = f"{part['step'][0]} to {part['step'][-1]}" if len(part) else "none"
         numbers = str(attempt.number), str(attempt.world_size), steps
         lines.append((*numbers, str(int(part["repeated"].sum())), status))
     return lines
 
 
-def _unended(journal: Journal, attempt: Attempt) -> str:
+def _state_of_open(journal: Journal, attempt: Attempt) -> str:
     """Return how an attempt without an end is."""
     from accel_callbacks.addons.journal.state import state_of
 

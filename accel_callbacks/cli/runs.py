@@ -71,7 +71,7 @@ def run(args: Namespace) -> int:
     readable = [summary for summary in runs if not summary.problem]
     if readable and args.metric != "loss" and all(summary.best is None for summary in readable):
         raise CommandError(_unknown_metric(args.metric, readable), exit_code=1)
-    runs = _sorted(runs, args.sort, args.descending)
+    runs = _sort(runs, args.sort, args.descending)
     if args.json:
         print(json.dumps([_as_json(summary) for summary in runs], indent=2, default=str))
     else:
@@ -96,7 +96,7 @@ def _unknown_metric(metric: str, runs: Sequence[RunSummary]) -> str:
     return f"no run has a metric {metric!r}{suggestion(metric, names)}: they have {listed}"
 
 
-def _sorted(runs: Sequence[RunSummary], column: str, descending: bool) -> list[RunSummary]:
+def _sort(runs: Sequence[RunSummary], column: str, descending: bool) -> list[RunSummary]:
     """Sort the runs; those without a value come last."""
     settings = {name for run in runs for name in run.config}
     if column not in _COLUMNS and column not in settings:
@@ -124,7 +124,7 @@ def _print(runs: Sequence[RunSummary], metric: str) -> None:
     for run in runs:
         best = "-" if run.best is None else f"{run.best:.6g} at {run.best_step}"
         cells = [run.name, run.run_id, run.state, str(run.steps), f"{run.goodput:.1%}", best]
-        cells += [_shortened(run.config.get(name, "-")) for name in settings]
+        cells += [_shorten(run.config.get(name, "-")) for name in settings]
         if len(projects) > 1:
             cells.insert(1, split_path(run.project or run.folder)[1])
         rows.append(cells)
@@ -133,7 +133,7 @@ def _print(runs: Sequence[RunSummary], metric: str) -> None:
     print(table(names, rows))
 
 
-def _shortened(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = str(value)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 

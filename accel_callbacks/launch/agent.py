@@ -91,6 +91,7 @@ def _run_elastic(settings: Namespace, plan: AgentPlan) -> None:
     config, command, arguments = config_from_args(settings)
     if plan.extras.get("run_path"):  # a function, which torch names in command
         command = worker.run_path
+    # Before the launch: the handler of the rendezvous is made from the name in the config.
     listen_at_one_address(config)
     with ExitStack() as stack:
         restarts = int(config.max_restarts)
@@ -98,22 +99,24 @@ def _run_elastic(settings: Namespace, plan: AgentPlan) -> None:
         variables: dict[str, str] = {}
         for part in parts:
             variables |= part.start_workers(stack, restarts)
+        # The processes inherit it, and torch adds its own to it, which is undone too.
         stack.enter_context(changed_environment(variables))
         attempts = Attempts(restarts, plan.max_preemptions, plan.quiet, parts)
         workers = Workers(get_subprocess_handler)
-        stack.enter_context(_replaced(api, "get_subprocess_handler", workers.start))
+        stack.enter_context(_replace_part(api, "get_subprocess_handler", workers.start))
         agent = partial(RestartingAgent, attempts)
-        stack.enter_context(_replaced(launcher, "LocalElasticAgent", agent))
+        stack.enter_context(_replace_part(launcher, "LocalElasticAgent", agent))
         stack.enter_context(keep_ignored_signals())
         try:
             launcher.elastic_launch(config, command)(*arguments)
         finally:
+            # Before the stack closes: parts of the launch remove what the processes may still use.
             workers.close()
             attempts.close("stopped")
 
 
 @contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+def _replace_part(module: Any, name: str, value: Any) -> Iterator[None]:
     """Replace a part of torch's launcher, which has no option for it, during the block."""
     before = getattr(module, name)
     setattr(module, name, value)

@@ -77,6 +77,7 @@ class Attempts:
         Returns:
             Whether to restart the processes, and whether that counts as a restart.
         """
+        # One rank decides for all: its peers fail by losing it, whatever was the matter with it.
         rank = root_cause(failures)
         failure = failures[rank]
         # The peers of a process that got a SIGTERM have lost it; the launcher stops the others.
@@ -160,6 +161,7 @@ class RestartingAgent(LocalElasticAgent):
         elif result.is_failed() and result.failures:
             restarts, counts = self._attempts.fail(result.failures, self._remaining_restarts)
             if not restarts:
+                # torch looks at this number next, and ends the launch where none is left.
                 self._remaining_restarts = 0
             elif not counts:
                 # Both, so that torch numbers the attempts, and their folders, as before.

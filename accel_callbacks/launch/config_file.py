@@ -64,7 +64,7 @@ def values_of(data: Mapping[str, Any], source: str) -> tuple[dict[str, Any], dic
         if option is None or option.block:
             raise _unknown(key, [name for name in known if "." not in name], source)
         if option.kind != "block":
-            values.update(_given(option, value, source))
+            values.update(_read_value(option, value, source))
             continue
         for inner, part in _block(option, value, source).items():
             path = _path_in(key, inner, known)
@@ -73,7 +73,7 @@ def values_of(data: Mapping[str, Any], source: str) -> tuple[dict[str, Any], dic
                 raise _unknown(inner, names, f"{source}: {key}")
             if path in values:
                 raise SettingsError(f"{source}: {path} is given under two names: keep one")
-            values.update(_given(known[path], part, source))
+            values.update(_read_value(known[path], part, source))
     return values, gone
 
 
@@ -117,7 +117,7 @@ def _block(block: Option, value: Any, source: str) -> Mapping[str, Any]:
     return value
 
 
-def _given(option: Option, value: Any, source: str) -> dict[str, Any]:
+def _read_value(option: Option, value: Any, source: str) -> dict[str, Any]:
     """Return the value under its path; nothing for null, which Accelerate writes for "not set"."""
     try:
         read = option.read(value)
@@ -140,7 +140,7 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise SettingsError(f"{_named(path)}: there is no such home; write the path out") from None
+        raise SettingsError(f"{_label(path)}: there is no such home; write the path out") from None
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
@@ -193,13 +193,13 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         data = _from_json(text) if os.fspath(path).endswith(".json") else _from_yaml(text)
         _check_shape(data)
     except SettingsError as error:
-        raise SettingsError(f"{_named(path)}: {error}") from None
+        raise SettingsError(f"{_label(path)}: {error}") from None
     except _MALFORMED as error:
-        raise SettingsError(f"{_named(path)}: cannot be read: {_one_line(error)}") from None
+        raise SettingsError(f"{_label(path)}: cannot be read: {_one_line(error)}") from None
     return data if isinstance(data, dict) else {}
 
 
-def _named(path: str | os.PathLike[str]) -> str:
+def _label(path: str | os.PathLike[str]) -> str:
     name = os.fspath(path)
     return name if name.isprintable() else ascii(name)
 
@@ -211,7 +211,7 @@ def _one_line(error: BaseException) -> str:
 
 def _text_of(path: str | os.PathLike[str]) -> str:
     """Read a regular file of limited size, so that no pipe or device can block or flood."""
-    name = _named(path)
+    name = _label(path)
     try:
         # O_NONBLOCK: opening a pipe that has no writer would block forever.
         descriptor = os.open(expanded(path), os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
@@ -314,7 +314,7 @@ def write_config(path: str | os.PathLike[str], values: Mapping[str, Any]) -> Pat
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.is_dir():
-            raise SettingsError(f"{_named(path)}: is a folder; name a file in it")
+            raise SettingsError(f"{_label(path)}: is a folder; name a file in it")
         with open(temporary, "x", encoding="utf-8", newline="\n") as file:
             file.write(text)
             file.flush()
@@ -326,7 +326,7 @@ def write_config(path: str | os.PathLike[str], values: Mapping[str, Any]) -> Pat
             sync_folder(str(target.parent))
     except OSError as error:
         raise SettingsError(
-            f"{_named(path)}: cannot be written: {error.strerror}; --config_file names another"
+            f"{_label(path)}: cannot be written: {error.strerror}; --config_file names another"
         ) from None
     finally:
         with suppress(OSError):

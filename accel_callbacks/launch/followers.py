@@ -43,7 +43,7 @@ class Workers:
             options: of torch's ``get_subprocess_handler``.
         """
         rank = options["local_rank_id"]
-        with _deferred_signals():  # one in between would leave a process that nobody knows
+        with _defer_signals():  # one in between would leave a process that nobody knows
             self._workers[rank] = _Worker(self, self._start(**options), rank, options["env"])
         return self._workers[rank]
 
@@ -70,7 +70,7 @@ class Workers:
 
 
 @contextmanager
-def _deferred_signals() -> Iterator[None]:
+def _defer_signals() -> Iterator[None]:
     """Let signals that end the launcher come at the end of the block."""
     if threading.current_thread() is not threading.main_thread():  # which alone gets them
         yield

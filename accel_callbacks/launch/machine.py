@@ -122,7 +122,7 @@ def has_driver(kind: str, root: Path = Path("/")) -> bool:
     """Return whether the driver of a distributed type has device files; True if unknown."""
     if sys.platform != "linux" or kind not in DRIVERS:
         return True
-    return any(path.name.startswith(DRIVERS[kind]) for path in _listed(root / "dev"))
+    return any(path.name.startswith(DRIVERS[kind]) for path in _list_folder(root / "dev"))
 
 
 def _gpus(environment: Mapping[str, str], root: Path) -> tuple[str, tuple[str, ...]]:
@@ -189,7 +189,7 @@ def _has_fp8(environment: Mapping[str, str]) -> bool:
 
 def _nvidia_files(root: Path) -> tuple[str, ...]:
     names = []
-    for folder in _listed(root / "proc/driver/nvidia/gpus"):
+    for folder in _list_folder(root / "proc/driver/nvidia/gpus"):
         lines = _text_of(folder / "information").splitlines()
         model = [line.partition(":")[2] for line in lines if line.startswith("Model:")]
         names.append(_clean(model[0]) if model else "NVIDIA GPU")
@@ -199,7 +199,7 @@ def _nvidia_files(root: Path) -> tuple[str, ...]:
 def _amd_files(root: Path) -> tuple[str, ...]:
     """List the nodes of the kernel's compute driver that have SIMD units; the others are CPUs."""
     names = []
-    for folder in _listed(root / "sys/class/kfd/kfd/topology/nodes"):
+    for folder in _list_folder(root / "sys/class/kfd/kfd/topology/nodes"):
         lines = _text_of(folder / "properties").splitlines()
         facts = dict(line.split(maxsplit=1) for line in lines if len(line.split()) > 1)
         if facts.get("simd_count", "0").strip() != "0":
@@ -207,7 +207,7 @@ def _amd_files(root: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _listed(folder: Path) -> list[Path]:
+def _list_folder(folder: Path) -> list[Path]:
     try:
         return sorted(folder.iterdir())
     except OSError:
@@ -261,5 +261,5 @@ def _has_tpu(environment: Mapping[str, str], root: Path, xla: bool) -> bool:
     announced = any(
         name in environment for name in ("TPU_NAME", "TPU_ACCELERATOR_TYPE", "XRT_TPU_CONFIG")
     )
-    chips = [path for path in _listed(root / "dev") if path.name.startswith("accel")]
+    chips = [path for path in _list_folder(root / "dev") if path.name.startswith("accel")]
     return announced or (xla and any(path.name[5:].isdecimal() for path in chips))

@@ -92,7 +92,7 @@ def notebook_launcher(
     prefix = log_line_prefix_template or ""
     if not isinstance(prefix, str):
         raise TypeError(f"log_line_prefix_template={prefix!r} must be a string, or None.")
-    host, port = _meeting_point(rdzv_endpoint, master_addr, use_port, num_nodes)
+    host, port = _host_and_port(rdzv_endpoint, master_addr, use_port, num_nodes)
     _check_machines(num_nodes, node_rank, rdzv_backend, max_restarts)
     environment = _precision_variable(mixed_precision)
     from accel_callbacks.engines.xla.device import has_xla  # few notebooks have a TPU
@@ -258,7 +258,7 @@ def _check_numbers(least: int, **values: int | None) -> None:
             raise ValueError(f"{name}={value} must be at least {least}.")
 
 
-def _meeting_point(
+def _host_and_port(
     endpoint: str, address: str, port: int | str | None, machines: int
 ) -> tuple[str, int]:
     """Return host and port of the processes; 0 for a free port, which one machine can have."""

@@ -96,7 +96,9 @@ def root_cause(failures: Mapping[int, Failure]) -> int:
     failures within two seconds, their kind decides first, and only then their time.
     """
     seen = list(failures)
-    candidates = {rank: failures[rank] for rank in seen if not _stopped(failures[rank])} or failures
+    candidates = {
+        rank: failures[rank] for rank in seen if not _was_stopped(failures[rank])
+    } or failures
     first = min(_seconds(failure) for failure in candidates.values())
 
     def order(rank: int) -> tuple[bool, bool, bool, float, int]:
@@ -105,7 +107,7 @@ def root_cause(failures: Mapping[int, Failure]) -> int:
         status = status_of(failure.exitcode)
         crashed = -failure.exitcode in _ROOT_SIGNALS if status is None else status != _CTRL_C
         killed = crashed and not late
-        kind = late or is_consequence(failure), not killed, _told_by(failure) >= 0
+        kind = late or is_consequence(failure), not killed, _rank_with_report(failure) >= 0
         return *kind, _seconds(failure), seen.index(rank)
 
     return min(candidates, key=order)
@@ -125,7 +127,7 @@ def is_consequence(failure: Failure) -> bool:
     return any(words in text for words in CONSEQUENCES)
 
 
-def _told_by(failure: Failure) -> int:
+def _rank_with_report(failure: Failure) -> int:
     """Return the rank that has shown the error of this one, or its cause; -1 if it has itself."""
     rank = record_of(failure).get("told_by")
     return rank if isinstance(rank, int) else -1
@@ -137,7 +139,7 @@ def record_of(failure: Failure) -> Mapping[str, Any]:
     return extra if isinstance(extra, Mapping) else {}
 
 
-def _stopped(failure: Failure) -> bool:
+def _was_stopped(failure: Failure) -> bool:
     """Return whether the process ended by the signal with which the launcher stops processes."""
     code = code_of(failure)
     return code == -signal.SIGTERM or status_of(code) == _CTRL_C
@@ -150,22 +152,22 @@ def failure_report(failures: Mapping[int, Failure], script: str, log_dir: str | 
     others = [peer for peer in sorted(failures) if peer != rank]
     failed = []
     for peer in others:
-        if not _stopped(failures[peer]):
-            same = _told_by(failures[peer]) >= 0 and not is_consequence(failures[peer])
+        if not _was_stopped(failures[peer]):
+            same = _rank_with_report(failures[peer]) >= 0 and not is_consequence(failures[peer])
             relation = " with the same error" if same else ""
             failed.append(f"rank {peer} {describe_ending(code_of(failures[peer]))}{relation}")
-    stopped = [f"rank {p}" for p in others if _stopped(failures[p])]
+    stopped = [f"rank {p}" for p in others if _was_stopped(failures[p])]
     lines = [
         f"accel launch: {script} failed: rank {rank} {describe_ending(code_of(failure))} "
         f"(local rank {failure.local_rank}, pid {failure.pid})"
     ]
-    teller = _told_by(failure)  # the rank that shows the error
+    teller = _rank_with_report(failure)  # the rank that shows the error
     teller = rank if teller not in failures or is_consequence(failure) else teller
     reason = failures[teller]
     log = _log_file(log_dir, reason.local_rank)
     # A single traceback on the screen is easy to find; among several, or in a log, it is not.
-    loud = [peer for peer in others if peer != teller and _told_by(failures[peer]) < 0]
-    several = any(not _stopped(failures[peer]) for peer in loud)
+    loud = [peer for peer in others if peer != teller and _rank_with_report(failures[peer]) < 0]
+    several = any(not _was_stopped(failures[peer]) for peer in loud)
     shown = _traceback(reason) if several or log is not None else []
     lines += [f"  {text}" for text in shown or _summary(failure)]
     named = {"also failed": failed, "then stopped by the launcher": stopped}

@@ -113,7 +113,7 @@ def resolve_settings(
     origins |= dict.fromkeys(typed, "command line")
     resolve_conflicts(values, origins)
     everything = {option.path: origins.get(option.path, "default") for option in all_options()}
-    return Resolved(_built(values), everything, path, gone)
+    return Resolved(_build_settings(values), everything, path, gone)
 
 
 def _from_environment(environment: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -157,7 +157,7 @@ def _argument(option: Option, cli: Mapping[str, Any]) -> Any:
     return said
 
 
-def _built(values: Mapping[str, Any]) -> LaunchSettings:
+def _build_settings(values: Mapping[str, Any]) -> LaunchSettings:
     """Build the settings; a block without given options is None."""
     settings: dict[str, Any] = {path: values[path] for path in values if "." not in path}
     for block in {path.partition(".")[0] for path in values if "." in path}:

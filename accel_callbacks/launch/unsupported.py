@@ -32,7 +32,7 @@ class Unbuilt:
     instead: str
 
 
-def _refused(option: Option) -> Unbuilt:
+def _refusal(option: Option) -> Unbuilt:
     """Refuse an option by its own declaration, in the kind of run that it is for."""
     kind = option.block.removesuffix("_config").upper()
 
@@ -49,7 +49,7 @@ def _replicas_of_layers(settings: Any) -> bool:
     """Return whether layers are cut in several replicas, which nothing shards."""
     mesh = settings.parallelism_config
     return (
-        not _sharded(settings)
+        not _is_sharded(settings)
         and mesh is not None
         and mesh["parallelism_config_tp_size"] > 1
         and mesh["parallelism_config_cp_size"] == 1  # over whose ranks FSDP shards
@@ -70,7 +70,7 @@ def _fp8(backend: str, name: str) -> Unbuilt:
     )
 
 
-def _sharded(settings: Any) -> bool:
+def _is_sharded(settings: Any) -> bool:
     mesh = settings.parallelism_config
     return settings.distributed_type == "FSDP" or (
         mesh is not None and mesh["parallelism_config_dp_shard_size"] > 1
@@ -81,7 +81,7 @@ def _fsdp(key: str, value: Any, reason: str, instead: str) -> Unbuilt:
     return Unbuilt(
         f"fsdp_config.{key}",
         lambda settings: (
-            _sharded(settings)
+            _is_sharded(settings)
             and settings.fsdp_config is not None
             and settings.fsdp_config[key] == value
         ),
@@ -93,7 +93,7 @@ def _fsdp(key: str, value: Any, reason: str, instead: str) -> Unbuilt:
 _DDP = "--distributed_type MULTI_GPU or MULTI_CPU trains with DDP, which is the same"
 
 UNBUILT: tuple[Unbuilt, ...] = (
-    *(_refused(option) for option in all_options() if option.refused),
+    *(_refusal(option) for option in all_options() if option.refused),
     _fsdp("fsdp_sharding_strategy", "NO_SHARD", "FSDP2 always shards", _DDP),
     _fsdp("fsdp_reshard_after_forward", "NO_SHARD", "FSDP2 always shards", _DDP),
     Unbuilt(
@@ -135,8 +135,8 @@ def _of_kind(kind: str) -> tuple[str, tuple[_Test, str]]:
     return f"{kind.lower()}_config", (_without(kind), f"distributed_type is not {kind}")
 
 
-def _unsharded(settings: Any) -> bool:
-    return not _sharded(settings)
+def _is_whole(settings: Any) -> bool:
+    return not _is_sharded(settings)
 
 
 def _not_fp8(settings: Any) -> bool:
@@ -176,14 +176,14 @@ IDLE: Mapping[str, tuple[_Test, str]] = {
     "downcast_bf16": (_without("XLA"), "only on a TPU"),
     "tpu_use_cluster": (lambda s: not s.tpu_use_cluster, "only for a pod of TPUs"),
     **dict(_of_kind(group.upper()) for group in LAUNCHED),
-    "fsdp_config": (_unsharded, "distributed_type is not FSDP"),
+    "fsdp_config": (_is_whole, "distributed_type is not FSDP"),
     "parallelism_config": (_every_axis_is_one, "every axis has size 1"),
     **_of_axis("cp", "backend", "comm_strategy"),
     **_of_axis("sp", "backend"),
     "mpirun_config": (lambda s: not s.mpirun_config["mpirun_hostfile"], "there is no hostfile"),
     "fp8_config": (_not_fp8, "mixed_precision is not fp8"),
     "fp8_config.enable_fsdp_float8_all_gather": (
-        lambda settings: _not_fp8(settings) or _unsharded(settings),
+        lambda settings: _not_fp8(settings) or _is_whole(settings),
         "only with mixed_precision fp8, where FSDP shards the weights",
     ),
     "dynamo_config": (_no_backend, "dynamo_backend is no"),

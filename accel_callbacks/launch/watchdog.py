@@ -53,7 +53,7 @@ def end_marked(mark: str, grace: float = _GRACE) -> None:
     text = f"{MARK}={mark}".encode()
     signalled: set[int] = set()
     deadline = time.monotonic() + grace
-    while alive := _marked(text):
+    while alive := _find_marked(text):
         late = time.monotonic() > deadline
         for pid in alive if late else alive - signalled:
             _send(pid, signal.SIGKILL if late else signal.SIGTERM)
@@ -66,7 +66,7 @@ def _send(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def _marked(text: bytes) -> set[int]:
+def _find_marked(text: bytes) -> set[int]:
     """Return the running processes with the mark in their environment, except this one."""
     pids = set()
     for name in os.listdir("/proc"):

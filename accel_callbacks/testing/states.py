@@ -32,7 +32,7 @@ def differences(
 ) -> str:
     """Describe the differences of two states, except for some paths; empty if there are none."""
     return "; ".join(
-        f"{path}: {_shown(before, path)} and {_shown(after, path)}"
+        f"{path}: {_show(before, path)} and {_show(after, path)}"
         for path in sorted({*before, *after} - but)
         if path not in before or path not in after or not _is_same(before[path], after[path])
     )
@@ -64,7 +64,7 @@ def _leaves(state: Any, path: str = "") -> dict[str, Any]:
     return by_path
 
 
-def _shown(by_path: dict[str, Any], path: str) -> str:
+def _show(by_path: dict[str, Any], path: str) -> str:
     return repr(by_path[path]) if path in by_path else "nothing"
 
 

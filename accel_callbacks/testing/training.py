@@ -265,14 +265,14 @@ class Recorder(Callback):
         self.name = name
         self.trace: list[str] = []
         for hook in HOOKS if only is None else map(checked_hook, only):
-            setattr(self, hook, self._recording(hook))
+            setattr(self, hook, self._make_recorder(hook))
 
     @property
     def state_key(self) -> str:
         """The given name."""
         return self.name
 
-    def _recording(self, hook: str) -> Callable[..., None]:
+    def _make_recorder(self, hook: str) -> Callable[..., None]:
         return lambda run, model, *args: self.trace.append(line_of(hook, run, args))
 
     def take(self) -> list[str]:

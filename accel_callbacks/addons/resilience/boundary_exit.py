@@ -81,12 +81,12 @@ class BoundaryExit:
         """Return to the boundary, once the script is unwound: its state is what is saved now."""
         if self._kept is None or self._run.global_step != self._step:
             return  # a script has caught the exit, gone on, and raises it only now
-        self._training.left_state = self._left_state
+        self._training.left_state = self._boundary_state
         position = self._kept[0]["run"]  # what is saved at that position already is not saved again
         self._run.epoch_open = position["epoch_open"]
         self._run.epochs_done = position["epochs_done"]
 
-    def _left_state(self) -> _State:
+    def _boundary_state(self) -> _State:
         """Return the state of the boundary, in which callbacks that save know what they saved."""
         assert self._kept is not None
         shared, local = self._kept

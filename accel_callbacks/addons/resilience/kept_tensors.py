@@ -52,7 +52,7 @@ class KeptTensors:
         # The views are made once, as this may be called after each step.
         if places != self._places:
             self._places, self._weights = places, local
-            self._views = list(map(_sampled, local))
+            self._views = list(map(_sample, local))
             self._samples = [view.clone() for view in self._views]
         elif self._views:
             torch._foreach_copy_(self._samples, self._views)
@@ -92,7 +92,7 @@ def _address(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _sampled(weight: torch.Tensor) -> torch.Tensor:
+def _sample(weight: torch.Tensor) -> torch.Tensor:
     """Return a view of a few values of a weight."""
     dense = weight.detach()
     # In the order in which they are in memory, so that this is a view.
