@@ -29,7 +29,7 @@ from accel_callbacks import (
 )
 from accel_callbacks.distributed import failures
 from accel_callbacks.distributed.rng import RNGType
-from accel_callbacks.distributed.topology import destroy_topology, resolve_topology
+from accel_callbacks.distributed.topology import resolve_topology
 from tests.support import warm
 from tests.support.bound import BOUND, OUTLASTING
 from tests.support.ports import free_port
