@@ -10,7 +10,7 @@ from types import TracebackType
 
 from accel_callbacks.errors.text import innermost_call, is_library_error
 
-__all__ = ["fingerprint", "note_step", "reason_to_recur", "step_of"]
+__all__ = ["digest", "fingerprint", "note_step", "reason_to_recur", "step_of"]
 
 _STEP = "_accel_step"
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
@@ -43,9 +43,13 @@ def fingerprint(error: BaseException, trace: TracebackType | None) -> str:
     at_a_file = isinstance(error, FileNotFoundError | PermissionError | FileExistsError)
     if names & _PASSING or (isinstance(error, OSError) and not at_a_file):
         return ""
-    text = f"{type(error).__qualname__}: {error} {innermost_call(error, trace)[1]}"
-    text = _ADDRESS.sub("0x", text)
-    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
+    return digest(f"{type(error).__qualname__}: {error} {innermost_call(error, trace)[1]}")
+
+
+def digest(text: str) -> str:
+    """Return a digest that is the same for a text on all ranks, whatever addresses it has."""
+    plain = _ADDRESS.sub("0x", text)
+    return hashlib.sha256(plain.encode("utf-8", "replace")).hexdigest()[:16]
 
 
 def reason_to_recur(error: BaseException, trace: TracebackType | None) -> str:

@@ -11,7 +11,7 @@ run is aborted instead, which makes the collective that blocks the others fail.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
@@ -183,10 +183,8 @@ def _not_yet_at(point: str) -> list[int]:
         RuntimeError: a rank is at another one in its place, so it will not come.
     """
     number, _, operation = point.partition(" ")
-    ranks = range(collectives.world_size())
-    reached = collectives.store().read([f"{_KEY}/{rank}" for rank in ranks])
     absent = []
-    for rank, last in zip(ranks, reached, strict=True):
+    for rank, last in _points_of(range(collectives.world_size())):
         count, _, name = (last or "").partition(" ")
         if count == number and name != operation:
             raise RuntimeError(
@@ -219,13 +217,17 @@ def _arrive_at(point: str | None) -> None:
     collectives.store().set(f"{_KEY}/{collectives.rank()}", str(point))
 
 
+def _points_of(ranks: Sequence[int]) -> Iterator[tuple[int, str | None]]:
+    """Return ranks with the sync point that each has reached last."""
+    # In one trip to the store: all ranks ask at the same time, each for all the others.
+    return zip(ranks, collectives.store().read([f"{_KEY}/{rank}" for rank in ranks]), strict=True)
+
+
 def _absent_from(point: str) -> list[int]:
     """Return the ranks that are not at this sync point, none if the store is gone."""
     with suppress(Exception):
-        # In one trip to the store: all ranks ask at the same time, each for all the others.
         ranks = range(collectives.world_size())
-        reached = collectives.store().read([f"{_KEY}/{rank}" for rank in ranks])
-        return [rank for rank, last in zip(ranks, reached, strict=True) if last != point]
+        return [rank for rank, last in _points_of(ranks) if last != point]
     return []
 
 
@@ -236,11 +238,10 @@ def _others_arrive_at(point: str) -> bool:
     the ranks have diverged, and it will never come here.
     """
     number = point.partition(" ")[0]
-    store, deadline = collectives.store(), time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + _PATIENCE
     absent = sorted({*range(collectives.world_size())} - {collectives.rank()})
     while absent and time.monotonic() < deadline:
-        points = store.read([f"{_KEY}/{rank}" for rank in absent])
-        for rank, reached in zip(list(absent), points, strict=True):
+        for rank, reached in _points_of(list(absent)):
             if reached == point:
                 absent.remove(rank)
             elif reached is not None and (reached == "None" or reached.split(" ")[0] == number):

@@ -7,7 +7,6 @@ a rank other than 0 is held back for a moment, in which rank 0 may show the same
 from __future__ import annotations
 
 import atexit
-import hashlib
 import os
 import sys
 import threading
@@ -19,6 +18,7 @@ from typing import TextIO
 
 from accel_callbacks.collectives import BoundedStore
 from accel_callbacks.distributed.heartbeat import current_heartbeat
+from accel_callbacks.recurrence import digest
 
 __all__ = ["show_held_warnings", "show_warnings_once", "show_warnings_plainly"]
 
@@ -54,19 +54,19 @@ class _RankWarnings:
             self.python_shows(message, category, filename, lineno, file, line)
             return
         place = f"{category.__name__} {Path(filename).name}:{lineno} {message}"
-        digest = hashlib.sha256(place.encode("utf-8", "replace")).hexdigest()[:16]
-        known = digest in self._seen
+        name = digest(place)
+        known = name in self._seen
         shared = file is None and (known or len(self._seen) < _MOST)
         if shared:
-            self._seen.add(digest)
+            self._seen.add(name)
         if self._rank == 0 or not shared:
             self.python_shows(message, category, filename, lineno, file, line)
             if shared and not known:
-                self.store.post(lambda store: store.set(f"{_KEY}/{digest}", "0"))
+                self.store.post(lambda store: store.set(f"{_KEY}/{name}", "0"))
             return
         text = warnings.formatwarning(message, category, filename, lineno, line)
         with self._lock:
-            self._held[digest] = f"[RANK {self._rank}] {text}"
+            self._held[name] = f"[RANK {self._rank}] {text}"
             timer, known = self._timer, self._timer is not None
             if timer is None:
                 timer = self._timer = threading.Timer(_GRACE, self.settle)
@@ -91,7 +91,7 @@ class _RankWarnings:
             self._timer = None
         if not held:
             return
-        keys, deadline = [f"{_KEY}/{digest}" for digest in held], time.monotonic() + patience
+        keys, deadline = [f"{_KEY}/{name}" for name in held], time.monotonic() + patience
         rank = str(self._rank)
         first_ranks = [rank] * len(keys)
         with suppress(Exception):  # without the store each rank shows its own

@@ -197,7 +197,7 @@ def _has_joined_group() -> bool:
 
 
 def _forget_group() -> None:
-    """Reset the topology, because the script has destroyed the group or made another one."""
+    """Reset the topology, because its group is destroyed, or is another one now."""
     global _current, _owns_group, _joined_with, _copies
     _current, _owns_group, _joined_with, _copies = None, False, None, None
     stop_heartbeat()
@@ -350,19 +350,16 @@ def destroy_topology() -> None:
         >>> _ = resolve_topology(cpu=True)
         >>> destroy_topology()
     """
-    global _current, _owns_group, _joined_with, _copies
-    _current = _joined_with = _copies = None
+    joined = _owns_group and dist.is_initialized() and _has_joined_group()
     show_warnings_plainly()
-    stop_heartbeat()
-    collectives.expect_group(1)
-    if _owns_group and dist.is_initialized() and _has_joined_group():
+    _forget_group()
+    if joined:
         # In this order: a background save still uses its own group, and the reducers of models
         # (in reference cycles, so only gc frees them) must go before the group they belong to.
         wait_for_exempt_groups()
         gc.collect()
         dist.destroy_process_group()
     collectives.leave_control_group()  # beside a group of the script's, which stays
-    _owns_group = False
 
 
 class Ranks(NamedTuple):

@@ -6,10 +6,8 @@ same one. They know from the files in which torch's launcher keeps the error of 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import re
 import sys
 import time
 import traceback
@@ -29,7 +27,7 @@ from accel_callbacks.errors.text import (
     shows_all_frames,
     whole_text,
 )
-from accel_callbacks.recurrence import fingerprint, reason_to_recur, step_of
+from accel_callbacks.recurrence import digest, fingerprint, reason_to_recur, step_of
 from checkpoint_io.local_files import replace
 
 __all__ = ["CONSEQUENCES", "install_excepthook", "is_default_hook", "report_error"]
@@ -49,7 +47,6 @@ _PATIENCE = 3.0  # seconds that a rank waits for the report of the one that it h
 _POLLING = 0.02
 _WHOLE = "traceback.txt"  # beside the record of the rank
 T = TypeVar("T")
-_ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 def report_error(error: Exception, trace: TracebackType | None) -> None:
@@ -170,8 +167,7 @@ class _Place(NamedTuple):
         """Return the first rank of this machine that fails with a text: this one if none has."""
         if self.folder is None:
             return self.rank
-        digest = hashlib.sha256(_ADDRESS.sub("0x", text).encode("utf-8", "replace")).hexdigest()
-        path = self.folder.parent / f"error-{digest[:16]}"
+        path = self.folder.parent / f"error-{digest(text)}"
         with suppress(OSError, ValueError):  # such as a full disk
             try:
                 with path.open("x") as file:
