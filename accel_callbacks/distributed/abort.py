@@ -137,8 +137,8 @@ def explain(error: BaseException, operation: str) -> BaseException:
         )
     elif others:
         cause = RuntimeError(
-            f"{operation}: a rank that lives has closed its connection, as one does whose own wait "
-            f"has timed out: {others}. Check whether all ranks make the same calls.\n\n"
+            f"{operation}: another rank closed its connection and is still alive, probably because "
+            f"its own wait timed out: {others}. Check whether all ranks make the same calls.\n\n"
             f"The collective ended with: {error}"
         )
     setattr(cause, _EXPLAINED, True)  # not to be looked for again

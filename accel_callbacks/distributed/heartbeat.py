@@ -252,7 +252,7 @@ class Heartbeat:
             time.sleep(0.02)
 
     def find_ended(self) -> LostRank | None:
-        """Return a rank of this machine whose process has ended, None if none is known to."""
+        """Return a rank of this machine whose process has ended; None if there is none."""
         for rank, peer in self._peers.items():
             if peer.status:
                 return LostRank(rank, peer.status, peer.place)

@@ -110,7 +110,7 @@ def _status_of_reaped(pidfd: int) -> int | None:
 
 @functools.cache
 def host_id() -> str:
-    """Return what only processes that see the same process ids have in common."""
+    """Identify the PID namespace, in which a process id means one process: boot id and inode."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"

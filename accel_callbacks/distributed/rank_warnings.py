@@ -111,7 +111,7 @@ _current: _RankWarnings | None = None
 
 
 def show_warnings_once(rank: int, store: BoundedStore, store_outlives: bool) -> None:
-    """Show warnings that all ranks raise on rank 0 only, unless the script shows them in its way.
+    """Show a warning of all ranks on rank 0 only, unless the script has replaced showwarning.
 
     Args:
         rank: of this process.

@@ -1,4 +1,4 @@
-"""Text of an error: the user's frames as Python shows them, and one line for each run of others.
+"""Text of an error: the user's frames as Python shows them, runs of library frames as one line.
 
 Frames of torch and of this library say little to whoever wrote the script, and neither do causes
 that the error repeats. Both are left out here, and counted; ``ACCEL_FULL_TRACEBACK=1`` shows them.

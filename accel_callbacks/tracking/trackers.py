@@ -96,7 +96,7 @@ class EndOnSigterm(AbstractContextManager["EndOnSigterm"]):
 
 
 def _owner(handler: Any) -> EndOnSigterm | None:
-    """Return the object whose handler this is, None for a handler of others."""
+    """Return the object that owns a handler; None if it is not one of ours."""
     owner = getattr(handler, "__self__", None)
     return owner if isinstance(owner, EndOnSigterm) else None
 
