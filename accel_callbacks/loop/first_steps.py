@@ -84,7 +84,6 @@ class FirstSteps:
         self._watches: list[OptimizerWatch] = []
         self._calls: list[_Calls] = []
         self._warned: set[str] = set()
-        self._note_norm: Callable[[torch.Tensor], None] | None = None
         self.trains = False
         self._begin_checks()
 
@@ -164,7 +163,9 @@ class FirstSteps:
     def _begin_checks(self) -> None:
         self.bare_steps.renew()
         self.run_backward: Callable[..., None] | None = self._note_backward
-        self._clip_by(_CheckedClipping(self.gradients, self.bare_steps, self.warn))
+        self.clipping: Gradients | _CheckedClipping = _CheckedClipping(
+            self.gradients, self.bare_steps, self.warn
+        )
 
     def _end_checks(self) -> None:
         if not self._watches:
@@ -172,19 +173,7 @@ class FirstSteps:
             plain = type(gradients).backward is Gradients.backward
             unshared = None if plain else gradients.backward
             self.run_backward = self._backward if self.strategy.sequences.shared else unshared
-            self._clip_by(gradients)
-
-    def tell_norms(self, note: Callable[[torch.Tensor], None] | None) -> None:
-        """Call a function with each norm that gradients are clipped by; with none, stop that."""
-        clipping = self.clipping
-        self._note_norm = note
-        self._clip_by(clipping.clipping if isinstance(clipping, _NotedClipping) else clipping)
-
-    def _clip_by(self, clipping: Gradients | _CheckedClipping) -> None:
-        note = self._note_norm
-        self.clipping: Gradients | _CheckedClipping | _NotedClipping = (
-            clipping if note is None else _NotedClipping(clipping, note)
-        )
+            self.clipping = gradients
 
     @property
     def in_sync(self) -> bool:
@@ -489,33 +478,6 @@ class _CheckedClipping:
             "or keep a list, `parameters = list(model.parameters())`.",
         )
         return []  # torch would warn again of an empty generator, with less to go by
-
-
-class _NotedClipping:
-    """Clips as another one does, and tells the total norms.
-
-    Args:
-        clipping: clips.
-        note: called with each norm.
-    """
-
-    def __init__(
-        self, clipping: Gradients | _CheckedClipping, note: Callable[[torch.Tensor], None]
-    ) -> None:
-        self.clipping = clipping
-        self._note = note
-
-    def clip_grad_norm_(
-        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
-        """Clip by the total norm and return it."""
-        norm = self.clipping.clip_grad_norm_(parameters, max_norm, norm_type)
-        self._note(norm)
-        return norm
-
-    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clip each gradient element to ``[-clip_value, clip_value]``."""
-        self.clipping.clip_grad_value_(parameters, clip_value)
 
 
 def _is_used_up(parameters: Any) -> bool:

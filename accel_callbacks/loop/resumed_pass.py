@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.errors import ResumeError
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.loop.run import length_of
+from accel_callbacks.models.compile import hook_calls
 from checkpoint_io.warning import warn
 
 __all__ = ["read_on"]
@@ -78,13 +77,7 @@ class _SkipWatch:
         """Yield the rest of the epoch."""
         loader, loop, step = self._loader, self._loop, self._loop.step
         batches = loader.batches()
-        # A hook would be compiled into a model that was compiled in place. Of Module, as the
-        # method of a TorchScript module raises.
-        handles = [
-            torch.nn.Module.register_forward_pre_hook(model, self._note_call)
-            for model in loop.models
-            if getattr(model, "_compiled_call_impl", None) is None
-        ]
+        handles = hook_calls(loop.models, self._note_call)
         if step.before_work is None:
             step.before_work = self._check
         try:

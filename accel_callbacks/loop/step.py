@@ -184,7 +184,10 @@ class StepEngine:
         self.unscale_gradients()
         if isinstance(parameters, torch.Tensor):
             parameters = [parameters]
-        return self._first_steps.clipping.clip_grad_norm_(parameters, max_norm, norm_type)
+        norm = self._first_steps.clipping.clip_grad_norm_(parameters, max_norm, norm_type)
+        if self._state.note_norm is not None:
+            self._state.note_norm(norm)
+        return norm
 
     def clip_grad_value_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float

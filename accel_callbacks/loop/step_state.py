@@ -34,6 +34,7 @@ class StepState:
         unsettled: steps to be counted once the device tells whether they were skipped, and None
             where a batch began.
         after_step: called with each optimizer that has stepped, None if nobody is to know.
+        note_norm: called with each norm that gradients are clipped by, None if nobody is to know.
         before_work: called with the name of the next backward or step, None if nothing is to be
             checked.
         half_loaded: the checkpoint whose load failed after it had changed something.
@@ -54,6 +55,7 @@ class StepState:
     stepped: tuple[Any, ...] = ()
     unsettled: deque[tuple[Any, StepFinding] | None] = field(default_factory=deque)
     after_step: Callable[[Any], None] | None = None
+    note_norm: Callable[[torch.Tensor], None] | None = None
     before_work: Callable[[str], None] | None = None
     half_loaded: str | None = None
     borrowed: str | None = None

@@ -10,6 +10,7 @@ import torch
 
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.loop.loop import Loop
+from accel_callbacks.models.compile import hook_calls
 
 __all__ = ["UndecidedPass"]
 
@@ -73,13 +74,7 @@ class UndecidedPass:
             if not torch.is_grad_enabled():
                 choose(False)
 
-        # A hook would be compiled into a model that was compiled in place. Of Module, as the
-        # method of a TorchScript module raises.
-        handles = [
-            torch.nn.Module.register_forward_pre_hook(model, note_call)
-            for model in loop.models
-            if getattr(model, "_compiled_call_impl", None) is None
-        ]
+        handles = hook_calls(loop.models, note_call)
         token = loop.position.enter(loader)  # for what reads the position of the batch
         if not first:
             choose(False)

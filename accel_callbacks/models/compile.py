@@ -9,6 +9,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from accel_callbacks.plugins.compile import TorchDynamoPlugin
 
@@ -16,6 +17,7 @@ __all__ = [
     "adopt",
     "await_collectives",
     "compile_model",
+    "hook_calls",
     "is_compiled",
     "original",
     "refuse_scripted",
@@ -157,7 +159,24 @@ def is_compiled(model: torch.nn.Module) -> bool:
     return any(_call_of(module) is not None for module in model.modules())
 
 
-def _call_of(module: torch.nn.Module) -> Any:
+def hook_calls(
+    models: Iterable[torch.nn.Module], hook: Callable[..., None]
+) -> list[RemovableHandle]:
+    """Call a function before each forward of the models, but for those compiled in place.
+
+    Args:
+        models: the models.
+        hook: would be compiled into a model that was compiled in place.
+    """
+    # Of Module, as the method of a TorchScript module raises.
+    return [
+        torch.nn.Module.register_forward_pre_hook(model, hook)
+        for model in models
+        if getattr(model, "_compiled_call_impl", None) is None
+    ]
+
+
+def _compiled(module: torch.nn.Module) -> Any:
     return module._compiled_call_impl
 
 

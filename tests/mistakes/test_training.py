@@ -691,7 +691,7 @@ def test_parameters_that_are_given_anew_are_silent(of):
 def test_clipping_is_the_strategys_after_the_first_steps():
     accel = Accelerator(cpu=True)
     clipped_parameters(accel, list_of, once=True)
-    assert accel.first_steps.clipping is accel.strategy
+    assert accel.first_steps.clipping is accel.strategy.gradients
 
 
 # --- 7. gradients that are never cleared ------------------------------------------------------

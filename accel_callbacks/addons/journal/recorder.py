@@ -137,7 +137,7 @@ class Recorder(Observer):
         run.noted = self._note_of_others
         for url, problem in self._loop.leases.unguarded.items():
             self.note("unguarded", folder=url, problem=problem)
-        run.accelerator.first_steps.tell_norms(self._note_norm)
+        self._step_state.note_norm = self._note_norm
         return True
 
     def close(self, status: Any, error: BaseException | None = None) -> dict[str, float]:
@@ -149,7 +149,7 @@ class Recorder(Observer):
         if hub is None:
             return {}
         run = self._loop.run
-        run.accelerator.first_steps.tell_norms(None)
+        self._step_state.note_norm = None
         run.noted = None
         try:
             self._write_end(run, status, error)

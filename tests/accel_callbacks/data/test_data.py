@@ -190,7 +190,7 @@ def reads_a_broken_sample(workers: int) -> list:
             seen += batch.tolist()
     except LookupError:
         seen.append("error")
-    return [seen, len(accel.loop.active)]
+    return [seen, len(accel.loop.position.active)]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
