@@ -23,7 +23,6 @@ from accel_callbacks.errors import nearest
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
-    from accel_callbacks.strategy.base import Strategy
 
 __all__ = ["Freeze", "split_param_groups"]
 
@@ -297,10 +296,10 @@ def _parse_until(until: int | str | None) -> Interval | None:
     return interval
 
 
-def _can_change_requires_grad(strategy: Strategy | None) -> bool:
+def _can_change_requires_grad(strategy: Any) -> bool:
     """Return whether ``requires_grad`` may change after the model was prepared."""
     # Without a strategy it is a foreign trainer, which may wrap the model in DDP itself.
-    return strategy is not None and strategy.gradients.allows_unfreezing
+    return strategy is not None and bool(strategy.gradients.allows_unfreezing)
 
 
 def split_param_groups(
