@@ -176,7 +176,7 @@ def hook_calls(
     ]
 
 
-def _compiled(module: torch.nn.Module) -> Any:
+def _call_of(module: torch.nn.Module) -> Any:
     return module._compiled_call_impl
 
 
