@@ -102,9 +102,10 @@ def test_a_norm_of_the_configuration_clips(pool, references) -> None:
     assert difference(found, references[1, "no"][1]) < ABSOLUTE
 
 
-def _abandoned(layout: str, broken: bool) -> Any:
+def _abandoned(layout: str, broken: str, path: str) -> Any:
     job = prepared(layout, 4)
     accel, model, optimizer, loader, _ = job
+    accel.save_state(path)
     if broken:
         for inputs, _targets in loader:
             with accel.accumulate(model):
@@ -113,6 +114,10 @@ def _abandoned(layout: str, broken: bool) -> Any:
                 optimizer.zero_grad()
             break
         assert accel.strategy.gradients.has_gradients(optimizer.optimizer)
+    if broken == "load":
+        accel.load_state(path)
+        assert not accel.strategy.gradients.has_gradients(optimizer.optimizer)
+    elif broken:
         # as if nothing had been drawn
         loader.set_epoch(0)
     norms = []
@@ -128,10 +133,13 @@ def _abandoned(layout: str, broken: bool) -> Any:
     return norms, found
 
 
+@pytest.mark.parametrize("broken", ["break", "load"])
 @pytest.mark.parametrize("layout", ["zero0", "zero1", "zero2", "zero3"])
-def test_gradients_of_an_abandoned_window_are_dropped(pool, layout: str) -> None:
-    norms, found = pool.run(_abandoned, layout, True)[0]
-    expected, wanted = pool.run(_abandoned, layout, False)[0]
+def test_gradients_of_an_abandoned_window_are_dropped(
+    pool, tmp_path: Path, layout: str, broken: str
+) -> None:
+    norms, found = pool.run(_abandoned, layout, broken, str(tmp_path / "a"))[0]
+    expected, wanted = pool.run(_abandoned, layout, "", str(tmp_path / "b"))[0]
     assert norms == expected
     assert len(norms) == 2
     assert difference(found, wanted) == 0.0

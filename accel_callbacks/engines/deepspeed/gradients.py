@@ -135,6 +135,11 @@ class EngineGradients(Gradients):
             return optimizer.micro_batches > 0
         return has_gradients(optimizer)
 
+    def drop_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop the gradients that the engine has reduced in an open window."""
+        if isinstance(optimizer, EngineOptimizer) and optimizer.micro_batches:
+            optimizer.zero_grad()
+
     def _optimizers_of(self, parameters: Iterable[torch.Tensor]) -> list[EngineOptimizer]:
         """Return the optimizers of the engines that parameters belong to.
 
