@@ -22,8 +22,7 @@ from accel_callbacks.terminal_text import listed
 __all__ = ["ZeroAgreement"]
 
 _END_OF_BACKWARD = "independent_gradient_partition_epilogue"
-_FLUSH_OF_3 = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
-_GATHER = "_PartitionedParameterCoordinator__all_gather_params"
+_REDUCE = "reduce_ready_partitions_and_remove_grads"
 _GATHERS = ("forward", "backward")
 _SAME_PARAMETERS = unused_advice("ZeRO")
 _SAME_ORDER = (
@@ -68,19 +67,23 @@ class ZeroAgreement(RankAgreement):
             self._watch_gathers(engine.optimizer.parameter_offload.get_param_coordinator(), numbers)
 
     def _watch_gathers(self, coordinator: Any, numbers: dict[int, int]) -> None:
-        gather = getattr(coordinator, _GATHER)
+        from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
+        from deepspeed.utils import z3_leaf_module
 
-        def agreed(parameters: Any, forward: bool) -> None:
+        fetch = coordinator.fetch_sub_module
+
+        # What DeepSpeed prefetches follows from the modules before, so that it needs no event.
+        def fetch_as_others(module: torch.nn.Module, forward: bool) -> None:
             missing = sorted(
                 numbers[id(parameter)]
-                for parameter in parameters
+                for parameter in set(iter_params(module, recurse=z3_leaf_module(module)))
                 if parameter.ds_status.name == "NOT_AVAILABLE" and id(parameter) in numbers
             )
             if missing:
                 self.follow((_GATHERS[not forward], *missing))
-            gather(parameters, forward)
+            fetch(module, forward)
 
-        setattr(coordinator, _GATHER, agreed)
+        coordinator.fetch_sub_module = fetch_as_others
 
     def start_backward(self, engine: Any) -> None:
         """Hold back the reductions of a backward until it ends, if missing gradients are zeros."""
@@ -104,53 +107,29 @@ class ZeroAgreement(RankAgreement):
 
     def _conflict_error(self, sides: Sequence[tuple[int, Event]]) -> RuntimeError:
         (rank, event), (other, other_event) = sides
-        for has, lacks, larger, smaller in (
-            (rank, other, event, other_event),
-            (other, rank, other_event, event),
-        ):
-            name = self._surplus(larger, smaller)
-            if name is not None:
-                return RuntimeError(
-                    f"{name!r} has a gradient on rank {has} and none on rank {lacks}"
-                    f"{_SAME_PARAMETERS}"
-                )
         advice = _SAME_MODULES if {event[0], other_event[0]} & {*_GATHERS} else _SAME_PARAMETERS
         if event[0] == other_event[0] and sorted(event[1:]) == sorted(other_event[1:]):
             advice = _SAME_ORDER
         return RuntimeError(
-            f"rank {rank} came to {self._describe(event)}, and rank {other} to "
-            f"{self._describe(other_event)}{advice}"
+            f"rank {rank} came to {self._describe(event, other_event)}, and rank {other} to "
+            f"{self._describe(other_event, event)}{advice}"
         )
-
-    def _surplus(self, event: Event, other: Event) -> str | None:
-        """Return a parameter that is reduced here, and not on a rank whose last bucket differs."""
-        if other[0] != "last" or event[0] not in ("bucket", "last"):
-            return None
-        surplus = set(event[1:]).difference(other[1:])
-        return self._names[min(surplus)] if surplus else None
 
     def _timeout_error(self, event: Event) -> RuntimeError:
-        rank, known = collectives.rank(), self._next.get((self._phase, self._last))
-        if known is None:
-            before = ""
-        else:
-            changes = (event, known, "a gradient", "none"), (known, event, "no gradient", "one")
-            for larger, smaller, now, earlier in changes:
-                name = self._surplus(larger, smaller)
-                if name is not None:
-                    return RuntimeError(
-                        f"{name!r} has {now} on rank {rank}, where it had {earlier} before, and it "
-                        f"is not so on all ranks{_SAME_PARAMETERS}"
-                    )
-            before = f", where {self._describe(known)} came before"
+        known = self._next.get((self._phase, self._last))
+        before = "" if known is None else f", where {self._describe(known, event)} came before"
         advice = _SAME_MODULES if event[0] in _GATHERS else _SAME_PARAMETERS
         return RuntimeError(
-            f"rank {rank} came to {self._describe(event)}{before}, and not all ranks did{advice}"
+            f"rank {collectives.rank()} came to {self._describe(event, known or END)}{before}, and "
+            f"not all ranks did{advice}"
         )
 
-    def _describe(self, event: Event) -> str:
+    def _describe(self, event: Event, other: Event = END) -> str:
+        """Return an event as a noun of an error, by what another event lacks."""
         kind, *numbers = event
-        if event == END or not numbers:
+        if set(numbers) != set(other[1:]):
+            numbers = sorted(set(numbers).difference(other[1:]))
+        if not numbers:
             return "the end of backward"
         names = listed((repr(self._names[number]) for number in numbers), 1)
         return (
@@ -176,60 +155,56 @@ class _Reduction:
         self._hooked = {id(p) for _, p in self._parameters if p.requires_grad}
         self._used: set[int] = set()  # numbers, in this window
         self._reduced: set[int] = set()  # in this backward
-        self._ends = False
+        self._fills_stale = False
         self.holds = False  # back gradients that arrive
-        # DeepSpeed gives zeros to those in leaf modules, whether another rank has used them or not.
-        self._leaves: set[int] = set()
+        # By torch's own hook: DeepSpeed gives zeros to parameters of leaf modules, used or not.
         for _, parameter in self._parameters:
-            if id(parameter) in self._hooked and hasattr(parameter, "ds_z3_leaf_module"):
-                self._watch_leaf(parameter)
+            if id(parameter) in self._hooked:
+                self._note_use(parameter)
         if agreement.fills:
             self._fill_at_end()
         else:
             self._watch_buckets()
             self._watch_end()
 
-    def _watch_leaf(self, parameter: torch.nn.Parameter) -> None:
+    def _note_use(self, parameter: torch.nn.Parameter) -> None:
         number = self._numbers[id(parameter)]
-        self._leaves.add(number)
         note: Any = parameter.register_post_accumulate_grad_hook
         note(lambda _: self._used.add(number))
 
     # --- parameters that are missing are an error -----------------------------------------------
 
     def _watch_buckets(self) -> None:
-        name = _FLUSH_OF_3 if self._is_stage_3 else "reduce_ipg_grads"
-        reduce_bucket = getattr(self._optimizer, name)
+        optimizer, reduce = self._optimizer, getattr(self._optimizer, _REDUCE)
 
-        def agreed(*args: Any, **kwargs: Any) -> None:
-            if not self._ends:
-                for dtype in (*args, *kwargs.values()):
-                    self._come("bucket", [self._optimizer.ipg_buckets[dtype]])
-            reduce_bucket(*args, **kwargs)
+        def reduce_as_others(parameter: Any, *index: int) -> None:
+            if not self._fills_stale:
+                bucket = optimizer.ipg_buckets[optimizer.get_param_comm_dtype(parameter)]
+                count = getattr(parameter, "ds_numel", parameter.numel())
+                # Then DeepSpeed reduces the bucket before it takes this gradient.
+                if bucket.params and bucket.elements + count > optimizer.reduce_bucket_size:
+                    self._agreement.follow(("bucket", *self._numbers_in(bucket)))
+                self._reduced.add(self._numbers[id(parameter)])
+            reduce(parameter, *index)
 
-        setattr(self._optimizer, name, agreed)
+        setattr(optimizer, _REDUCE, reduce_as_others)
 
     def _watch_end(self) -> None:
         finish = getattr(self._optimizer, _END_OF_BACKWARD)
 
-        def agreed() -> None:
-            self._come("last", self._optimizer.ipg_buckets.values())
-            self._ends = True
+        def finish_as_others() -> None:
+            buckets = self._optimizer.ipg_buckets.values()
+            numbers = [number for bucket in buckets for number in self._numbers_in(bucket)]
+            self._agreement.follow(("last", *numbers))
+            self._fills_stale = True
             try:
                 self._fill_stale()
                 finish()
             finally:
-                self._ends = False
+                self._fills_stale = False
                 self._reduced.clear()
 
-        setattr(self._optimizer, _END_OF_BACKWARD, agreed)
-
-    def _come(self, kind: str, buckets: Any) -> None:
-        """Note the parameters of buckets, and compare them with those of other ranks."""
-        numbers = [number for bucket in buckets for number in self._numbers_in(bucket)]
-        self._reduced.update(numbers)
-        self._used.update(set(numbers) - self._leaves)
-        self._agreement.follow((kind, *numbers))
+        setattr(self._optimizer, _END_OF_BACKWARD, finish_as_others)
 
     def _numbers_in(self, bucket: Any) -> list[int]:
         if self._is_stage_3:
@@ -248,7 +223,7 @@ class _Reduction:
                 self._give_zeros(parameter)
                 self._feed(index, parameter)
                 if not self._is_stage_3 and not self._reduces_early:
-                    self._optimizer.reduce_ready_partitions_and_remove_grads(parameter, index)
+                    getattr(self._optimizer, _REDUCE)(parameter, index)
 
     # --- parameters that are missing count as zero ----------------------------------------------
 
@@ -256,11 +231,11 @@ class _Reduction:
         name = self._feeder
         take, reduce = getattr(self._optimizer, name), self._engine.allreduce_gradients
 
-        def held(*args: Any) -> None:
+        def take_after_backward(*args: Any) -> None:
             if not self.holds:
                 take(*args)
 
-        def filled(*args: Any, **kwargs: Any) -> None:
+        def reduce_all(*args: Any, **kwargs: Any) -> None:
             self.holds = False
             is_last = self._engine.is_gradient_accumulation_boundary()
             reduces = is_last or self._engine.zero_optimization_partition_gradients()
@@ -268,17 +243,15 @@ class _Reduction:
             for index, parameter in self._parameters:
                 if id(parameter) not in self._hooked:
                     continue
-                if not self._is_missing(parameter):
-                    self._used.update({self._numbers[id(parameter)]} - self._leaves)
-                elif reduces and parameter.requires_grad:
+                if self._is_missing(parameter):
+                    if not (reduces and parameter.requires_grad):
+                        continue
                     self._give_zeros(parameter)
-                else:
-                    continue
                 self._feed(index, parameter)
             reduce(*args, **kwargs)
 
-        setattr(self._optimizer, name, held)
-        self._engine.allreduce_gradients = filled
+        setattr(self._optimizer, name, take_after_backward)
+        self._engine.allreduce_gradients = reduce_all
 
     @property
     def _reduces_early(self) -> bool:
@@ -297,9 +270,7 @@ class _Reduction:
     @property
     def _feeder(self) -> str:
         """The method that DeepSpeed calls with a gradient that arrives."""
-        return (
-            "reduce_ready_partitions_and_remove_grads" if self._is_stage_3 else "process_gradients"
-        )
+        return _REDUCE if self._is_stage_3 else "process_gradients"
 
     def _feed(self, index: int, parameter: torch.nn.Parameter) -> None:
         arguments = (parameter,) if self._is_stage_3 else (parameter, index)
