@@ -1,4 +1,4 @@
-"""``accel ckpt``: list, inspect, verify, copy and remove checkpoints."""
+"""``accel ckpt``: list, inspect, verify and remove checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ ACTIONS = {
     "verify": "verify every byte of a checkpoint, or of all in a folder",
     "prune": "remove old checkpoints of one run",
     "rm": "remove checkpoints, after asking",
-    "cp": "copy a whole checkpoint to another place, verified on the way",
 }
 ALIASES = {"ls": ("list",)}
 PLACES = {
@@ -23,7 +22,6 @@ PLACES = {
     "show": "PLACE",
     "verify": "PLACE",
     "prune": "FOLDER",
-    "cp": "CHECKPOINT",
 }
 _JSON = ("ls", "latest", "show", "verify")
 
@@ -102,31 +100,6 @@ def _rm_options(parser: CommandParser) -> None:
         action="store_true",
         help="also the remains of a killed save, and checkpoints with a corrupt manifest",
     )
-    parser.option("--dry_run", action="store_true", help="only print what would be removed")
-    _force_option(parser)
-
-
-def _cp_options(parser: CommandParser) -> None:
-    """Options of ``accel ckpt cp``."""
-    parser.add_argument(
-        "target", metavar="TARGET", help="the new checkpoint; with a / at its end, the folder of it"
-    )
-    parser.option(
-        "--target_option",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="an option of the target's driver; default: those of --storage_option, if both "
-        "places are of one kind",
-    )
-    parser.option(
-        "--read_back", action="store_true", help="then read every byte of the copy once more"
-    )
-    parser.option(
-        "--progress",
-        action="store_true",
-        help="show a bar at once, also in a log; by default a long copy on a terminal has one",
-    )
     _force_option(parser)
 
 
@@ -140,7 +113,6 @@ _OPTIONS: dict[str, Callable[[CommandParser], None]] = {
     "verify": _verify_options,
     "prune": _prune_options,
     "rm": _rm_options,
-    "cp": _cp_options,
 }
 
 

@@ -15,17 +15,15 @@ from operator import or_
 from typing import Any
 
 import checkpoint_io
-from accel_callbacks.cli.ckpt_copy import copy, place_of, refuse_held
-from accel_callbacks.cli.ckpt_deepspeed import DeepSpeedEntry, deepspeed_entry, unread
 from accel_callbacks.cli.parser import CommandError
 from accel_callbacks.terminal_text import age_of, printable, shape_of, size_of, table, to_json
 from checkpoint_io import Manifest
 from checkpoint_io.folder import remove_all, remove_checkpoint
 from checkpoint_io.format import MANIFEST, save_id_of
 from checkpoint_io.loader import manifest_of
-from checkpoint_io.local_files import split_path
-from checkpoint_io.storage import Store, open_store, protocol_of
-from checkpoint_io.weights import deepspeed_folder, open_weights, sizes_of
+from checkpoint_io.local_files import local_path, split_path
+from checkpoint_io.storage import Store, open_store
+from checkpoint_io.weights import open_weights, sizes_of
 
 _FAILED = {"damaged", "unreachable", "unreadable"}  # statuses of what is not known to be whole
 _LABELS = ("step", "run_name", "run_id")  # what save_state writes into the metadata
@@ -71,23 +69,20 @@ _Survey = list[tuple[checkpoint_io.CheckpointFolder, list[checkpoint_io.FolderEn
 
 
 def _survey(args: Namespace, options: Mapping[str, Any]) -> _Survey:
-    """Return the folder at the place and those one level below it, with all folders in them.
+    """Return the folders with checkpoints, and these, oldest first.
 
-    One level, because a project keeps its checkpoints in a folder of its own.
+    They are the place and those one level below it, as a project keeps its checkpoints in a
+    folder of its own.
     """
     here = checkpoint_io.CheckpointFolder(args.place, storage_options=options)
     entries = here.survey()
     below = [e.path for e in entries if e.status == "foreign" and not e.name.startswith(".")]
-    folders = [checkpoint_io.CheckpointFolder(path, storage_options=options) for path in below]
-    return [(here, entries), *((folder, folder.survey()) for folder in folders)]
-
-
-def _own(surveyed: _Survey) -> _Survey:
-    """Return the folders with checkpoints of this package, and these, oldest first."""
-    surveys = [
-        (folder, [e for e in entries if e.status != "foreign"]) for folder, entries in surveyed
-    ]
-    return [(folder, sorted(entries, key=_age)) for folder, entries in surveys if entries]
+    surveyed = [(here, entries)]
+    for path in below:
+        folder = checkpoint_io.CheckpointFolder(path, storage_options=options)
+        surveyed.append((folder, folder.survey()))
+    own = [(folder, [e for e in found if e.status != "foreign"]) for folder, found in surveyed]
+    return [(folder, sorted(found, key=_age)) for folder, found in own if found]
 
 
 def _age(entry: checkpoint_io.FolderEntry) -> tuple[int, str]:
@@ -97,7 +92,7 @@ def _age(entry: checkpoint_io.FolderEntry) -> tuple[int, str]:
 
 def _folder(args: Namespace, options: Mapping[str, Any]) -> checkpoint_io.CheckpointFolder:
     """Open the folder of checkpoints at the place, or the only one that is one level below it."""
-    folders = [folder for folder, _ in _own(_survey(args, options))]
+    folders = [folder for folder, _ in _survey(args, options)]
     here = checkpoint_io.CheckpointFolder(args.place, storage_options=options)
     if not folders or here.url in [folder.url for folder in folders]:
         return here
@@ -112,34 +107,19 @@ def _folder(args: Namespace, options: Mapping[str, Any]) -> checkpoint_io.Checkp
 
 def _list(args: Namespace, options: Mapping[str, Any]) -> int:
     """Print a line per checkpoint, the newest of each folder last."""
-    surveyed = _survey(args, options)
-    entries = [entry for _, entries in _own(surveyed) for entry in entries]
-    others = _find_deepspeed(surveyed, options)
+    entries = [entry for _, entries in _survey(args, options) for entry in entries]
     if args.json:
-        print(to_json([*map(_facts, entries), *(other.facts() for other in others)]))
-    elif entries or others:
+        print(to_json(list(map(_facts, entries))))
+    elif entries:
         root = checkpoint_io.CheckpointFolder(args.place, storage_options=options).url
-        rows = [*(_row(entry, root) for entry in entries), *(other.row(root) for other in others)]
+        rows = [_row(entry, root) for entry in entries]
         print(table(("NAME", "STEP", "RUN", "RUN-ID", "SCORE", "SIZE", "AGE", "STATUS"), rows))
-    if not entries and not others:
-        text = f"no checkpoints in {args.place}{_instead(args.place, options)}"
+    if not entries:
+        is_checkpoint = MANIFEST in sizes_of(open_store(args.place, options))
+        hint = f": it is one, `accel ckpt show {args.place}` lists its tensors"
+        text = f"no checkpoints in {args.place}{hint if is_checkpoint else ''}"
         print(printable(text), file=sys.stderr)
-    return 0 if entries or others else 1
-
-
-def _instead(place: str, options: Mapping[str, Any]) -> str:
-    """Return a hint if the place is itself a checkpoint."""
-    store = open_store(place, options)
-    present = sizes_of(store)
-    is_checkpoint = MANIFEST in present or deepspeed_folder(store, present) is not None
-    return f": it is one, `accel ckpt show {place}` lists its tensors" if is_checkpoint else ""
-
-
-def _find_deepspeed(surveyed: _Survey, options: Mapping[str, Any]) -> list[DeepSpeedEntry]:
-    """Return the checkpoints of DeepSpeed among folders, oldest first."""
-    paths = [e.path for _, entries in surveyed for e in entries if e.status == "foreign"]
-    entries = [entry for path in paths if (entry := deepspeed_entry(path, options)) is not None]
-    return sorted(entries, key=lambda entry: (entry.step or 0, entry.path))
+    return 0 if entries else 1
 
 
 def _row(entry: checkpoint_io.FolderEntry, root: str) -> tuple[str, ...]:
@@ -279,14 +259,11 @@ def _verdicts(args: Namespace, options: Mapping[str, Any]) -> Iterator[dict[str,
     try:
         checkpoint_io.read_manifest(args.place, tensors=False, storage_options=options)
     except checkpoint_io.CheckpointNotFoundError as error:
-        if deepspeed_entry(args.place, options) is None:
-            surveyed = _survey(args, options)
-            paths = [entry.path for _, entries in _own(surveyed) for entry in entries]
-            paths += [entry.path for entry in _find_deepspeed(surveyed, options)]
+        paths = [entry.path for _, entries in _survey(args, options) for entry in entries]
         if not paths:
             raise CommandError(str(error), exit_code=1) from error
     except OSError as error:  # before long requests are tried again
-        known = {args.place: unread(args.place, error)}
+        known = {args.place: _unread(args.place, error)}
     except checkpoint_io.CheckpointError:
         pass  # _verdict reports it
     for path in paths:
@@ -304,15 +281,18 @@ def _verdict(path: str, sizes_only: bool, options: Mapping[str, Any]) -> dict[st
     try:
         checkpoint_io.verify(path, full=not sizes_only, storage_options=options)
     except checkpoint_io.CheckpointNotFoundError as error:
-        other = deepspeed_entry(path, options)
-        if other is not None:
-            return other.verdict(sizes_only)
         return {"status": "unfinished", "reason": str(error)}
     except OSError as error:
-        return unread(path, error)
+        return _unread(path, error)
     except checkpoint_io.CheckpointError as error:
         return {"status": "damaged", "reason": str(error)}
     return {"status": "ok", "reason": ""}
+
+
+def _unread(path: str, error: OSError) -> dict[str, str]:
+    """Return the verdict about a checkpoint whose files could not be read: it may be whole."""
+    status = "unreachable" if local_path(path) is None else "unreadable"
+    return {"status": status, "reason": str(error)}
 
 
 # --- prune ----------------------------------------------------------------------------------
@@ -329,11 +309,9 @@ def _prune(args: Namespace, options: Mapping[str, Any]) -> int:
         rules.append(checkpoint_io.keep_best(args.keep_best, args.metric, args.mode))
     if not rules:
         raise CommandError("give a rule: --keep_last, --keep_every or --keep_best")
-    if not args.dry_run:
-        _require_removal(args.place, open_store(args.place, options))
     folder = _folder(args, options)
     if not (args.dry_run or args.force):
-        refuse_held(folder.url, options)
+        _refuse_held(folder.url, options)
     for run_id in _run_ids(args, folder):
         gone = folder.prune(reduce(or_, rules), run_id=run_id, dry_run=args.dry_run)
         for path in gone:
@@ -362,12 +340,18 @@ def _run_ids(args: Namespace, folder: checkpoint_io.CheckpointFolder) -> list[st
     )
 
 
-def _require_removal(place: str, store: Store) -> None:
-    """Raise CommandError, before any request, if the store cannot delete."""
-    if not store.can_remove:
+def _refuse_held(folder: str, options: Mapping[str, Any]) -> None:
+    """Raise CommandError if a run that lives holds the lease of a folder."""
+    if folder.endswith("://"):  # of buckets
+        return
+    try:
+        holder = checkpoint_io.Lease(folder, storage_options=options).find_holder()
+    except checkpoint_io.LeaseError as error:
+        raise CommandError(f"{error}, or add --force; nothing was changed", 1) from error
+    if holder is not None:
         raise CommandError(
-            f"{place}: a store of {protocol_of(place)}:// cannot delete: remove it where it is "
-            "kept; nothing was removed",
+            f"{folder} is in use by {holder}, which is alive: end that run first, or add --force; "
+            "nothing was changed",
             1,
         )
 
@@ -378,14 +362,11 @@ def _require_removal(place: str, store: Store) -> None:
 def _remove(args: Namespace, options: Mapping[str, Any]) -> int:
     """Inspect all places, ask once, then remove them."""
     targets = [_inspect(place, options, args.unfinished) for place in dict.fromkeys(args.places)]
-    _refuse_same(targets)
-    if not (args.dry_run or args.force):
+    if not args.force:
         for parent in dict.fromkeys(split_path(target.store.url)[0] for target in targets):
-            refuse_held(parent, options)
+            _refuse_held(parent, options)
     for target in targets:
-        print(printable(f"{'would remove' if args.dry_run else 'to remove'}: {target.described()}"))
-    if args.dry_run:
-        return 0
+        print(printable(f"to remove: {target.described()}"))
     if not args.yes and not _confirm(len(targets)):
         print("nothing was removed", file=sys.stderr)
         return 1
@@ -414,14 +395,13 @@ class _Target:
 def _inspect(place: str, options: Mapping[str, Any], unfinished: bool) -> _Target:
     """Open a place; raise CommandError if it is no checkpoint."""
     store = open_store(place, options)
-    _require_removal(place, store)
     try:
         return _Target(place, store, manifest_of(store, tensors=False))
     except checkpoint_io.ManifestVersionError:
         raise
     except checkpoint_io.CheckpointNotFoundError as error:
         if not any(map(save_id_of, store.sizes())):
-            raise CommandError(f"{error}; nothing was removed{_inside(place, store)}", 1) from error
+            raise CommandError(f"{error}; nothing was removed", 1) from error
         reason = f"{place} holds a save that never finished, or is being written right now"
     except checkpoint_io.CorruptCheckpointError as error:
         if not any(map(save_id_of, store.sizes())):
@@ -430,27 +410,6 @@ def _inspect(place: str, options: Mapping[str, Any], unfinished: bool) -> _Targe
     if not unfinished:
         raise CommandError(f"{reason}; --unfinished removes it; nothing was removed", 1)
     return _Target(place, store, None)
-
-
-def _refuse_same(targets: Sequence[_Target]) -> None:
-    """Raise CommandError if two names are of one checkpoint, which can be removed only once."""
-    named: dict[str, str] = {}
-    for target in targets:
-        other = named.setdefault(place_of(target.store), target.place)
-        if other != target.place:
-            raise CommandError(
-                f"{other} and {target.place} are the same checkpoint: name it once; "
-                "nothing was removed",
-                1,
-            )
-
-
-def _inside(place: str, store: Store) -> str:
-    """Return a hint to name a checkpoint in the folder, if it has some."""
-    for name in store.folders():
-        if MANIFEST in store.child(name).sizes():
-            return f"; it holds checkpoints, such as {place.rstrip('/')}/{name}: name those"
-    return ""
 
 
 def _confirm(count: int) -> bool:
@@ -498,5 +457,4 @@ _ACTIONS: Mapping[str, Callable[[Namespace, Mapping[str, Any]], int]] = {
     "verify": _verify,
     "prune": _prune,
     "rm": _remove,
-    "cp": lambda args, options: copy(args, options, storage_options(args.target_option)),
 }

@@ -106,6 +106,8 @@ def _top_level(words: Sequence[str]) -> int:
 
 def _subcommand(name: str, words: Sequence[str], whole_process: bool) -> int:
     """Import the module of a subcommand, parse its arguments and run it."""
+    if gone := _advice_on_removed(name, words):
+        raise CommandError(gone)
     command = COMMANDS.get(name)
     if command is None:
         hint = suggestion(name, COMMANDS)
@@ -121,3 +123,11 @@ def _subcommand(name: str, words: Sequence[str], whole_process: bool) -> int:
     # For the launcher: srun repeats the words, and a single script may replace this process.
     args.words, args.whole_process = list(words), whole_process
     return module.run(args)
+
+
+def _advice_on_removed(name: str, words: Sequence[str]) -> str:
+    """Return what serves instead of a command or action of earlier versions; empty for others."""
+    from accel_callbacks.errors.removed import REMOVED
+
+    gone = (command for command in (f"accel {name}", f"accel {name} {''.join(words[:1])}"))
+    return next((f"no such command. {REMOVED[one]}" for one in gone if one in REMOVED), "")

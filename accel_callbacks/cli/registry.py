@@ -34,7 +34,7 @@ class Command:
 
 
 COMMANDS: Mapping[str, Command] = {
-    "ckpt": Command("accel_callbacks.cli.ckpt", "list, verify, copy and remove checkpoints"),
+    "ckpt": Command("accel_callbacks.cli.ckpt", "list, verify and remove checkpoints"),
     "config": Command("accel_callbacks.cli.config", "write, update and show the config file"),
     "ctl": Command("accel_callbacks.cli.ctl", "save, evaluate, stop or set in a run that goes on"),
     "data": Command("accel_callbacks.cli.data", "show the samples of a step of a run"),

@@ -44,6 +44,10 @@ REMOVED: Mapping[str, str] = {
         "It was removed in 0.2.0. The trace of tiny_training() has the hooks of a run in order, "
         "and accel.describe_callbacks() whose they are."
     ),
+    "accel ckpt cp": (
+        "It was removed in 0.2.0. Copy the folder as any other (`cp -r`, `aws s3 cp --recursive`), "
+        "then `accel ckpt verify` the copy."
+    ),
     "accel migrate NOTEBOOK": (
         "It was removed in 0.2.0. `jupytext --to py NOTEBOOK` makes a script of it, which accel "
         "migrate takes."

@@ -9,7 +9,6 @@ memory is reserved for it. A new version writes the same bytes, or has another v
 what earlier versions wrote is still read. Nothing here opens a file, and nothing is pickled.
 """
 
-from checkpoint_io.format.manifest import same_manifest as same_manifest
 from checkpoint_io.format.names import MANIFEST as MANIFEST
 from checkpoint_io.format.names import new_save_id as new_save_id
 from checkpoint_io.format.names import save_id_of as save_id_of

@@ -12,8 +12,6 @@ folder. No pickle is executed: the formats that are one are in `foreign`.
 from checkpoint_io.weights.find import open_weights as open_weights
 from checkpoint_io.weights.foreign.dcp import DcpSource as DcpSource
 from checkpoint_io.weights.foreign.dcp import DcpTensor as DcpTensor
-from checkpoint_io.weights.foreign.deepspeed import DeepSpeedSource as DeepSpeedSource
-from checkpoint_io.weights.foreign.deepspeed import deepspeed_folder as deepspeed_folder
 from checkpoint_io.weights.load import ModelTargets as ModelTargets
 from checkpoint_io.weights.mapped import map_tensors as map_tensors
 from checkpoint_io.weights.merge import merge_weights as merge_weights

@@ -22,7 +22,7 @@ LAUNCH = "accel launch --num_processes 2"
 # what is typed, and all that is offered; "..." for more
 CASES = {
     "accel la": ["launch"],
-    "accel ckpt ": ["ls", "list", "rm", "cp", "show", "..."],
+    "accel ckpt ": ["ls", "list", "rm", "show", "..."],
     "accel ckpt prune x --mo": ["--mode"],
     "accel ckpt prune x --mode ": ["min", "max"],
     "accel ckpt prune --keep-last 3 x --metr": ["--metric"],

@@ -1,11 +1,10 @@
-"""Checkpoints that DeepSpeed has written: listed, verified and merged, and no pickle is executed.
+"""Checkpoints that DeepSpeed has written: shown and merged, and no pickle is executed.
 
 The files are made here as DeepSpeed makes them; tests/deepspeed reads real ones.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections import OrderedDict
@@ -147,42 +146,10 @@ def test_parameters_may_be_aligned_with_gaps(tmp_path: Path) -> None:
     )
 
 
-def test_they_are_listed_shown_and_verified(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_they_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "zero", 3, step=12)
-    write(tmp_path / "zero", 2, step=4)
-    assert main(["ckpt", "ls", str(tmp_path / "zero")]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines[1:]] == [
-        ["global_step4", "4"],
-        ["global_step12", "12"],
-    ]
-    assert [line.partition("of DeepSpeed: ")[2] for line in lines[1:]] == [
-        "ZeRO 1 or 2, 2 ranks",
-        "ZeRO 3, 2 ranks",
-    ]
-    assert main(["ckpt", "ls", str(tmp_path / "zero"), "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert [fact["metadata"]["zero_stage"] for fact in facts] == [2, 3]
     assert main(["ckpt", "show", str(tmp_path / "zero/global_step12")]) == 0
     assert "tied      float32  [4, 5]  -> b.weight" in capsys.readouterr().out
-    assert main(["ckpt", "verify", str(tmp_path / "zero")]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2
-
-
-def test_a_flipped_bit_is_found_by_verify(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(tmp_path / "zero", 3)
-    file = tmp_path / "zero/global_step7/zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    data = bytearray(file.read_bytes())
-    place = data.index(part(model_state()["b.weight"], 1, 2).numpy().tobytes())
-    data[place] ^= 1
-    file.write_bytes(bytes(data))
-    assert main(["ckpt", "verify", "--sizes_only", str(tmp_path / "zero")]) == 0
-    assert main(["ckpt", "verify", str(tmp_path / "zero/global_step7")]) == 1
-    assert "is damaged; copy it again" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -194,9 +161,6 @@ def test_a_missing_rank_is_one_sentence(
     assert main(["merge-weights", str(tmp_path / "zero"), str(tmp_path / "out")]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "2 ranks have written it, and files of 1 are there" in line
-    assert main(["ckpt", "ls", str(tmp_path / "zero")]) == 0
-    assert "broken: " in capsys.readouterr().out
-    assert main(["ckpt", "verify", str(tmp_path / "zero")]) == 1
 
 
 def test_models_that_are_split_otherwise_are_refused(
