@@ -39,6 +39,12 @@ KEYS = {
 }
 _DEVICES = ("none", "cpu", "nvme")
 _STAGES = (0, 1, 2, 3)
+_DEFAULTS = {
+    "gradient_accumulation_steps": AUTO,
+    "gradient_clipping": AUTO,
+    "offload_optimizer_device": "none",
+    "offload_param_device": "none",
+}
 _DEFAULT_STAGE = 2
 
 
@@ -180,7 +186,6 @@ class DeepSpeedPlugin(KwargsHandler):
                     "which is 0 to shard nothing."
                 )
         self._merge(held, origin)
-        held.set_stage_and_offload()
         self._set(hf_ds_config=held)
         flag = self.zero3_init_flag
         if flag and not held.is_zero3():
@@ -223,12 +228,9 @@ class DeepSpeedPlugin(KwargsHandler):
             held.set_value("zero_optimization.stage", _DEFAULT_STAGE)
             self.origins["zero_optimization.stage"] = "default"
             self._set(zero_stage=_DEFAULT_STAGE)
-        for name in ("gradient_accumulation_steps", "gradient_clipping"):
+        for name, default in _DEFAULTS.items():
             if getattr(self, name) is None:
-                self._set(**{name: AUTO})
-        for name in ("offload_optimizer_device", "offload_param_device"):
-            if getattr(self, name) is None:
-                self._set(**{name: "none"})
+                self._set(**{name: default})
         if "steps_per_print" not in held.config:
             held.config["steps_per_print"] = None  # DeepSpeed's own lines, beside the trackers'
             self.origins["steps_per_print"] = "default"

@@ -41,34 +41,26 @@ class HfDeepSpeedConfig:
             self.config: dict[str, Any] = copy.deepcopy(dict(config_file_or_dict))
         else:
             self.config = self._read(os.fspath(config_file_or_dict))
-        self.set_stage_and_offload()
 
     def _read(self, text: str) -> dict[str, Any]:
+        self.source = "the JSON text"
         if os.path.exists(text):
             self.source = text
             with open(text, encoding="utf-8") as file:
                 config = _parse_json(file.read())
         else:
-            self.source = "the JSON text"
             config = _parse_json(text)
             if config is None:
                 config = _parse_json(_decode_base64(text))
         if not isinstance(config, dict):
-            excerpt = text if len(text) < 200 else f"{text[:200]}..."
             raise ValueError(
-                f"hf_ds_config={excerpt!r} must be the path of a JSON file of DeepSpeed's, a dict, "
+                f"hf_ds_config={text:.200} must be the path of a JSON file of DeepSpeed's, a dict, "
                 "or its JSON text: there is no such file, and it is no JSON object."
             )
         return config
 
     def set_stage_and_offload(self) -> None:
-        """Read the stage and the devices of offloading again, after a change of ``config``."""
-        self._stage = self.get_value("zero_optimization.stage", -1)
-        devices = {
-            self.get_value(f"zero_optimization.{part}.device")
-            for part in ("offload_optimizer", "offload_param")
-        }
-        self._offload = self._stage in (2, 3) and bool(devices & {"cpu", "nvme"})
+        """Do nothing: stage and offloading are read from ``config`` each time."""
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
         """Return the dict that would hold a key, None if there is none, and the key in it."""
@@ -115,15 +107,19 @@ class HfDeepSpeedConfig:
 
     def is_zero2(self) -> bool:
         """Return whether the stage is 2."""
-        return bool(self._stage == 2)
+        return bool(self.get_value("zero_optimization.stage") == 2)
 
     def is_zero3(self) -> bool:
         """Return whether the stage is 3."""
-        return bool(self._stage == 3)
+        return bool(self.get_value("zero_optimization.stage") == 3)
 
     def is_offload(self) -> bool:
         """Return whether parameters or optimizer states are offloaded."""
-        return self._offload
+        devices = {
+            self.get_value(f"zero_optimization.{part}.device")
+            for part in ("offload_optimizer", "offload_param")
+        }
+        return (self.is_zero2() or self.is_zero3()) and bool(devices & {"cpu", "nvme"})
 
 
 def _parse_json(text: str) -> Any:

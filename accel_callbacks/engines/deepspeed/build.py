@@ -2,113 +2,45 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from pathlib import Path
 
 from accel_callbacks.logging import notice
 
-__all__ = ["Lock", "building", "stale_locks"]
+__all__ = ["check_builds"]
 
-#: Seconds. A build takes one to five minutes; a lock that is older has probably lost its owner.
-_OLD = 600.0
-
-
-def _folder() -> str:
-    """Return where torch builds extensions."""
-    from torch.utils import cpp_extension
-
-    return str(
-        os.environ.get("TORCH_EXTENSIONS_DIR")
-        or os.path.join(cpp_extension.get_default_build_root(), _version())
-    )
+#: Seconds. A build takes one to five minutes; a lock that is older has lost its owner.
+_OLD = 1800.0
 
 
-def _version() -> str:
-    """Return the folder that torch adds for the interpreter and the build of torch."""
-    import sys
+def check_builds(*operators: str) -> None:
+    """Announce a build, and refuse to wait for one that was ended long ago.
 
-    import torch
-
-    build = "cpu" if torch.version.cuda is None else f"cu{torch.version.cuda.replace('.', '')}"
-    abi = getattr(sys, "abiflags", "")
-    return f"py{sys.version_info.major}{sys.version_info.minor}{abi}_{build}"
-
-
-class Lock(NamedTuple):
-    """A lock file that no process of this machine holds, and its age in seconds."""
-
-    path: str
-    age: float
-
-
-def stale_locks(folder: str, now: float) -> list[Lock]:
-    """Return lock files of builds that no process of this machine is running.
-
-    A build that is ended leaves its lock, and each later process waits for it without a word.
+    A build that is ended leaves its lock, for which each later process waits without a word.
 
     Args:
-        folder: where torch builds extensions, a folder for each.
-        now: the time in seconds since the epoch.
-    """
-    locks = []
-    try:
-        names = sorted(os.listdir(folder))
-    except OSError:
-        return []
-    for name in names:
-        path = os.path.join(folder, name, "lock")
-        try:
-            age = now - os.stat(path).st_mtime
-        except OSError:
-            continue
-        if not _is_open(path):
-            locks.append(Lock(path, age))
-    return locks
-
-
-def _is_open(path: str) -> bool:
-    """Return whether a process has a file open, as far as the system shows it."""
-    wanted = os.path.realpath(path)
-    try:
-        processes = [name for name in os.listdir("/proc") if name.isdigit()]
-    except OSError:
-        return False
-    for process in processes:
-        try:
-            with os.scandir(f"/proc/{process}/fd") as files:
-                if any(os.path.realpath(descriptor.path) == wanted for descriptor in files):
-                    return True
-        except OSError:  # it has ended, or belongs to another user
-            continue
-    return False
-
-
-@contextmanager
-def building(*operators: str) -> Iterator[None]:
-    """Context manager: announce a build, and refuse to wait for one that was ended long ago.
-
-    Args:
-        *operators: names of those that are built in it if they are not yet.
+        *operators: names of those that are built next, if they are not yet.
 
     Raises:
-        RuntimeError: a lock is old, and nobody holds it.
+        RuntimeError: a lock is old.
     """
-    folder = _folder()
-    for lock in stale_locks(folder, time.time()):
-        if lock.age > _OLD:
+    from torch.utils import cpp_extension
+
+    try:  # creates the folder, as a build does
+        folder = Path(cpp_extension._get_build_directory("deepspeed", verbose=False)).parent
+    except OSError:  # nothing can be built there: the operators have been installed
+        return
+    for lock in folder.glob("*/lock"):
+        try:
+            age = time.time() - lock.stat().st_mtime
+        except FileNotFoundError:  # that build has just ended
+            continue
+        if age > _OLD:
             raise RuntimeError(
-                f"{lock.path} is the lock of a build that was ended {lock.age / 60:.0f} minutes "
-                "ago, and DeepSpeed would wait for it without a word: remove the file and start "
-                "again."
+                f"{lock} is the lock of a build that was ended {age / 60:.0f} minutes ago, and "
+                "DeepSpeed would wait for it without a word: remove the file and start again."
             )
-        notice(
-            f"DeepSpeed waits for {lock.path}, which no process of this machine holds: if no other "
-            "machine builds it now, remove the file and start again"
-        )
+        notice(f"DeepSpeed waits for {lock}: if no process builds it now, remove the file")
     for name in operators:
-        if not os.path.exists(os.path.join(folder, name, f"{name}.so")):
+        if not (folder / name / f"{name}.so").exists():
             notice(f"DeepSpeed builds {name} in {folder}, once: this takes some minutes")
-    yield

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from accel_callbacks.distributed.topology import Topology, is_current
-from accel_callbacks.engines.deepspeed.build import building
+from accel_callbacks.engines.deepspeed.build import check_builds
 from accel_callbacks.engines.deepspeed.gradients import EngineGradients
 from accel_callbacks.engines.deepspeed.optimizer import EngineOptimizer, carry
 from accel_callbacks.engines.deepspeed.zero_agreement import ZeroAgreement
@@ -30,7 +30,7 @@ from accel_callbacks.models.from_pretrained import ShardedByZero
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.ddp import DistributedDataParallelKwargs
 from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin, DeepSpeedPlugins
-from accel_callbacks.plugins.deepspeed_config import FilledConfig, Known
+from accel_callbacks.plugins.deepspeed_config import FilledConfig, HfDeepSpeedConfig, Known
 from accel_callbacks.plugins.deepspeed_dummies import DummyOptim, DummyScheduler
 from accel_callbacks.plugins.distributed_type import DistributedType
 from accel_callbacks.plugins.engine_request import EngineRequest
@@ -48,6 +48,8 @@ _BUCKETS = (
     "zero_optimization.stage3_prefetch_bucket_size",
     "zero_optimization.stage3_param_persistence_threshold",
 )
+_WINDOW = Known(1, "the loop's window, which divides losses")
+_BATCH_SIZE = Known(1, "placeholder: DeepSpeed counts samples with it, and nothing else")
 _TOGETHER = (
     "DeepSpeed sets up a model with its optimizer: pass both to one call, "
     "`model, optimizer = accel.prepare(model, optimizer)`"
@@ -172,7 +174,7 @@ class DeepSpeed(Strategy):
     def _init_config(self) -> dict[str, Any]:
         """Initialize DeepSpeed, and return the configuration of a model that is to be built."""
         self._join()
-        return self._filled(self.plugins.active, None, None, None).config
+        return self._fill_config(self.plugins.active, None, None, None).config
 
     @contextmanager
     def _zero_init(self) -> Iterator[None]:
@@ -189,7 +191,7 @@ class DeepSpeed(Strategy):
         if trained:
             return model
         if any(zero_weight(parameter) is not None for parameter in model.parameters()):
-            return self._untrained_engine(model, self.plugins.active)
+            return self._engine_without_optimizer(model, self.plugins.active)
         return super().place(model, trained=trained)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -204,22 +206,24 @@ class DeepSpeed(Strategy):
                 f"{type(model).__name__} has no optimizer in this call. {_TOGETHER}. A model that "
                 "is not trained: `accel.prepare_model(model, evaluation_mode=True)`."
             )
-        return self._untrained_engine(model, plugin)
+        return self._engine_without_optimizer(model, plugin)
 
-    def _untrained_engine(self, model: torch.nn.Module, plugin: DeepSpeedPlugin) -> torch.nn.Module:
+    def _engine_without_optimizer(
+        self, model: torch.nn.Module, plugin: DeepSpeedPlugin
+    ) -> torch.nn.Module:
         """Return an engine that gathers parameters for each forward, and takes no steps."""
         import deepspeed
 
         engine: torch.nn.Module | None = self._engine_of(model)
         if engine is not None:
             return engine
-        filled = self._filled(plugin, model, None, None)
+        filled = self._fill_config(plugin, model, None, None)
         self._join()
         _mark_experts(model, plugin.transformer_moe_cls_names)
-        with building():
-            new_engine: torch.nn.Module = deepspeed.initialize(
-                model=model, config=filled.config, dist_init_required=False
-            )[0]
+        check_builds()
+        new_engine: torch.nn.Module = deepspeed.initialize(
+            model=model, config=filled.config, dist_init_required=False
+        )[0]
         self.plugins.filled[model] = filled
         self._untrained[model] = new_engine
         low = _LOW.get(self.precision)
@@ -274,7 +278,7 @@ class DeepSpeed(Strategy):
         import deepspeed
 
         plugin = self.plugins.active
-        filled = self._filled(plugin, model, optimizer, dummy)
+        filled = self._fill_config(plugin, model, optimizer, dummy)
         self._refuse(filled.config, optimizer, dummy)
         groups = [
             {**group, "params": list(group["params"])}
@@ -288,10 +292,10 @@ class DeepSpeed(Strategy):
             if isinstance(optimizer, DummyOptim)
             else {"optimizer": optimizer}
         )
-        with building():
-            engine, _, _, scheduler = deepspeed.initialize(
-                model=model, config=filled.config, dist_init_required=False, **optimizer_options
-            )
+        check_builds()
+        engine, _, _, scheduler = deepspeed.initialize(
+            model=model, config=filled.config, dist_init_required=False, **optimizer_options
+        )
         engine.lr_scheduler = None  # the prepared scheduler steps where the loop says so
         self._agreement.watch(engine)
         engine_optimizer = EngineOptimizer(
@@ -333,31 +337,22 @@ class DeepSpeed(Strategy):
 
         _forget_destroyed_groups()
         # On a CPU, ranks of one machine reduce through shared memory.
-        with building(*(["deepspeed_shm_comm"] if self.topology.device.type == "cpu" else [])):
-            deepspeed.init_distributed(dist_init_required=False, verbose=False)
+        check_builds(*(["deepspeed_shm_comm"] if self.topology.device.type == "cpu" else []))
+        deepspeed.init_distributed(dist_init_required=False, verbose=False)
 
     def _refuse(self, config: Mapping[str, Any], optimizer: Any, dummy: Any) -> None:
-        if "optimizer" in config and not isinstance(optimizer, DummyOptim):
-            raise ValueError(
-                f"DeepSpeed's configuration has an 'optimizer', and {type(optimizer).__name__} was "
-                "passed to prepare(): pass a DummyOptim of accel_callbacks.utils instead, or "
-                "remove it from the configuration."
-            )
-        if isinstance(optimizer, DummyOptim) and "optimizer" not in config:
-            raise ValueError(
-                "a DummyOptim stands for the 'optimizer' of DeepSpeed's configuration, which has "
-                "none: add it, or pass an optimizer of torch."
-            )
-        if dummy is not None and dummy.lr_scheduler_callable is None and "scheduler" not in config:
-            raise ValueError(
-                "a DummyScheduler stands for the 'scheduler' of DeepSpeed's configuration, which "
-                "has none: add it, or give lr_scheduler_callable."
-            )
-        if dummy is None and "scheduler" in config:
-            raise ValueError(
-                "DeepSpeed's configuration has a 'scheduler': pass a DummyScheduler of "
-                "accel_callbacks.utils to prepare(), or remove it from the configuration."
-            )
+        own_schedule = dummy is not None and dummy.lr_scheduler_callable is not None
+        stand_ins = {
+            "optimizer": isinstance(optimizer, DummyOptim),
+            "scheduler": dummy is not None and not own_schedule,
+        }
+        for part, is_stand_in in stand_ins.items():
+            if is_stand_in != (part in config) and not (part == "scheduler" and own_schedule):
+                raise ValueError(
+                    f"DeepSpeed's configuration has {'no' if is_stand_in else 'the'} {part!r}: "
+                    "pass a DummyOptim or DummyScheduler of accel_callbacks.utils to prepare() "
+                    "where the configuration describes one, and else one of torch."
+                )
         if self.precision in _LOW and config["zero_optimization"]["stage"] == 0:
             raise ValueError(
                 f"mixed_precision={self.precision!r} needs zero_stage=1 or more, where the "
@@ -365,7 +360,7 @@ class DeepSpeed(Strategy):
                 "without the deepspeed_plugin."
             )
 
-    def _filled(
+    def _fill_config(
         self,
         plugin: DeepSpeedPlugin,
         model: torch.nn.Module | None,
@@ -381,7 +376,9 @@ class DeepSpeed(Strategy):
             **{
                 f"{name}.enabled": Known(self.precision == name, "mixed_precision") for name in _LOW
             },
-            **_batch_sizes(plugin, self.topology.world_size),
+            "gradient_accumulation_steps": _WINDOW,
+            "train_batch_size": _BATCH_SIZE,
+            "train_micro_batch_size_per_gpu": _BATCH_SIZE,
             **_by_hidden_size(model),
             **_of_dummies(optimizer, dummy),
         }
@@ -389,34 +386,29 @@ class DeepSpeed(Strategy):
         if model is None:  # which is not built yet, so its width is not known
             unread = (*unread, *_BUCKETS)
         filled = plugin.filled(known, unread)
-        config, origins = filled
+        config, origins = HfDeepSpeedConfig(filled.config), filled.origins
         # The loop's window divides losses and says when it ends.
-        config["gradient_accumulation_steps"] = 1
-        origins["gradient_accumulation_steps"] = "the loop's window, which divides losses"
-        config.pop("train_batch_size", None)
-        if "gradient_clipping" not in config:  # DeepSpeed would clip to 1.0
-            config["gradient_clipping"], origins["gradient_clipping"] = known["gradient_clipping"]
-        size = known["train_micro_batch_size_per_gpu"]
-        if config.get("train_micro_batch_size_per_gpu") != size.value:
-            config["train_micro_batch_size_per_gpu"] = size.value
-            origins["train_micro_batch_size_per_gpu"] = size.origin
-        if self.precision in _LOW and not config.get(self.precision, {}).get("enabled"):
-            config.setdefault(self.precision, {})["enabled"] = True
-            origins[f"{self.precision}.enabled"] = "mixed_precision"
-        if self.precision == "bf16" and config["zero_optimization"]["stage"] >= 2:
-            types = config.setdefault("data_types", {})
-            if "grad_accum_dtype" not in types:
-                types["grad_accum_dtype"] = "fp32"
-                origins["data_types.grad_accum_dtype"] = "bf16, in which sums of a window lose bits"
-        of_torch = optimizer is not None and not isinstance(optimizer, DummyOptim)
-        offloads = (config["zero_optimization"].get("offload_optimizer") or {}).get("device")
-        chosen = {"zero_allow_untested_optimizer": (True, of_torch)}
-        chosen["zero_force_ds_cpu_optimizer"] = (False, of_torch and offloads in ("cpu", "nvme"))
-        for key, (value, wanted) in chosen.items():
-            if wanted and key not in config:
-                config[key] = value
-                origins[key] = "an optimizer of torch"
-        return filled
+        chosen = {"gradient_accumulation_steps": _WINDOW}
+        config.del_config_sub_tree("train_batch_size")
+        defaults = {
+            "gradient_clipping": known["gradient_clipping"],  # DeepSpeed would clip to 1.0
+            "train_micro_batch_size_per_gpu": _BATCH_SIZE,
+        }
+        if self.precision in _LOW and not config.is_true(f"{self.precision}.enabled"):
+            chosen[f"{self.precision}.enabled"] = Known(True, "mixed_precision")
+        if self.precision == "bf16" and (config.is_zero2() or config.is_zero3()):
+            reason = "bf16, in which sums of a window lose bits"
+            defaults["data_types.grad_accum_dtype"] = Known("fp32", reason)
+        if optimizer is not None and not isinstance(optimizer, DummyOptim):
+            reason = "an optimizer of torch"
+            defaults["zero_allow_untested_optimizer"] = Known(True, reason)
+            if config.get_value("zero_optimization.offload_optimizer.device") in ("cpu", "nvme"):
+                defaults["zero_force_ds_cpu_optimizer"] = Known(False, reason)
+        chosen |= {key: kept for key, kept in defaults.items() if config.get_value(key) is None}
+        for key, (value, origin) in chosen.items():
+            config.set_value(key, value)
+            origins[key] = origin
+        return FilledConfig(config.config, origins)
 
     # --- the step -----------------------------------------------------------------------------
 
@@ -451,13 +443,7 @@ def _forget_destroyed_groups() -> None:
     if _joined is not None and _joined() is not world:
         from deepspeed.utils import groups
 
-        release = getattr(groups, "_release_process_group_references", None)
-        if release is None:
-            raise RuntimeError(
-                "this version of DeepSpeed keeps the process group that was destroyed: upgrade it "
-                "to 0.19 or newer, or start a new process for each Accelerator."
-            )
-        release()
+        groups._release_process_group_references()
     _joined = ref(world)
 
 
@@ -540,25 +526,6 @@ def _cast_around(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(after)
-
-
-def _batch_sizes(plugin: DeepSpeedPlugin, world_size: int) -> dict[str, Known]:
-    """Return the size of a micro-batch, by which DeepSpeed counts samples, and nothing else."""
-    size, total = (
-        plugin.get_value(key) for key in ("train_micro_batch_size_per_gpu", "train_batch_size")
-    )
-    steps = plugin.get_value("gradient_accumulation_steps")
-    known = Known(1, "placeholder: DeepSpeed counts samples with it, and nothing else")
-    if isinstance(size, int):
-        known = Known(size, "file")
-    elif isinstance(total, int):
-        over = world_size * (steps if isinstance(steps, int) else 1)
-        known = Known(max(total // over, 1), "train_batch_size")
-    return {
-        "train_micro_batch_size_per_gpu": known,
-        "train_batch_size": known,
-        "gradient_accumulation_steps": Known(1, "the loop's window"),
-    }
 
 
 def _by_hidden_size(model: torch.nn.Module | None) -> dict[str, Known]:
