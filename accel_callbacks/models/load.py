@@ -11,7 +11,7 @@ from accel_callbacks import collectives
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.engines.deepspeed.zero_state import (
     RowsOfModel,
-    is_kept_by_zero,
+    is_under_zero,
     without_engine,
 )
 from accel_callbacks.models.absent_weights import absent_weights
@@ -116,7 +116,7 @@ def load_checkpoint_in_model(
         return
     device = _one_device(device_map)
     model = without_engine(model)
-    if is_kept_by_zero(model):
+    if is_under_zero(model):
         for name, option in (
             ("dtype", dtype), ("device_map", device), ("mapped", mapped),
             ("broadcast_from_rank0", broadcast_from_rank0),

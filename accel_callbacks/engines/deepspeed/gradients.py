@@ -74,6 +74,7 @@ class EngineGradients(Gradients):
                 "averaged them already: put the body of the loop into "
                 "`with accel.accumulate(model):`, or call optimizer.step() after each backward."
             )
+        # Before backward: in it ZeRO decides whether gradients are averaged for the step.
         engine.set_gradient_accumulation_boundary(self._boundary)
         optimizer.micro_batches += 1
         optimizer.closed = self._boundary
@@ -177,7 +178,7 @@ class EngineGradients(Gradients):
                     f"{optimizer.clipping} of DeepSpeed's configuration: make it 'auto' there, or "
                     "leave the call out."
                 )
-            if not is_zero(optimizer.engine):
+            if not is_zero(optimizer.engine):  # the engine averaged parameter.grad in backward
                 norms.append(clip_norm(parameters, max_norm, norm_type))
                 continue
             if norm_type != 2.0:
@@ -191,6 +192,7 @@ class EngineGradients(Gradients):
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Clip each gradient element to ``[-clip_value, clip_value]``."""
         for optimizer in self._optimizers_of(parameters):
+            # Under fp16 they stay multiplied by the scale of the loss until the step.
             scale = float(getattr(optimizer.engine.optimizer, "loss_scale", 1.0))
             for part in gradient_parts(optimizer.engine):
                 part.clamp_(-clip_value * scale, clip_value * scale)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from accel_callbacks.engines.deepspeed.zero_agreement import ZeroAgreement
-from accel_callbacks.engines.deepspeed.zero_state import gradient_parts, is_zero, kept_by_step
+from accel_callbacks.engines.deepspeed.zero_state import gradient_parts, is_zero, protect_from_step
 
 __all__ = ["EngineOptimizer", "carry", "engine_norm"]
 
@@ -75,11 +75,14 @@ class EngineOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("DeepSpeed takes no closure: call backward() and then step().")
         self._opt_called = True
+        # The user, a scheduler or a callback has set options of the groups here, and the optimizer
+        # that steps may change its own, as one does that lowers its learning rate.
         carry(self.param_groups, self.inner.param_groups)
-        with kept_by_step(self.engine, self._agreement.take_unused(self.engine)):
+        with protect_from_step(self.engine, self._agreement.take_unused(self.engine)):
             self.engine.step()
         carry(self.inner.param_groups, self.param_groups)
         self.stepped = bool(self.engine.was_step_applied())
+        # clip_grad_norm_ is for one step; then that of the configuration counts again.
         self.set_clipping(self.clipping)
         self.micro_batches, self.closed = 0, False
 
@@ -102,6 +105,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._agreement.take_unused(self.engine)
         outer = self.engine.optimizer
         outer.zero_grad()
+        # Sums of the window, which DeepSpeed itself drops in a step alone.
         for tensors in (outer.averaged_gradients, getattr(outer, "all_grad_tensors", {})):
             for key in tensors:
                 tensors[key] = None

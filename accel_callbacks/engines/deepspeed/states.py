@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from accel_callbacks.distributed.failures import meet
 from accel_callbacks.engines.deepspeed.optimizer import EngineOptimizer, carry
 from accel_callbacks.engines.deepspeed.zero_state import (
     RowMesh,
-    gathered_parameter,
+    gather_parameter,
     is_zero,
     load_optimizer_state,
     load_parameters,
@@ -52,11 +52,25 @@ class ZeroStates(StateAccess):
         self._engines, self._engine_of = engines, engine_of
         self._rows = rows
 
+    @contextmanager
     def full_parameters(
         self, module: torch.nn.Module, *, writeback: bool = False
-    ) -> AbstractContextManager[None]:
-        """Return a context in which each rank has whole parameters."""
-        return self._full_parameters(original(module), writeback)
+    ) -> Iterator[None]:
+        """Context manager: each rank has whole parameters; with ``writeback``, rank 0's stay."""
+        from deepspeed.runtime.zero import GatheredParameters
+
+        module = original(module)
+        sharded = [parameter for parameter in module.parameters() if hasattr(parameter, "ds_id")]
+        with GatheredParameters(sharded) if sharded else nullcontext():
+            yield
+            # Copied while they are whole: DeepSpeed releases them at the end of its context.
+            values = [
+                (parameter, collectives.broadcast(parameter.detach().clone()))
+                for parameter in (module.parameters() if writeback else ())
+            ]
+        for engine in self._engines() if writeback else ():
+            engine_parameters = dict.fromkeys(engine.module.parameters())
+            load_parameters({p: value for p, value in values if p in engine_parameters})
 
     def local_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return rows of each parameter in host memory, float32 where the optimizer has it.
@@ -77,7 +91,7 @@ class ZeroStates(StateAccess):
                 state[name] = value
                 continue
             if id(parameter) not in rows:
-                rows[id(parameter)] = self._rows.rows(gathered_parameter(parameter))
+                rows[id(parameter)] = self._rows.rows(gather_parameter(parameter))
             state[name] = rows[id(parameter)]
         return state
 
@@ -152,18 +166,3 @@ class ZeroStates(StateAccess):
             super().load_optimizer_state_dict(optimizer.inner, state)
         carry(state["param_groups"], optimizer.param_groups)
         carry(optimizer.param_groups, optimizer.inner.param_groups)
-
-    @contextmanager
-    def _full_parameters(self, module: torch.nn.Module, writeback: bool) -> Iterator[None]:
-        from deepspeed.runtime.zero import GatheredParameters
-
-        sharded = [parameter for parameter in module.parameters() if hasattr(parameter, "ds_id")]
-        with GatheredParameters(sharded) if sharded else nullcontext():
-            yield
-            values = [
-                (parameter, collectives.broadcast(parameter.detach().clone()))
-                for parameter in (module.parameters() if writeback else ())
-            ]
-        for engine in self._engines() if writeback else ():
-            engine_parameters = dict.fromkeys(engine.module.parameters())
-            load_parameters({p: value for p, value in values if p in engine_parameters})

@@ -21,14 +21,14 @@ __all__ = [
     "RowMesh",
     "RowsOfModel",
     "ZeroWeight",
-    "gathered_parameter",
+    "gather_parameter",
     "gradient_parts",
-    "is_kept_by_zero",
+    "is_under_zero",
     "is_zero",
-    "kept_by_step",
     "load_optimizer_state",
     "load_parameters",
     "optimizer_state",
+    "protect_from_step",
     "state_by_key",
     "without_engine",
     "zero_weight",
@@ -51,11 +51,14 @@ class RowMesh:
 
         A tensor without rows stays whole, and so does any on one rank.
         """
+        copy = self.empty(full.shape, full.dtype)
         if full.dim() == 0 or self._world_size == 1:
-            return full.detach().to("cpu", copy=True)
-        first, last = self._own_rows(full.shape[0])
-        local_rows = full.detach()[first:last].to("cpu", copy=True).contiguous()
-        return self._sharded(local_rows, full.shape)
+            return copy.copy_(full.detach())
+        local_rows = copy.to_local()  # type: ignore[attr-defined]
+        # As DTensor cuts them: the last ranks have fewer rows, or none.
+        first = -(-full.shape[0] // self._world_size) * self._mesh.get_local_rank()
+        local_rows.copy_(full.detach()[first : first + len(local_rows)])
+        return copy
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a new DTensor of a shape, to be read into; collective the first time.
@@ -66,26 +69,14 @@ class RowMesh:
         """
         if not shape or self._world_size == 1:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-        first, last = self._own_rows(shape[0])
-        local_rows = torch.empty((last - first, *shape[1:]), dtype=dtype, device="cpu")
-        return self._sharded(local_rows, torch.Size(shape))
+        # Imported here, because importing it takes a second.
+        from torch.distributed import tensor as dtensors
+        from torch.distributed.device_mesh import init_device_mesh
 
-    def _own_rows(self, count: int) -> tuple[int, int]:
         if self._mesh is None:
-            # Imported here, because importing it takes a second.
-            from torch.distributed.device_mesh import init_device_mesh
-
             self._mesh = init_device_mesh("cpu", (self._world_size,), mesh_dim_names=("zero",))
-        size = -(-count // self._world_size)
-        first = min(self._mesh.get_local_rank() * size, count)
-        return first, min(first + size, count)
-
-    def _sharded(self, rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        from torch.distributed.tensor import DTensor, Shard
-
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            rows, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+        return dtensors.empty(
+            tuple(shape), dtype=dtype, device_mesh=self._mesh, placements=[dtensors.Shard(0)]
         )
 
 
@@ -106,7 +97,7 @@ class ZeroWeight:
         self.shape = torch.Size(parameter.ds_shape)
 
     @property
-    def _trained(self) -> bool:
+    def _is_trained(self) -> bool:
         return self._parameter.requires_grad and hasattr(self._parameter, "_z3_optimizer")
 
     def part(self) -> torch.Tensor:
@@ -114,7 +105,7 @@ class ZeroWeight:
         from deepspeed.utils import safe_get_local_fp32_param
 
         part: torch.Tensor = self._parameter.ds_tensor
-        if self._trained:
+        if self._is_trained:
             part = safe_get_local_fp32_param(self._parameter)
         return part.detach()
 
@@ -123,24 +114,25 @@ class ZeroWeight:
         from deepspeed.utils import safe_set_local_fp32_param
 
         parameter = self._parameter
-        if self._trained:
+        if self._is_trained:
             safe_set_local_fp32_param(parameter, part)
         parameter.ds_tensor.data.copy_(part)
         if parameter.numel() == parameter.ds_numel:
             parameter.partition()  # small ones stay gathered: the next forward gathers them anew
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a whole value."""
-        return _local_part(self._parameter, whole)
+        """Return this rank's part of a whole value, padded as DeepSpeed pads it."""
+        size = self._parameter.ds_tensor.numel()
+        group_rank = torch.distributed.get_rank(self._parameter.ds_process_group)
+        piece = whole.flatten()[size * group_rank : size * (group_rank + 1)]
+        return torch.nn.functional.pad(piece, (0, size - piece.numel()))
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
         """Collective: return the whole value, of which each rank passes its part."""
-        import torch.distributed as dist
-
         parameter = self._parameter
         local = part.to(parameter.ds_tensor.device)
         parts = [torch.empty_like(local) for _ in range(parameter.ds_process_group.size())]
-        dist.all_gather(parts, local.contiguous(), group=parameter.ds_process_group)
+        torch.distributed.all_gather(parts, local.contiguous(), group=parameter.ds_process_group)
         return torch.cat(parts)[: self.shape.numel()].view(self.shape)
 
 
@@ -154,7 +146,7 @@ def is_zero(engine: Any) -> bool:
     return bool(engine.zero_optimization()) and engine.optimizer is not None
 
 
-def gathered_parameter(parameter: torch.Tensor) -> torch.Tensor:
+def gather_parameter(parameter: torch.Tensor) -> torch.Tensor:
     """Collective: return a whole parameter, in float32 if the optimizer steps with that."""
     if (weight := zero_weight(parameter)) is not None:
         return weight.whole(weight.part())
@@ -194,7 +186,7 @@ def without_engine(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def is_kept_by_zero(model: torch.nn.Module) -> bool:
+def is_under_zero(model: torch.nn.Module) -> bool:
     """Return whether ZeRO keeps parts of a model's parameters; it is without its engine."""
     return any(hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") for p in model.parameters())
 
@@ -253,18 +245,6 @@ class RowsOfModel(torch.nn.Module):
         load_parameters(
             {parameter: rows for parameter, rows in self.rows.items() if id(rows) in read_ids}
         )
-
-
-def _local_part(parameter: Any, full: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a whole value in stage 3, padded as DeepSpeed pads it."""
-    import deepspeed.comm as dist
-
-    size = parameter.ds_tensor.numel()
-    first = size * dist.get_rank(group=parameter.ds_process_group)
-    part = torch.zeros(size, dtype=full.dtype, device=full.device)
-    piece = full.flatten()[first : first + size]
-    part[: piece.numel()] = piece
-    return part
 
 
 def _flat_groups(optimizer: Any) -> Iterator[tuple[torch.Tensor, list[torch.nn.Parameter]]]:
@@ -353,7 +333,7 @@ def load_optimizer_state(optimizer: Any, states: Mapping[Any, Any]) -> None:
         inner.state.pop(flat, None)
         if not pairs:
             continue
-        shared, elementwise = _shared_values(pairs)
+        shared, elementwise = _split_state(pairs)
         inner.state[flat] = {
             **{key: torch.zeros_like(flat) for key in elementwise},
             **shared,
@@ -362,14 +342,13 @@ def load_optimizer_state(optimizer: Any, states: Mapping[Any, Any]) -> None:
         for parameter, state in pairs:
             for key in elementwise:
                 full = collectives.full_tensor(state[key]).to(flat.device, flat.dtype)
-                if hasattr(parameter, "ds_id"):
-                    part = _local_part(parameter, full)
-                    safe_set_local_optimizer_state(parameter, part, key)
+                if (weight := zero_weight(parameter)) is not None:
+                    safe_set_local_optimizer_state(parameter, weight.part_of(full), key)
                 else:
                     safe_set_full_optimizer_state(parameter, full, key)
 
 
-def _shared_values(
+def _split_state(
     pairs: Sequence[tuple[torch.Tensor, Mapping[str, Any]]],
 ) -> tuple[dict[str, Any], list[str]]:
     """Return what is one value for all parameters of a vector, and the names of the others."""
@@ -407,7 +386,7 @@ def _link(optimizer: Any, flat: torch.Tensor, parameters: Iterable[Any]) -> None
 
 
 @contextmanager
-def kept_by_step(engine: Any, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+def protect_from_step(engine: Any, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
     """Context manager: a step leaves parameters and their states as they are.
 
     The optimizer steps with all of a flat vector, where a missing gradient is zero, which weight

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from accel_callbacks.engines.deepspeed.zero_state import kept_by_step
+from accel_callbacks.engines.deepspeed.zero_state import protect_from_step
 
 #: Where each parameter lies in the vector of seven elements of this rank: offset and length.
 PLACES = {"first": (0, 3), "last": (3, 4), "elsewhere": (7, 2), "other_rank": None}
@@ -39,7 +39,7 @@ def test_parameters_that_no_rank_used_and_their_states_outlive_a_step() -> None:
     engine, parameters = engine_with(flat, optimizer)
     step(optimizer, flat)
     before, average = flat.detach().clone(), optimizer.state[flat]["exp_avg"].clone()
-    with kept_by_step(engine, [parameters["last"]]):
+    with protect_from_step(engine, [parameters["last"]]):
         step(optimizer, flat)
     assert torch.equal(flat[3:], before[3:])
     assert torch.equal(optimizer.state[flat]["exp_avg"][3:], average[3:])
@@ -53,7 +53,7 @@ def test_a_state_that_a_step_makes_is_zero_for_them() -> None:
     flat = torch.nn.Parameter(torch.ones(7))
     optimizer = torch.optim.AdamW([flat], lr=0.1)
     engine, parameters = engine_with(flat, optimizer)
-    with kept_by_step(engine, [parameters["first"]]):
+    with protect_from_step(engine, [parameters["first"]]):
         step(optimizer, flat)
     assert optimizer.state[flat]["exp_avg"][:3].tolist() == [0.0] * 3
     assert (optimizer.state[flat]["exp_avg"][3:] != 0).all()
@@ -63,9 +63,9 @@ def test_what_this_rank_does_not_hold_is_left_to_others() -> None:
     flat = torch.nn.Parameter(torch.ones(7))
     optimizer = torch.optim.SGD([flat], lr=1.0)
     engine, parameters = engine_with(flat, optimizer)
-    with kept_by_step(engine, [parameters["elsewhere"], parameters["other_rank"]]):
+    with protect_from_step(engine, [parameters["elsewhere"], parameters["other_rank"]]):
         step(optimizer, flat)
     assert flat.tolist() == [0.0] * 7
-    with kept_by_step(engine, []):
+    with protect_from_step(engine, []):
         step(optimizer, flat)
     assert flat.tolist() == [-1.0] * 7
