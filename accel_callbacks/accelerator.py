@@ -697,7 +697,6 @@ class Accelerator(ProcessControl, MediaLogging):
         self.strategy.data.share_random_state()
         whole = self.strategy.cut(
             model,
-            self.precision.wrap,
             split_points=split_points,
             loss_fn=loss_fn,
             schedule=schedule,

@@ -288,17 +288,11 @@ class Strategy(ABC):
         """
         return None
 
-    def cut(
-        self,
-        model: torch.nn.Module,
-        wrap_stage: Callable[[torch.nn.Module], torch.nn.Module],
-        **options: Any,
-    ) -> torch.nn.Module:
+    def cut(self, model: torch.nn.Module, **options: Any) -> torch.nn.Module:
         """Cut a model into stages, before it is prepared; see ``Accelerator.prepare_pipeline``.
 
         Args:
             model: as the user built it; one that is cut already is returned as it is.
-            wrap_stage: wraps the module of a stage for the precision.
             **options: those of ``prepare_pipeline``.
 
         Raises:

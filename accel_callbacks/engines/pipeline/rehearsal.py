@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -21,16 +21,18 @@ from accel_callbacks.engines.pipeline.stages import (
     Value,
     call_of,
     calls_answered,
+    parameter_slots,
     slots_filled,
+    zeros_without_memory,
 )
 
-__all__ = ["Rehearsal"]
+__all__ = ["Rehearsal", "keep_generators"]
 
 #: Values that an output may have besides tensors, as they are the same on all ranks.
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
-class Rehearsal(torch.nn.Module):
+class Rehearsal:
     """Runs the forward of a model on a micro-batch, with zeros in the place of what layers return.
 
     What is computed between the layers is followed from those zeros to the layers that read it.
@@ -42,33 +44,22 @@ class Rehearsal(torch.nn.Module):
     """
 
     def __init__(self, plan: StagePlan, model: torch.nn.Module, device: torch.device) -> None:
-        super().__init__()
-        self._plan, self._model, self._device = plan, (model,), device
+        self._plan, self._model, self._device = plan, model, device
         self._shapes = {
             name: _LayerShapes(layer.module, device) for name, layer in plan.layers.items()
         }
 
-    def forward(self, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Return what :meth:`route` needs; called through it, in the precision of the model."""
-        run = _Run(self._plan, self._model[0], self._shapes, self._device)
-        result = run(args, kwargs)
-        # Together, because the precision of the model may change the types of outputs.
-        return run, [run.tensors, result]
-
-    def route(self, wrapped: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Route:
+    def route(self, args: Any, kwargs: Mapping[str, Any]) -> Route:
         """Return the calls of a forward, and what passes from stage to stage.
 
         Args:
-            wrapped: this module, in the precision of the model.
             args: positional arguments of a micro-batch.
             kwargs: keyword arguments of it.
 
         Raises:
             ValueError: the model cannot be cut there.
         """
-        run: _Run
-        run, (sent, result) = wrapped(args, kwargs)
-        return run.route(sent, result)
+        return _Run(self._plan, self._model, self._shapes, self._device).route(args, kwargs)
 
 
 class _LayerShapes:
@@ -79,19 +70,21 @@ class _LayerShapes:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         self._original, self._device, self._needs_values = layer, device, False
+        # Fake tensors of the device, not of "meta", because autocast looks at the device.
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._mode:
-            self._layer = _emptied(layer, device)
+            self._layer = _copy_without_values(layer, device)
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
         for copied, original in zip(self._layer.modules(), self._original.modules(), strict=True):
             copied.training = original.training
         if not self._needs_values:
             with self._mode, _silent(), suppress(Exception):
-                return self._layer(*_fake(args), **_fake(kwargs))
-        # Its shapes depend on values inside, as those of experts do: run it on zeros.
+                return self._layer(*_zeros(args), **_zeros(kwargs))
+        # Its shapes depend on values inside, as those of experts do: run it on zeros. An error of
+        # the layer itself is raised again there.
         self._needs_values = True
-        return _emptied(self._layer, self._device)(*_zeros(args), **_zeros(kwargs))
+        return _copy_without_values(self._layer, self._device)(*_zeros(args), **_zeros(kwargs))
 
 
 @contextmanager
@@ -105,7 +98,7 @@ def _silent() -> Iterator[None]:
         logger.disabled = before
 
 
-def _emptied(layer: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+def _copy_without_values(layer: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     """Return a copy of a layer without values and hooks."""
     memo: dict[int, Any] = {}
     for parameter in layer.parameters():
@@ -118,21 +111,6 @@ def _emptied(layer: torch.nn.Module, device: torch.device) -> torch.nn.Module:
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             hooks.clear()
     return copied
-
-
-def _fake(tree: Any) -> Any:
-    """Return tensors without values, inside of a FakeTensorMode."""
-    return _pytree.tree_map_only(
-        torch.Tensor,
-        lambda tensor: torch.empty_strided(
-            tensor.shape,
-            tensor.stride(),
-            dtype=tensor.dtype,
-            device=tensor.device,
-            requires_grad=tensor.requires_grad,
-        ),
-        tree,
-    )
 
 
 def _zeros(tree: Any) -> Any:
@@ -148,8 +126,6 @@ class _Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         enabled: False while operations are not followed.
-        used: the origins of what operations have read.
-        written: the origins of tensors that operations have written into.
     """
 
     def __init__(self, name: str) -> None:
@@ -158,13 +134,9 @@ class _Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._name = name
         self._origins: dict[int, frozenset[Any]] = {}
         self._kept: list[torch.Tensor] = []  # so that no memory is used again
-        self.used: set[Any] = set()
-        self.written: set[Any] = set()
-        self._homes: dict[int, Any] = {}
 
     def add(self, tensor: torch.Tensor, origin: Any) -> torch.Tensor:
         """Note where a tensor comes from."""
-        self._homes[_memory(tensor)] = origin
         self._note(tensor, frozenset((origin,)))
         return tensor
 
@@ -183,12 +155,8 @@ class _Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output = func(*args, **kwargs)
         if not self.enabled:
             return output
-        for number, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                target = args[number] if number < len(args) else kwargs.get(argument.name)
-                self.written |= {self._homes.get(_memory(tensor)) for tensor in _tensors(target)}
+        # An operation that writes into a tensor returns it, and so adds to its origins.
         origins = self.of((args, kwargs))
-        self.used |= origins
         if origins and {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(
             func.tags
         ):
@@ -236,52 +204,81 @@ class _Run:
         self._plan, self._model, self._shapes, self._device = plan, model, shapes, device
         self._origins = _Origins(plan.name)
         self._calls: list[Call] = []
-        self._stage = 0
-        self._read: dict[Any, set[int]] = {}  # the stages that read a value, by its origin
-        self._made: list[int] = []  # the stage of each value
-        self._slots = {
-            Slot(module, key): f"{path}.{key}" if path else key
-            for path, module in model.named_modules()
-            for key, parameter in module._parameters.items()
-            if parameter is not None
-        }
-        self.tensors: list[torch.Tensor] = []
+        self._stage = 0  # the stage that has begun
+        self._readers: dict[Any, set[int]] = {}  # the stages that read a value, by its origin
+        self._values: list[Outline] = []
+        self._producers: list[int] = []  # the stage of each value
+        self._slots = {slot: name for slot, name, _ in parameter_slots(model)}
 
-    def __call__(self, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Run; return the result, whose tensors have no values."""
-        # Those of layers too, which code between the layers may read.
+    def route(self, args: Any, kwargs: Mapping[str, Any]) -> Route:
+        """Run, and return the route; the tensors of the result have no values."""
+        # Parameters of layers too, which code between the layers may read.
         zeros = {
-            slot: self._origins.add(self._without_memory(slot.module._parameters[slot.key]), name)
+            slot: self._origins.add(self._zeros_of_parameter(slot), name)
             for slot, name in self._slots.items()
         }
         with (
-            _generators_kept(self._device),
+            keep_generators(self._device),
             slots_filled(zeros),
             calls_answered(self._plan.modules, self._answer),
             self._origins,
         ):
             result = self._model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-        self._note_read(result, self._plan.count - 1)
-        if self._stage != self._plan.count - 1:
+        last = self._plan.count - 1
+        self._note_read(result, last)
+        if self._stage != last:
             raise ValueError(
                 f"split_points: the forward of {self._plan.name} calls no layer of stage "
                 f"{self._stage + 1} of {self._plan.count}."
             )
-        return result
+        leaves, structure = _pytree.tree_flatten(result)
+        loss = getattr(result, "loss", None)
+        places = [place for place, leaf in enumerate(leaves) if loss is not None and leaf is loss]
+        return Route(
+            self._calls,
+            self._values,
+            [self._passed_to(stage) for stage in range(self._plan.count)],
+            self._borrowed(),
+            structure,
+            [self._outline(leaf, "it returns") for leaf in leaves],
+            places[0] if places else None,
+        )
+
+    def _passed_to(self, stage: int) -> list[int]:
+        """Return the values that a stage receives: of earlier ones, read there or later."""
+        return [
+            number
+            for number, producer in enumerate(self._producers)
+            if producer < stage <= max(self._readers.get(number, (0,)))
+        ]
+
+    def _borrowed(self) -> dict[str, dict[int, list[Slot]]]:
+        """Return the slots of parameters that other stages than their owners read."""
+        borrowed = {
+            name: {stage: list(slots) for stage, slots in stages.items()}
+            for name, stages in self._plan.shared.items()
+        }
+        for slot, name in self._slots.items():
+            for stage in sorted(self._readers.get(name, set()) - {self._plan.owner[name]}):
+                lent = borrowed.setdefault(self._plan.canonical[name], {}).setdefault(stage, [])
+                if slot not in lent:
+                    lent.append(slot)
+        return borrowed
 
     def _zeros_like(self, tensor: Any) -> torch.Tensor:
         zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device)
         # A clone, because code may write into what a layer returned.
         return zeros.requires_grad_(tensor.requires_grad and torch.is_grad_enabled()).clone()
 
-    def _without_memory(self, parameter: Any) -> torch.Tensor:
-        zero = torch.zeros((), dtype=parameter.dtype, device=self._device)
-        zero.requires_grad_(parameter.requires_grad and torch.is_grad_enabled())
-        return zero.expand(parameter.shape)
+    def _zeros_of_parameter(self, slot: Slot) -> torch.Tensor:
+        parameter = slot.module._parameters[slot.key]
+        assert parameter is not None
+        zeros = zeros_without_memory(parameter, self._device)
+        return zeros.requires_grad_(parameter.requires_grad and torch.is_grad_enabled())
 
     def _note_read(self, tree: Any, stage: int) -> None:
         for origin in self._origins.of(tree):
-            stages = self._read.setdefault(origin, set())
+            stages = self._readers.setdefault(origin, set())
             stages.add(stage)
             if isinstance(origin, _Draw) and len(stages) > 1:
                 raise ValueError(
@@ -314,92 +311,35 @@ class _Run:
             self._note_read((args, kwargs), stage)
             output = self._shapes[name](args, kwargs)
             leaves, structure = _pytree.tree_flatten(output)
-            answered, outlines = [], []
+            answered, noted = [], list[Any]()
             for leaf in leaves:
+                outline = self._outline(leaf, f"{name!r} returns")
                 if isinstance(leaf, torch.Tensor):
-                    value = Value(len(self.tensors))
+                    value = Value(len(self._values))
                     answered.append(self._origins.add(self._zeros_like(leaf), value.number))
-                    self.tensors.append(answered[-1])
-                    self._made.append(stage)
-                    outlines.append(value)
+                    noted.append(value)
+                    self._values.append(outline)
+                    self._producers.append(stage)
                 else:
-                    self._check_constant(leaf, f"{name!r} returns")
                     answered.append(leaf)
-                    outlines.append(leaf)
-            self._calls.append(Call(name, stage, structure, tuple(outlines)))
+                    noted.append(leaf)
+            self._calls.append(Call(name, stage, structure, tuple(noted)))
             return _pytree.tree_unflatten(answered, structure)
         finally:
             self._origins.enabled = True
 
-    def _check_constant(self, leaf: Any, source: str) -> None:
-        if not isinstance(leaf, _CONSTANTS):
+    def _outline(self, leaf: Any, source: str) -> Any:
+        """Return the outline of a tensor, or a constant; refuse other objects."""
+        if not isinstance(leaf, (torch.Tensor, *_CONSTANTS)):
             raise ValueError(
                 f"{self._plan.name}: {source} a {type(leaf).__name__}, and only tensors and "
                 "constants go from stage to stage: leave it out (a cache, by use_cache=False)."
             )
-
-    def route(self, sent: Sequence[torch.Tensor], result: Any) -> Route:
-        """Return the route, with the types in which values are sent."""
-        count = self._plan.count
-        values = [
-            Outline(tuple(tensor.shape), tensor.dtype, as_sent.dtype, tensor.requires_grad)
-            for tensor, as_sent in zip(self.tensors, sent, strict=True)
-        ]
-        passed = [
-            [
-                number
-                for number, producer in enumerate(self._made)
-                if producer < stage <= max(self._read.get(number, (0,)))
-            ]
-            for stage in range(count)
-        ]
-        leaves, structure = _pytree.tree_flatten(result)
-        for leaf in leaves:
-            if not isinstance(leaf, torch.Tensor):
-                self._check_constant(leaf, "it returns")
-        loss = getattr(result, "loss", None)
-        is_loss = [leaf is loss for leaf in leaves if loss is not None]
-        borrowed = {
-            name: {stage: list(slots) for stage, slots in stages.items()}
-            for name, stages in self._plan.shared.items()
-        }
-        filled: list[dict[Slot, Outline]] = [{} for _ in range(count)]
-        shared = {
-            slot for stages in self._plan.shared.values() for s in stages.values() for slot in s
-        }
-        for slot, name in self._slots.items():
-            parameter = slot.module._parameters[slot.key]
-            assert parameter is not None
-            readers = self._read.get(name, set())
-            outline = Outline(tuple(parameter.shape), parameter.dtype, parameter.dtype, False)
-            for stage in range(count):
-                if stage == self._plan.owner[name]:
-                    continue
-                if stage in readers and slot not in shared:
-                    lent = borrowed.setdefault(self._plan.canonical[name], {})
-                    lent.setdefault(stage, []).append(slot)
-                elif name in self._origins.used:
-                    filled[stage][slot] = outline
-        return Route(
-            self._calls,
-            values,
-            passed,
-            borrowed,
-            filled,
-            structure,
-            [
-                Outline(tuple(leaf.shape), leaf.dtype, leaf.dtype, leaf.requires_grad)
-                if isinstance(leaf, torch.Tensor)
-                else leaf
-                for leaf in leaves
-            ],
-            is_loss.index(True) if any(is_loss) else None,
-            self._origins.written,
-        )
+        return Outline.of(leaf)
 
 
 @contextmanager
-def _generators_kept(device: torch.device) -> Iterator[None]:
+def keep_generators(device: torch.device) -> Iterator[None]:
     """Context manager: what is drawn inside is drawn again after it."""
     devices = [] if device.type == "cpu" else [device.index or 0]
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):

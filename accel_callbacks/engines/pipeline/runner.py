@@ -15,7 +15,7 @@ from torch.utils import _pytree
 from accel_callbacks import collectives
 from accel_callbacks.engines.context.sequences import plain_attention
 from accel_callbacks.engines.fsdp.unit_agreement import UnitAgreement
-from accel_callbacks.engines.pipeline.rehearsal import Rehearsal
+from accel_callbacks.engines.pipeline.rehearsal import Rehearsal, keep_generators
 from accel_callbacks.engines.pipeline.stages import (
     Route,
     StagePlan,
@@ -39,6 +39,11 @@ _KEPT_SCHEDULES = 8  # each has buffers to receive in
 _GOLDEN = 0x9E3779B97F4A7C15
 # Options of transformers' models, with which layers collect outputs besides the result.
 _COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
+_NO_LOSS = (
+    "a pipeline runs backward inside of the call, so it needs the loss there: call "
+    "model(*inputs, target=target) with the loss_fn of prepare_pipeline(), or pass labels to a "
+    "model whose outputs have a loss. For outputs without gradients call it under torch.no_grad()."
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class PipelineOptions:
     microbatches: int | None = None
     reduction: str = "mean"
 
-    def checked(self, ranks: int, model: torch.nn.Module) -> PipelineOptions:
+    def resolve(self, ranks: int, model: torch.nn.Module) -> PipelineOptions:
         """Return the options with defaults of the split points and the number of micro-batches.
 
         Args:
@@ -69,21 +74,17 @@ class PipelineOptions:
             raise ValueError(f"schedule={self.schedule!r} is unknown{hint}")
         if self.reduction not in ("mean", "sum"):
             raise ValueError(f'reduction={self.reduction!r} must be "mean" or "sum".')
+        several = SCHEDULES[name]
+        usual = 2 * ranks if several else ranks
         points = self.split_points
         if points is None:
-            points = balanced_split_points(model, 2 * ranks if SCHEDULES[name] else ranks)
+            points = balanced_split_points(model, usual)
         stages = len(points) + 1
-        if SCHEDULES[name] and (stages % ranks or stages == ranks):
+        if stages % ranks or (stages > ranks) != several:
             raise ValueError(
-                f"schedule={name!r} gives each of the {ranks} ranks several stages, and there are "
-                f"{stages}: give a multiple of pp_size, minus one, of split_points, such as "
-                f"{2 * ranks - 1}."
-            )
-        if not SCHEDULES[name] and stages != ranks:
-            raise ValueError(
-                f"schedule={name!r} gives each of the {ranks} ranks one stage, and "
-                f"{len(points)} split_points make {stages}: give {ranks - 1}, or "
-                'schedule="Interleaved1F1B" for several a rank.'
+                f"schedule={name!r} gives each of the {ranks} ranks "
+                f"{'several stages' if several else 'one stage'}, and {len(points)} split_points "
+                f"make {stages}: give {usual - 1}{' or more' if several else ''}."
             )
         count = 2 * ranks if self.microbatches is None else self.microbatches
         if count < ranks:
@@ -122,19 +123,19 @@ class _Batch(NamedTuple):
             for leaf in leaves
         )
 
-    def filled(self, more: int) -> _Batch:
+    def pad(self, more: int) -> _Batch:
         """Return a batch with more copies of its first row."""
 
-        def filled(leaf: torch.Tensor) -> torch.Tensor:
+        def pad(leaf: torch.Tensor) -> torch.Tensor:
             if not leaf.dim() or leaf.shape[0] != self.rows:
                 return leaf
             return torch.cat([leaf, leaf[:1].expand(more, *leaf.shape[1:])])
 
-        args, kwargs = _pytree.tree_map_only(torch.Tensor, filled, (self.args, self.kwargs))
+        args, kwargs = _pytree.tree_map_only(torch.Tensor, pad, (self.args, self.kwargs))
         return _Batch(args, kwargs, self.rows + more)
 
 
-class _Ready(NamedTuple):
+class _BatchPlan(NamedTuple):
     """A schedule of torch, the micro-batches of a batch, and their way through the model."""
 
     schedule: Any
@@ -152,7 +153,7 @@ class PipelineRunner:
         self,
         plan: StagePlan,
         stages: Mapping[int, Any],
-        rehearsal: tuple[Rehearsal, torch.nn.Module],
+        rehearsal: Rehearsal,
         options: PipelineOptions,
         model: torch.nn.Module,
         group: Any,
@@ -174,7 +175,7 @@ class PipelineRunner:
         self._random = draws_random_numbers(model)
         self._targets: Sequence[Any] = ()
         self._route: Route | None = None
-        self._schedules: dict[Any, _Ready] = {}
+        self._batch_plans: dict[Any, _BatchPlan] = {}
         kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
         self._dtype = torch.float64 if torch.float64 in kinds else torch.float32
 
@@ -185,17 +186,13 @@ class PipelineRunner:
         if self._checked_call is not None:
             # A stage is not called as the model is, which has this as a hook.
             args, kwargs = self._checked_call(self._model, args, kwargs) or (args, kwargs)
-        batch = self._bound(args, kwargs)
+        batch = self._bind(args, kwargs)
         loss_fn = self._options.loss_fn
         if target is not None and loss_fn is None:
             raise ValueError("a target, and no loss: pass loss_fn to prepare_pipeline().")
         if torch.is_grad_enabled():
             if target is None and loss_fn is not None:
-                raise ValueError(
-                    "a pipeline runs backward inside of the call, so it needs the loss there: call "
-                    "model(*inputs, target=target). For outputs without gradients call it under "
-                    "torch.no_grad()."
-                )
+                raise ValueError(_NO_LOSS)
             return self._train(batch, target)
         outputs = self._evaluate(batch)
         if target is None:
@@ -203,7 +200,7 @@ class PipelineRunner:
         assert loss_fn is not None
         return loss_fn(outputs, target)
 
-    def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Batch:
+    def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Batch:
         """Return the arguments of a call, checked."""
         try:
             self._signature.bind(*args, **kwargs)
@@ -235,35 +232,31 @@ class PipelineRunner:
     # --- forward and backward -------------------------------------------------------------------
 
     def _train(self, batch: _Batch, target: Any) -> Any:
-        ready = self._schedule(batch, training=True)
-        count = ready.microbatches
-        if self._options.loss_fn is None and ready.route.loss is None:
-            raise ValueError(
-                "a pipeline runs backward inside of the call, so it needs the loss there: pass "
-                "loss_fn to prepare_pipeline(), and call model(*inputs, target=target), or pass "
-                "labels to a model whose outputs have a loss. For outputs without gradients call "
-                "it under torch.no_grad()."
-            )
+        plan = self._plan_of(batch, training=True)
+        count = plan.microbatches
+        if self._options.loss_fn is None and plan.route.loss is None:
+            raise ValueError(_NO_LOSS)
         self._targets = _pieces(target, count, batch.rows, "the target has")
-        self._route = ready.route
+        self._route = plan.route
         losses: list[torch.Tensor] = []
         self._share_buffers()
+        # Once each: what is tied is in several stages of this rank.
+        parameters = list(
+            dict.fromkeys(p for stage in self._stages.values() for p in stage.parameters())
+        )
         try:
-            with self._own_random(), _apart(self._stages.values()) as pairs:
-                loans = self._lend(ready.route)
-                self._begin(ready, batch, loans)
-                ready.schedule.step(
-                    **({"target": torch.arange(count, device="cpu")} if self._has_last else {}),
-                    losses=losses,
-                )
+            with self._own_random(), _set_gradients_aside(parameters):
+                loans = self._lend(plan.route)
+                self._begin(plan, batch, loans)
+                # Of the ranks, only that of the last stage has a loss. Its loss_fn gets the output
+                # of a micro-batch, and a piece of the target, by which it finds its own.
+                numbers = {"target": torch.arange(count, device="cpu")} if self._has_last else {}
+                plan.schedule.step(**numbers, losses=losses)
                 if self._replicas is not None:
                     self._replicas.units.finish_backward()
-                self._return_loans(ready.route, loans)
-                gradients = [
-                    (parameter, shadow.grad)
-                    for parameter, shadow in pairs
-                    if shadow.grad is not None
-                ]
+                # After all micro-batches, so that each loan is returned once.
+                self._return_loans(plan.route, loans)
+                gradients = [(p, p.grad) for p in parameters if p.grad is not None]
         finally:
             self._targets = ()
         total = torch.zeros((), dtype=self._dtype, device=self._device)
@@ -279,19 +272,13 @@ class PipelineRunner:
             *(parameter for parameter, _ in gradients),
         )
         if self._options.loss_fn is None:
-            return ready.route.with_loss(loss_of_batch)
+            return plan.route.with_loss(loss_of_batch)
         return loss_of_batch
 
-    def _begin(self, ready: _Ready, batch: _Batch, loans: Mapping[str, torch.Tensor]) -> None:
-        microbatches = _pieces((batch.args, batch.kwargs), ready.microbatches, batch.rows)
-        for number, stage in self._stages.items():
-            tensors = {
-                slot: loans[name]
-                for name, stages in ready.route.borrowed.items()
-                if name in loans
-                for slot in stages.get(number, ())
-            }
-            stage.begin(ready.route, microbatches, tensors)
+    def _begin(self, plan: _BatchPlan, batch: _Batch, loans: Mapping[str, torch.Tensor]) -> None:
+        microbatches = _pieces((batch.args, batch.kwargs), plan.microbatches, batch.rows)
+        for stage in self._stages.values():
+            stage.begin(plan.route, microbatches, loans)
 
     # --- parameters that several stages read ----------------------------------------------------
 
@@ -347,7 +334,11 @@ class PipelineRunner:
         """Yield the names of parameters that are lent, their owners and who borrows, as ranks."""
         size = self._group.size()
         for name, stages in route.borrowed.items():
-            yield name, self._plan.owner[name] % size, sorted({stage % size for stage in stages})
+            yield (
+                name,
+                self._plan.owner[name] % size,
+                sorted({stage % size for stage in stages}),
+            )
 
     @property
     def _rank(self) -> int:
@@ -378,9 +369,9 @@ class PipelineRunner:
     def _evaluate(self, batch: _Batch) -> Any:
         rows = batch.rows
         if self._count(rows) is None:  # copies of the first row, which are dropped again
-            batch = batch.filled(-rows % self._group.size())
-        ready = self._schedule(batch, training=False)
-        tensors = ready.route.tensors()
+            batch = batch.pad(-rows % self._group.size())
+        plan = self._plan_of(batch, training=False)
+        tensors = plan.route.tensors()
         if batch.rows != rows and any(not outline.shape for outline in tensors):
             raise ValueError(
                 f"a batch of {rows} rows cannot be cut into equal micro-batches, and the model "
@@ -388,8 +379,8 @@ class PipelineRunner:
             )
         self._share_buffers()
         with self._own_random():
-            self._begin(ready, batch, self._lend(ready.route))
-            merged = ready.schedule.step()
+            self._begin(plan, batch, self._lend(plan.route))
+            merged = plan.schedule.step()
         _free_gathered(self._stages.values())
         outputs = []
         for number, outline in enumerate(tensors):
@@ -397,13 +388,13 @@ class PipelineRunner:
             if self._has_last:
                 whole = merged[number].detach().contiguous()
             else:
-                shape = (shape[0] * ready.microbatches, *shape[1:])
-                whole = torch.empty(shape, dtype=outline.sent, device=self._device)
+                shape = (shape[0] * plan.microbatches, *shape[1:])
+                whole = torch.empty(shape, dtype=outline.dtype, device=self._device)
             dist.broadcast(whole, src=self._last, group=self._group)
             if not outline.shape:
                 whole = whole.mean() if self._options.reduction == "mean" else whole.sum()
             outputs.append(whole[:rows] if outline.shape else whole)
-        return ready.route.unflatten(outputs)
+        return plan.route.unflatten(outputs)
 
     @contextmanager
     def _own_random(self) -> Iterator[None]:
@@ -415,28 +406,27 @@ class PipelineRunner:
             yield
             return
         seed = int(torch.randint(1 << 62, (), device="cpu"))
-        devices = [] if self._device.type == "cpu" else [self._device.index or 0]
-        with torch.random.fork_rng(devices, device_type=self._device.type if devices else "cuda"):
+        with keep_generators(self._device):
             torch.manual_seed((seed + dist.get_rank(self._group) * _GOLDEN) % (1 << 63))
             yield
 
     # --- schedules ------------------------------------------------------------------------------
 
-    def _schedule(self, batch: _Batch, *, training: bool) -> _Ready:
-        """Return the schedule for batches of these shapes, its micro-batches, and what they give.
+    def _plan_of(self, batch: _Batch, *, training: bool) -> _BatchPlan:
+        """Return the schedule for batches of these shapes, its micro-batches, and their route.
 
         It has memory for what other stages send, so each shape has its own.
         """
         key = (training, self._model.training, batch.key())
-        known = self._schedules.pop(key, None)
+        known = self._batch_plans.pop(key, None)
         if known is None:
-            known = self._made(batch, training)
-        self._schedules[key] = known  # the last used is the last
-        while len(self._schedules) > _KEPT_SCHEDULES:
-            del self._schedules[next(iter(self._schedules))]
+            known = self._make_plan(batch, training)
+        self._batch_plans[key] = known  # the last used is the last
+        while len(self._batch_plans) > _KEPT_SCHEDULES:
+            del self._batch_plans[next(iter(self._batch_plans))]
         return known
 
-    def _made(self, batch: _Batch, training: bool) -> _Ready:
+    def _make_plan(self, batch: _Batch, training: bool) -> _BatchPlan:
         rows = batch.rows
         count, fewest = self._count(rows), self._group.size()
         if count is None:
@@ -445,23 +435,11 @@ class PipelineRunner:
                 f"{self._most} and at least {fewest}: give the loader drop_last=True, or pad the "
                 f"last batch to a multiple of {fewest}."
             )
-        rehearsal, wrapped = self._rehearsal
         args, kwargs = _pieces((batch.args, batch.kwargs), count, rows)[0]
-        route, error = None, None
-        try:
-            with torch.enable_grad() if training else torch.no_grad(), plain_attention():
-                route = rehearsal.route(wrapped, args, kwargs)
-        except Exception as caught:
-            error = caught
-        # Together, so that no rank waits for one that has failed.
-        texts: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(texts, error and f"{type(error).__name__}: {error}", self._group)
-        if error is not None:
-            raise error
-        failed = next((text for text in texts if text is not None), None)
-        if route is None or failed is not None:
-            raise RuntimeError(f"another stage of the pipeline has failed with {failed}")
-        return _Ready(self._built(count, route.outputs_on_meta(), training), count, route)
+        # On each rank, with the same inputs: all find the same route, or raise the same error.
+        with torch.enable_grad() if training else torch.no_grad(), plain_attention():
+            route = self._rehearsal.route(args, kwargs)
+        return _BatchPlan(self._build_schedule(count, route, training), count, route)
 
     @property
     def _most(self) -> int:
@@ -475,33 +453,31 @@ class PipelineRunner:
         allowed = range(self._most // step * step, ranks - 1, -step)
         return next((count for count in allowed if rows and rows % count == 0), None)
 
-    def _built(self, count: int, passed: Sequence[tuple[torch.Tensor, ...]], training: bool) -> Any:
+    def _build_schedule(self, count: int, route: Route, training: bool) -> Any:
         # Imported here, because most runs have no pipeline.
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import get_schedule_class
 
-        kind = get_schedule_class(self._options.schedule)
+        shapes = route.outputs_on_meta()
+        # With shapes on the meta device, torch sends none before the first batch.
         stages = [
             PipelineStage(
                 module,
                 number,
                 self._plan.count,
                 self._device,
-                input_args=passed[number],
-                output_args=passed[number + 1],
+                input_args=shapes[number],
+                output_args=shapes[number + 1],
                 group=self._group,
             )
             for number, module in self._stages.items()
         ]
-        # The loss of a micro-batch is its part of the batch's, so nothing is left to be scaled.
-        known = inspect.signature(kind.__init__).parameters
-        options = {"scale_grads": False} if "scale_grads" in known else {}
-        several = SCHEDULES[self._options.schedule]
-        return kind(
-            stages if several else stages[0],
+        return get_schedule_class(self._options.schedule)(
+            stages if SCHEDULES[self._options.schedule] else stages[0],
             count,
             loss_fn=self._loss if training else None,
-            **options,
+            # The loss of a micro-batch is its part of the batch's, so nothing is left to be scaled.
+            scale_grads=False,
         )
 
 
@@ -535,61 +511,31 @@ class _Settled(torch.autograd.Function):
 
 
 @contextmanager
-def _apart(
-    stages: Iterable[torch.nn.Module],
-) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Context manager: stages have other parameters of the same memory, with own gradients.
+def _set_gradients_aside(parameters: Sequence[Any]) -> Iterator[None]:
+    """Context manager: parameters have no gradients of earlier batches, and no hooks on new ones.
 
-    So hooks on parameters, and gradients of earlier micro-batches of a window, see nothing of the
-    backward passes inside of the schedule. Shards of FSDP stay, without their hooks and gradients.
+    So hooks, and the gradients of a window, see nothing of the backward passes in the schedule:
+    they get the sum over the micro-batches, once, when backward is called on the loss.
     """
-    stages = list(stages)
-    if any(map(collectives.is_sharded, (p for stage in stages for p in stage.parameters()))):
-        with _own_gradients([p for stage in stages for p in stage.parameters()]) as pairs:
-            yield pairs
-        return
-    slots = [
-        (slots, key, parameter)
-        for stage in stages
-        for module in stage.modules()
-        for slots in (module._parameters,)
-        for key, parameter in slots.items()
-        if parameter is not None
+    # Of both kinds, emptied in place, because torch keeps the dictionaries.
+    hooks = [
+        known
+        for parameter in parameters
+        for known in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+        if known
     ]
-    shadows: dict[int, torch.nn.Parameter] = {}
-    pairs = []
-    for _, _, parameter in slots:
-        if id(parameter) not in shadows:
-            shadow = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
-            shadows[id(parameter)] = shadow
-            if parameter.requires_grad:
-                pairs.append((parameter, shadow))
+    before = [dict(known) for known in hooks]
+    gradients = [parameter.grad for parameter in parameters]
     try:
-        for registry, key, parameter in slots:
-            registry[key] = shadows[id(parameter)]
-        yield pairs
-    finally:
-        for registry, key, parameter in slots:
-            registry[key] = parameter
-
-
-@contextmanager
-def _own_gradients(
-    parameters: Sequence[Any],
-) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Context manager: set the gradients of parameters aside, and the hooks that see new ones."""
-    hooks = [parameter._post_accumulate_grad_hooks or {} for parameter in parameters]
-    before = [
-        (parameter.grad, dict(known)) for parameter, known in zip(parameters, hooks, strict=True)
-    ]
-    try:
-        for parameter, known in zip(parameters, hooks, strict=True):
+        for parameter in parameters:
             parameter.grad = None
-            known.clear()  # in place, because torch keeps the dictionary
-        yield [(parameter, parameter) for parameter in parameters if parameter.requires_grad]
+        for known in hooks:
+            known.clear()
+        yield
     finally:
-        for parameter, known, (gradient, set_aside) in zip(parameters, hooks, before, strict=True):
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
+        for known, set_aside in zip(hooks, before, strict=True):
             known.update(set_aside)
 
 

@@ -5,11 +5,16 @@ Each stage runs the forward of the whole model, as it is written, with the micro
 rank: layers of earlier stages return what was received, or zeros where no later stage reads it, and
 the first layer of a later stage ends the run. So nothing is traced, each stage computes its masks
 and positions itself, and arguments and outputs may have any structure.
+
+Stage ``n`` receives ``route.passed[n]`` from stage ``n - 1``, in this order: of each value the
+tensor of one micro-batch, contiguous, in the dtype in which its layer computed it, such as
+``[rows / microbatches, tokens, width]`` in bfloat16. A value that a later stage reads goes through
+all stages between. Backward sends a gradient of the same shape and dtype the other way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -27,7 +32,9 @@ __all__ = [
     "balanced_split_points",
     "call_of",
     "calls_answered",
+    "parameter_slots",
     "slots_filled",
+    "zeros_without_memory",
 ]
 
 
@@ -41,6 +48,19 @@ class Slot(NamedTuple):
 
     module: torch.nn.Module
     key: str
+
+
+def parameter_slots(model: torch.nn.Module) -> Iterator[tuple[Slot, str, torch.nn.Parameter]]:
+    """Yield where a model holds parameters, their names, and the parameters; tied ones again."""
+    for path, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                yield Slot(module, key), f"{path}.{key}" if path else key, parameter
+
+
+def zeros_without_memory(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return zeros of the shape of a parameter, which all are one number."""
+    return torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
 
 
 class Layer(NamedTuple):
@@ -143,7 +163,7 @@ class StagePlan:
 
     def _find_owners(self, model: torch.nn.Module) -> None:
         first: dict[int, str] = {}
-        for name, tensor in _named(model):
+        for name, tensor in _named_tensors(model):
             canonical = self.canonical[name] = first.setdefault(id(tensor), name)
             stage, owner = self.stage_of(name), self.stage_of(canonical)
             self.owner[name] = owner
@@ -200,7 +220,7 @@ def _blocks(path: str, module: torch.nn.Module) -> Iterator[tuple[str, int]]:
         yield from _blocks(f"{path}.{name}" if path else name, child)
 
 
-def _named(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
@@ -210,23 +230,24 @@ class Outline(NamedTuple):
 
     Args:
         shape: of the tensor.
-        dtype: where it is computed.
-        sent: the dtype in which it is passed on.
+        dtype: of the tensor.
         requires_grad: whether a gradient is sent back.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    sent: torch.dtype
     requires_grad: bool
 
-    def zeros(self, device: torch.device) -> torch.Tensor:
-        """Return zeros of this shape, where it is computed."""
-        return torch.zeros(self.shape, dtype=self.dtype, device=device)
+    @classmethod
+    def of(cls, leaf: Any) -> Any:
+        """Return the outline of a tensor, other leaves as they are."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return cls(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
 
     def on_meta(self) -> torch.Tensor:
-        """Return a tensor without memory, as it is passed on."""
-        empty = torch.empty(self.shape, dtype=self.sent, device="meta")
+        """Return a tensor without memory."""
+        empty = torch.empty(self.shape, dtype=self.dtype, device="meta")
         return empty.requires_grad_(self.requires_grad)
 
 
@@ -261,22 +282,18 @@ class Route(NamedTuple):
         passed: for each stage the numbers of the values that it receives.
         borrowed: parameters of other stages that a stage reads, by their name: for each such
             stage the slots.
-        filled: for each stage slots of containers whose parameters it does not read.
         structure: of the result.
         result: the leaves of the result: outlines of tensors, or constants.
         loss: which leaf of the result is its attribute ``loss``, None without one.
-        written: values that are written into between layers, of which those get copies.
     """
 
     calls: Sequence[Call]
     values: Sequence[Outline]
     passed: Sequence[Sequence[int]]
     borrowed: Mapping[str, Mapping[int, Sequence[Slot]]]
-    filled: Sequence[Mapping[Slot, Outline]]
     structure: Any
     result: Sequence[Any]
     loss: int | None
-    written: Collection[Any]
 
     def outputs_on_meta(self) -> list[tuple[torch.Tensor, ...]]:
         """Return what each stage receives, and what the last one returns, on the meta device."""
@@ -339,10 +356,17 @@ class Stage(torch.nn.Module):
         self, plan: StagePlan, model: torch.nn.Module, number: int, device: torch.device
     ) -> None:
         super().__init__()
+        # In a tuple, so that the model is no submodule, whose parameters FSDP would shard here.
         self._plan, self._model, self._number, self._device = plan, (model,), number, device
         self._route: Route | None = None
         self._microbatches: Iterator[Any] = iter(())
-        self._loans: Mapping[Slot, torch.Tensor] = {}
+        # The run replays code of earlier stages, which may read parameters that are not here.
+        self._absent = {
+            slot: zeros_without_memory(parameter, device)
+            for slot, name, parameter in parameter_slots(model)
+            if plan.owner[name] != number
+        }
+        self._filled: dict[Slot, torch.Tensor] = {}
         self._no_split_modules = getattr(model, "_no_split_modules", None)
         self._add("", model)
         for path, layer in plan.layers.items():
@@ -367,23 +391,34 @@ class Stage(torch.nn.Module):
         self.get_submodule(parent).add_module(key, module)
 
     def begin(
-        self, route: Route, microbatches: Sequence[Any], loans: Mapping[Slot, torch.Tensor]
+        self, route: Route, microbatches: Sequence[Any], loans: Mapping[str, torch.Tensor]
     ) -> None:
         """Set what the next forwards are: one for each micro-batch, in order.
 
         Args:
             route: of micro-batches of their shapes.
             microbatches: positional and keyword arguments of the model.
-            loans: parameters of other stages, by where the layers of this one look for them.
+            loans: parameters of other stages that this rank has borrowed, by their names.
         """
-        self._route, self._microbatches, self._loans = route, iter(microbatches), loans
+        self._route, self._microbatches = route, iter(microbatches)
+        self._filled = dict(self._absent)
+        for name, stages in route.borrowed.items():
+            for slot in stages.get(self._number, ()):
+                if name in loans:
+                    self._filled[slot] = loans[name]
+                else:  # a stage of this rank owns it, and it is in its slot
+                    self._filled.pop(slot, None)
 
     def forward(self, *received: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the layers of this stage on the next micro-batch; return what is passed on."""
         route, number = self._route, self._number
         assert route is not None
         args, kwargs = next(self._microbatches)
-        values = dict(zip(route.passed[number], received, strict=True))
+        inputs = dict(zip(route.passed[number], received, strict=True))
+        outgoing = route.passed[number + 1] if number + 1 < self._plan.count else ()
+        # Copies, because what is sent gets a gradient of its own, and the next stage replays what
+        # code between the layers writes into the outputs of this one.
+        sent = {n: tensor.clone() for n, tensor in inputs.items() if n in outgoing}
         calls = iter(route.calls)
         name, layers = self._plan.name, self._plan.modules
 
@@ -400,53 +435,33 @@ class Stage(torch.nn.Module):
             if call.stage > number:
                 raise _EndOfStage
             if call.stage < number:
-                return _pytree.tree_unflatten(
-                    [self._received(leaf, values) for leaf in call.leaves], call.structure
-                )
+                answered = [self._input(leaf, inputs) for leaf in call.leaves]
+                return _pytree.tree_unflatten(answered, call.structure)
             output = call_of(layers[layer])(*args, **kwargs)
-            leaves = _pytree.tree_leaves(output)
-            for place, leaf in enumerate(call.leaves):
-                if isinstance(leaf, Value):
-                    values[leaf.number] = leaves[place]
-                    if leaf.number in route.written:
-                        leaves[place] = leaves[place].clone()
-            return _pytree.tree_unflatten(leaves, call.structure)
+            for leaf, tensor in zip(call.leaves, _pytree.tree_leaves(output), strict=True):
+                if isinstance(leaf, Value) and leaf.number in outgoing:
+                    sent[leaf.number] = tensor.clone(memory_format=torch.contiguous_format)
+            return output
 
-        zeros = {
-            slot: outline.zeros(self._device) for slot, outline in route.filled[number].items()
-        }
         (model,) = self._model
-        with slots_filled({**zeros, **self._loans}), calls_answered(layers, answer):
+        with slots_filled(self._filled), calls_answered(layers, answer):
             try:
                 # Not its call, which `generate` has sent here.
                 result = model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
             except _EndOfStage:
-                received_too = route.passed[number]
-                return tuple(
-                    self._sent(values[n].to(route.values[n].sent), n in received_too)
-                    for n in route.passed[number + 1]
-                )
+                return tuple(sent[n] for n in outgoing)
         return route.flatten(result)
 
-    @staticmethod
-    def _sent(value: torch.Tensor, is_passed_on: bool) -> torch.Tensor:
-        # A copy, because it has a gradient of its own here, and FSDP warns of views.
-        return (
-            value.clone(memory_format=torch.contiguous_format)
-            if is_passed_on or value._is_view()
-            else value.contiguous()
-        )
-
-    def _received(self, leaf: Any, values: Mapping[int, torch.Tensor]) -> Any:
+    def _input(self, leaf: Any, inputs: Mapping[int, torch.Tensor]) -> Any:
+        """Return what a layer of an earlier stage has returned there."""
         assert self._route is not None
         if not isinstance(leaf, Value):
             return leaf
-        outline = self._route.values[leaf.number]
-        value = values.get(leaf.number)
-        if value is None:
-            return outline.zeros(self._device)
-        value = value.to(outline.dtype)
-        return value.clone() if leaf.number in self._route.written else value
+        if leaf.number not in inputs:  # no layer from here on reads it
+            outline = self._route.values[leaf.number]
+            return torch.zeros(outline.shape, dtype=outline.dtype, device=self._device)
+        # A copy, because code between the layers may write into it, and torch needs it in backward.
+        return inputs[leaf.number].clone()
 
 
 def call_of(module: torch.nn.Module) -> Callable[..., Any]:
@@ -464,25 +479,25 @@ def calls_answered(
     Modules are callable through ``_compiled_call_impl``, where there is one. So code that reads
     attributes of a layer finds the layer, and its hooks run where it runs.
     """
-    inside = 0
+    is_inside = False
 
-    def called(name: str, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        nonlocal inside
-        if inside:  # a layer calls another, or itself
-            return call_of(module)(*args, **kwargs)
-        inside += 1
-        try:
-            return answer(name, args, kwargs)
-        finally:
-            inside -= 1
+    def bind(name: str, module: torch.nn.Module) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_inside
+            if is_inside:  # a layer calls another, or itself
+                return call_of(module)(*args, **kwargs)
+            is_inside = True
+            try:
+                return answer(name, args, kwargs)
+            finally:
+                is_inside = False
 
-    def bound(name: str, module: torch.nn.Module) -> Callable[..., Any]:
-        return lambda *args, **kwargs: called(name, module, *args, **kwargs)
+        return call
 
     for name, layer in layers.items():
         attributes = layer.__dict__
         attributes["_before_answer"] = attributes.get("_compiled_call_impl")
-        attributes["_compiled_call_impl"] = bound(name, layer)
+        attributes["_compiled_call_impl"] = bind(name, layer)
     try:
         yield
     finally:

@@ -258,7 +258,6 @@ class PipelineParallel(Sharding):
     def cut(
         self,
         model: torch.nn.Module,
-        wrap_stage: Callable[[torch.nn.Module], torch.nn.Module],
         **options: Any,
     ) -> torch.nn.Module:
         """Collective: cut a model into stages, and keep those of this rank."""
@@ -270,7 +269,7 @@ class PipelineParallel(Sharding):
                     "prepare_pipeline count at its first call, before prepare()."
                 )
             return model if isinstance(model, PipelinedModel) else self.wrap(model)
-        chosen = asked.checked(self._ranks, model)
+        chosen = asked.resolve(self._ranks, model)
         refuse_scripted(model.modules(), "a pipeline")
         self._refuse_shared(model)
         _refuse_spread(model)
@@ -285,7 +284,7 @@ class PipelineParallel(Sharding):
         plan = StagePlan(model, chosen.split_points or [])
         rehearsal = Rehearsal(plan, model, self.topology.device)
         stages = {
-            n: wrap_stage(Stage(plan, model, n, self.topology.device))
+            n: Stage(plan, model, n, self.topology.device)
             for n in range(self._index, plan.count, self._ranks)
         }
         self._send_weights(model)
@@ -323,7 +322,7 @@ class PipelineParallel(Sharding):
         runner = PipelineRunner(
             plan,
             stages,
-            (rehearsal, wrap_stage(rehearsal)),
+            rehearsal,
             chosen,
             model,
             self._group,

@@ -371,7 +371,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no module": (LM, {"split_points": ["layers.2"]}, "has no module 'layers.2'"),
     "order": (LM, {"split_points": ["head", "blocks.0", "blocks.1"]}, "in the order of"),
     "too many": (LM, {"schedule": "1F1B"}, "one stage, and 3 split_points make 4"),
-    "too few": (LM, {"split_points": ["head"]}, "several stages, and there are 2"),
+    "too few": (
+        LM,
+        {"split_points": ["head"]},
+        "several stages, and 1 split_points make 2: give 3 or more",
+    ),
     "schedule": (LM, {"schedule": "ZeroBubble"}, "is unknown; use one of"),
     **{
         name: (
@@ -502,7 +506,7 @@ def test_wrong_calls_say_what_to_do(pool):
         assert "The target of the loss is passed as target=" in said["target by position"]
         assert "7 rows cannot be cut" in said["rows"]
         assert "the target has 2 rows, and the inputs have 4" in said["target rows"]
-        assert "the loss there: pass loss_fn to prepare_pipeline()" in said["no loss"]
+        assert "or pass labels to a model whose outputs have a loss" in said["no loss"]
         assert (
             "calls 'blocks.0', of stage 0, after the first layer of stage 1" in said["called again"]
         )
