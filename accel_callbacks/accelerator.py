@@ -44,8 +44,8 @@ from accel_callbacks.data.prepare import Loaders
 from accel_callbacks.data.skip import SkipDataLoader, skip_first_batches
 from accel_callbacks.distributed.abort import group_is_aborted
 from accel_callbacks.distributed.failures import leave
+from accel_callbacks.distributed.heartbeat import remote_failure
 from accel_callbacks.distributed.process_control import ProcessControl
-from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.distributed.topology import (
     destroy_topology,
     note_copies,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from accel_callbacks.callbacks.dispatch.dispatcher import Hook
-from accel_callbacks.distributed.remote_failure import remote_failure
+from accel_callbacks.distributed.heartbeat import remote_failure
 from accel_callbacks.gradients import multiply_gradients
 from accel_callbacks.loop.first_steps import OptimizerWatch
 from accel_callbacks.loop.loop import Loop

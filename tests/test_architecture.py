@@ -33,7 +33,7 @@ MAY_UNPICKLE_TENSORS = {"checkpoint_io/weights/foreign/torch_pickle.py"}
 MAY_READ_PICKLES = {"checkpoint_io/weights/foreign/inert_pickle.py"}
 # Among the ranks of a run, as torch does for its collectives of objects; nothing of it is kept.
 MAY_SEND_PICKLES = {
-    "accel_callbacks/collectives/object_exchange.py",
+    "accel_callbacks/collectives/objects.py",
     "accel_callbacks/launch/functions.py",  # from processes to the one that has started them
 }
 MAY_WRITE_ENVIRON = {

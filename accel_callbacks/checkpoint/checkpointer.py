@@ -30,8 +30,8 @@ from accel_callbacks.checkpoint.tensor_file import save_tensors
 from accel_callbacks.checkpoint.training_state import TrainingState, without_frozen
 from accel_callbacks.distributed.abort import refuse_aborted_group
 from accel_callbacks.distributed.failures import meet
+from accel_callbacks.distributed.heartbeat import remote_failure
 from accel_callbacks.distributed.process_control import synchronize
-from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.models.adapters import adapters_of
 
 if TYPE_CHECKING:

@@ -8,10 +8,9 @@ samples (``metrics``). The rooms above take ranks, store and groups from here (`
 Each collective begins with ``begin``, which refuses one that could not end, and raises by
 ``explained`` what happened to a rank that broke it. None may raise on one rank before the others
 have come to it: what only this rank knows to be wrong is sent along, and raised on all. Nothing
-here knows an Accelerator, and nothing that is pickled leaves the run (``object_exchange``).
+here knows an Accelerator, and nothing that is pickled leaves the run (``objects``).
 """
 
-from accel_callbacks.collectives.debug import begin as begin
 from accel_callbacks.collectives.group import adopt_store as adopt_store
 from accel_callbacks.collectives.group import before_collectives as before_collectives
 from accel_callbacks.collectives.group import control_group as control_group
@@ -38,17 +37,18 @@ from accel_callbacks.collectives.nested import map_leaves as map_leaves
 from accel_callbacks.collectives.nested import map_tensors as map_tensors
 from accel_callbacks.collectives.nested import refuse_others as refuse_others
 from accel_callbacks.collectives.nested import tensors_in as tensors_in
-from accel_callbacks.collectives.object_exchange import exchange as exchange
-from accel_callbacks.collectives.object_exchange import send_object as send_object
+from accel_callbacks.collectives.objects import Posted as Posted
 from accel_callbacks.collectives.objects import all_objects as all_objects
 from accel_callbacks.collectives.objects import any_process as any_process
 from accel_callbacks.collectives.objects import barrier as barrier
+from accel_callbacks.collectives.objects import begin as begin
 from accel_callbacks.collectives.objects import (
     broadcast_object,
     broadcast_object_list,
     gather_object,
 )
-from accel_callbacks.collectives.posted import Posted as Posted
+from accel_callbacks.collectives.objects import exchange as exchange
+from accel_callbacks.collectives.objects import send_object as send_object
 from accel_callbacks.collectives.sharded import copy_part as copy_part
 from accel_callbacks.collectives.sharded import full_tensor as full_tensor
 from accel_callbacks.collectives.sharded import gather_sharded as gather_sharded

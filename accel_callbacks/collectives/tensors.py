@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from accel_callbacks.collectives.debug import Call, begin, contents, differences, whole
 from accel_callbacks.collectives.group import (
     explained,
     group_for,
@@ -30,7 +29,15 @@ from accel_callbacks.collectives.nested import (
     refuse_others,
     values_in,
 )
-from accel_callbacks.collectives.object_exchange import exchange, send_object
+from accel_callbacks.collectives.objects import (
+    Call,
+    begin,
+    contents,
+    differences,
+    exchange,
+    send_object,
+    whole,
+)
 from accel_callbacks.collectives.sharded import full_tensor, is_sharded
 from accel_callbacks.errors import nearest
 from checkpoint_io.warning import warn

@@ -17,8 +17,8 @@ from accel_callbacks.data.device import Feed
 from accel_callbacks.data.generators import base_seed_generator, draw_base_seed
 from accel_callbacks.data.order import Record
 from accel_callbacks.data.sources import Delivery, Source
+from accel_callbacks.distributed.heartbeat import remote_failure
 from accel_callbacks.distributed.processes import end_workers_at_exit, stopped_workers
-from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.errors import ResumeError
 from checkpoint_io.warning import warn
 

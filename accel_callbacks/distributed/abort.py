@@ -8,6 +8,7 @@ The collectives of the other ranks fail at once, and these ranks find the publis
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import gc
 import json
@@ -19,21 +20,22 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
 from accel_callbacks.collectives import BoundedStore, has_peers, rank, store, world_size
-from accel_callbacks.distributed.flight_recorder import dump_hang
 from accel_callbacks.distributed.heartbeat import (
     REPORT,
     Heartbeat,
     current_heartbeat,
     is_disconnect,
+    remote_failure,
     start_heartbeat,
     stop_heartbeat,
 )
-from accel_callbacks.distributed.remote_failure import remote_failure
+from accel_callbacks.distributed.stack import dump_hang
 from accel_callbacks.errors import DistributedOperationException, LostRankError, RemoteError
 from accel_callbacks.errors.text import published_text
 
@@ -43,12 +45,14 @@ __all__ = [
     "abort_devices",
     "abort_group",
     "abort_run",
+    "end_daemon_threads",
     "exempt_group",
     "explain",
     "explain_in_place",
     "group_is_aborted",
     "leave_aborted_group",
     "refuse_aborted_group",
+    "register_daemon_thread",
     "wait_for_exempt_groups",
     "watch_ranks",
 ]
@@ -427,3 +431,43 @@ def _wait_for_all(timeout: timedelta) -> dist.distributed_c10d.Store:
         ) from error
     # A prefix within the old group's store, so that the new group reads no address of the old one.
     return dist.distributed_c10d.PrefixStore(_AGAIN, dist.distributed_c10d._get_default_store())
+
+
+# --- daemon threads that train: ended in order before the interpreter ends -----------------------
+# The interpreter ends a daemon thread wherever it is, by unwinding its stack. In a call of torch,
+# such as a backward or a collective, that aborts the whole process.
+
+_EXIT_PATIENCE = 5.0  # seconds for a thread to end, which it does at its next line of Python
+_threads: WeakSet[threading.Thread] = WeakSet()
+
+
+def register_daemon_thread() -> None:
+    """End the current thread in order when the process exits, if it is a daemon."""
+    thread = threading.current_thread()
+    if not thread.daemon or thread in _threads:
+        return
+    _threads.add(thread)
+    _end_threads_at_exit()
+
+
+@functools.cache  # once a process
+def _end_threads_at_exit() -> None:
+    atexit.register(end_daemon_threads)
+
+
+def end_daemon_threads() -> None:
+    """Raise SystemExit in the daemon threads that train, and wait a few seconds for their end.
+
+    Collectives in which they wait for other ranks are aborted.
+    """
+    alive = [thread for thread in list(_threads) if thread.is_alive()]
+    for thread in alive:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
+        )
+    # After the exceptions are set: a thread in a collective sees its own only once that has failed.
+    if alive:
+        abort_all_groups()
+    deadline = time.monotonic() + _EXIT_PATIENCE
+    for thread in alive:
+        thread.join(max(0.0, deadline - time.monotonic()))

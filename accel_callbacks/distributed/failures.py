@@ -18,10 +18,9 @@ import torch.distributed as dist
 
 from accel_callbacks import collectives
 from accel_callbacks.distributed.abort import abort_run
-from accel_callbacks.distributed.flight_recorder import dump_hang
-from accel_callbacks.distributed.heartbeat import current_heartbeat, stop_heartbeat
+from accel_callbacks.distributed.heartbeat import current_heartbeat, remote_failure, stop_heartbeat
 from accel_callbacks.distributed.rank_warnings import show_held_warnings
-from accel_callbacks.distributed.remote_failure import remote_failure
+from accel_callbacks.distributed.stack import dump_hang
 from accel_callbacks.errors import DistributedOperationException, RemoteError
 from accel_callbacks.errors.text import published_text
 

@@ -28,19 +28,17 @@ from weakref import ReferenceType, ref
 import torch.distributed as dist
 
 from accel_callbacks import collectives
+from accel_callbacks.collectives import default_group
 from accel_callbacks.collectives.store import BoundedStore, read_keys
-from accel_callbacks.distributed.flight_recorder import dump_hang
-from accel_callbacks.distributed.processes import (
-    end_workers,
-    fate_of,
-    host_id,
-    stopped_workers,
-)
-from accel_callbacks.distributed.remote_failure import remote_failure
+from accel_callbacks.distributed.processes import end_workers, fate_of, host_id, stopped_workers
 from accel_callbacks.distributed.stack import (
     Call,
+    MainThread,
     StuckCalls,
+    Wait,
     call_of_torch,
+    dump_hang,
+    find_divergence,
     is_saving,
     place_of,
     place_of_thread,
@@ -53,8 +51,10 @@ __all__ = [
     "REPORT",
     "Heartbeat",
     "LostRank",
+    "RemoteFailure",
     "current_heartbeat",
     "is_disconnect",
+    "remote_failure",
     "report_progress",
     "start_heartbeat",
     "stop_heartbeat",
@@ -178,9 +178,6 @@ class Heartbeat:
         self._loads, self._saving, self._loading = StuckCalls(waits_for_worker), 0.0, 0.0
         self._peers = {peer: _Peer() for peer in range(world) if peer != rank}
         self._count, self._place, self._answered = 0, "", time.monotonic()
-        # Imported here, because one process has no heartbeat.
-        from accel_callbacks.distributed.divergence import MainThread, Wait
-
         self._main, self._wait = MainThread(self._trains), Wait()
         self._own: Mapping[str, Any] = {}  # heartbeat
         self._stopped, self._round_end = threading.Event(), threading.Condition()
@@ -418,8 +415,6 @@ class Heartbeat:
 
     def _divergence(self) -> LostRank | None:
         """Return a rank that waits for this one elsewhere, and will not come to where this is."""
-        from accel_callbacks.distributed.divergence import find_divergence
-
         if not self._wait.collective:
             return None
         self._everyone = True
@@ -654,3 +649,67 @@ def _last_words(error: BaseException | None) -> str:
         return ""
     text = traceback.format_exception_only(type(error), error)[-1].strip()
     return f"{_FOLLOWS if is_disconnect(error) else _WITH}{text[:300]}"
+
+
+# --- the error of another rank for which this process was aborted, until its training thread knows
+# After an abort the kernels of NCCL end, and ``.item()`` and ``synchronize()`` return without an
+# error. Only the next collective raises, so the training thread would step with gradients that were
+# never summed. The watch notes the error here, and the calls of a training step look at it.
+
+
+class RemoteFailure:
+    """The error for which a watch has aborted this process.
+
+    Attributes:
+        pending: returns the error to raise in the method that it is given; None without an abort.
+            The hot path reads only this attribute.
+    """
+
+    __slots__ = ("_group", "pending")
+
+    def __init__(self) -> None:
+        self.pending: Callable[[str], RemoteError] | None = None
+        self._group: ReferenceType[Any] | None = None
+
+    def note(self, error: Callable[[str], RemoteError]) -> None:
+        """Note the error, of the default group; the first one counts.
+
+        Called on the thread of a watch, before it aborts.
+
+        Args:
+            error: makes the error for the method that raises it.
+        """
+        group = default_group()
+        if group is None or self._is_of(group):
+            return
+        self._group = ref(group)
+        self.pending = error
+
+    def forget(self) -> None:
+        """Forget the error, because the training thread has one: what comes now follows from it."""
+        group = default_group()
+        self.pending, self._group = None, None if group is None else ref(group)
+
+    def raise_in(self, method: str) -> None:
+        """Raise the error, unless it is of a process group that is gone.
+
+        Args:
+            method: the public method that was called.
+
+        Raises:
+            RemoteError: another rank has failed, or was lost.
+        """
+        error = self.pending
+        if error is None:
+            return
+        if not self._is_of(default_group()):
+            self.pending = None
+            return
+        raise error(method)
+
+    def _is_of(self, group: Any) -> bool:
+        return group is not None and self._group is not None and self._group() is group
+
+
+#: Of the default group. Global, as the default group is.
+remote_failure = RemoteFailure()

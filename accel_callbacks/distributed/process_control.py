@@ -16,8 +16,8 @@ import torch
 
 from accel_callbacks import collectives
 from accel_callbacks.collectives import map_leaves
+from accel_callbacks.collectives.sharded import on_subset
 from accel_callbacks.distributed.failures import share_failure, shared_failure
-from accel_callbacks.distributed.rank_subset import on_subset
 from accel_callbacks.distributed.topology import Ranks, process_rank
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Where threads are, for errors and for the watch over calls that hang."""
+"""Where threads and collectives are, for errors and for the watch over calls that hang."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,9 +21,13 @@ from accel_callbacks.distributed.processes import stat_fields
 
 __all__ = [
     "Call",
+    "MainThread",
     "StuckCalls",
+    "Wait",
     "call_of_torch",
+    "dump_hang",
     "entry_of",
+    "find_divergence",
     "is_saving",
     "place_of",
     "place_of_thread",
@@ -244,3 +248,145 @@ def is_saving(calls: Sequence[Call]) -> bool:
 def waits_for_worker(calls: Sequence[Call]) -> bool:
     """Return whether frames are in the wait of a DataLoader for a batch of its workers."""
     return any(call.name == "_try_get_data" and call.path == _LOADER for call in calls)
+
+
+# --- dumps of torch's flight recorder: what each rank's NCCL has done last -----------------------
+
+_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # since 2.10, and before
+
+
+def dump_hang(rank: int, env: Mapping[str, str] | None = None) -> str:
+    """Write this rank's dump, and return a sentence that says where it is.
+
+    torch writes dumps when its own watchdog finds a timeout, which an abort of the run forestalls.
+
+    Args:
+        rank: of this process.
+        env: the environment variables; those of this process if None.
+
+    Returns:
+        The sentence with a space before it; empty where no variable names a place for dumps, or
+        nothing was recorded.
+    """
+    prefix = _prefix(os.environ if env is None else env)
+    if prefix is None:
+        return ""
+    path = f"{prefix}{rank}"
+    with suppress(Exception):  # a full disk must not keep the run from its abort
+        if not os.path.exists(path) and (recorded := _read_recording()):
+            with open(path, "xb") as out:
+                out.write(recorded)
+    if not os.path.exists(path):
+        return ""
+    folder, name = os.path.split(prefix)
+    return f" What NCCL did last is in {prefix}*: torchfrtrace {folder or '.'} -p {name}"
+
+
+def _prefix(env: Mapping[str, str]) -> str | None:
+    """Return the path to which each rank is appended, None if no place was named."""
+    if next((env[name] for name in _SIZES if name in env), "1") == "0":
+        return None
+    return next((env[name] for name in _PREFIXES if env.get(name)), None)
+
+
+def _read_recording() -> bytes:
+    """Return what torch has recorded; empty without NCCL, as in a torch for the CPU."""
+    dump: Any = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace", None)
+    return b"" if dump is None else dump()
+
+
+# --- ranks that wait for each other in different calls, none of which can end --------------------
+# ``if accel.is_main_process: accel.save_state(...)`` is one: rank 0 waits there for the others,
+# which wait for it in the next backward. Each rank notes with its heartbeat in which call its main
+# thread is, and for how long it has been at that very place.
+
+_PATIENCE = 5.0  # seconds at one place, on all ranks
+
+
+class Wait(NamedTuple):
+    """Where the main thread of a rank is.
+
+    Args:
+        call: the function of this library or torch that the script has called; empty for none.
+        collective: it waits in a collective, and does not compute.
+        seconds: for how long it has been at this very place.
+    """
+
+    call: str = ""
+    collective: bool = False
+    seconds: float = 0.0
+
+
+class MainThread:
+    """Measures for how long a thread has been at one place.
+
+    Args:
+        thread: the one that trains.
+    """
+
+    def __init__(self, thread: threading.Thread) -> None:
+        self._thread = thread
+        self._calls: Sequence[Call] = ()
+        self._since = self._asleep_since = 0.0
+
+    def observe(self, calls: Sequence[Call]) -> Wait:
+        """Return where the thread is.
+
+        Args:
+            calls: its frames now, innermost first.
+        """
+        now, moved = time.monotonic(), calls != self._calls
+        self._calls = calls
+        self._since = now if moved else self._since
+        # A thread that is only kept from the processor is none that waits.
+        asleep = call_of_torch(calls) and thread_is_asleep(self._thread)
+        self._asleep_since = self._asleep_since if asleep and not moved else now
+        since = self._asleep_since if asleep else self._since
+        return Wait(entry_of(calls), asleep, now - since)
+
+
+def find_divergence(rank: int, beats: Mapping[int, Mapping[str, Any]]) -> tuple[int, str] | None:
+    """Return a rank that will not come to the collective in which this one waits, and what it did.
+
+    That is certain where no rank moves, and each other one has begun a batch which comes after the
+    call of this rank, or waits in a collective of another call.
+
+    Args:
+        rank: of this process.
+        beats: the heartbeats of all ranks.
+
+    Example:
+        >>> from accel_callbacks.distributed.stack import find_divergence
+        >>> beats = {
+        ...     0: {"wait": ["save_state", True, 9.0], "progress": [0, 0, 2, 2]},
+        ...     1: {"wait": ["backward", False, 9.0], "progress": [0, 0, 3, 2]},
+        ... }
+        >>> find_divergence(0, beats)[0]
+        1
+        >>> find_divergence(1, beats) is None
+        True
+    """
+    waits = {peer: Wait(*beat["wait"]) for peer, beat in beats.items()}
+    mine, progress = waits[rank], beats[rank]["progress"]
+    # Of several that wait in collectives the first one tells.
+    first = min((peer for peer, wait in waits.items() if wait.collective), default=None)
+    still = all(wait.seconds >= _PATIENCE for wait in waits.values())
+    if first != rank or not mine.call or not still:
+        return None
+    others = sorted(waits.keys() - {rank})
+    for peer in others:
+        elsewhere = waits[peer].collective and waits[peer].call != mine.call
+        if not (elsewhere or _is_ahead(beats[peer]["progress"], progress)):
+            return None
+    return others[0], (
+        f"went on without {mine.call}, in which rank {rank} waits for it: call {mine.call} on all "
+        "processes, and not on one, as under `if accel.is_main_process:`"
+    )
+
+
+def _is_ahead(progress: Sequence[int], mine: Sequence[int]) -> bool:
+    """Return whether a rank has begun a batch of this training that this one has not."""
+    return len(progress) == len(mine) == 4 and (
+        progress[0] == mine[0] and list(progress[1:3]) > list(mine[1:3])
+    )

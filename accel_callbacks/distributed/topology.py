@@ -20,15 +20,13 @@ import torch.distributed as dist
 from accel_callbacks import collectives
 from accel_callbacks.distributed.abort import (
     abort_devices,
+    end_daemon_threads,
     explain,
     group_is_aborted,
     leave_aborted_group,
+    register_daemon_thread,
     wait_for_exempt_groups,
     watch_ranks,
-)
-from accel_callbacks.distributed.daemon_threads import (
-    end_daemon_threads,
-    register_daemon_thread,
 )
 from accel_callbacks.distributed.heartbeat import current_heartbeat, stop_heartbeat
 from accel_callbacks.distributed.process_group import (

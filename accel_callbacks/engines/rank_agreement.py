@@ -9,8 +9,7 @@ from typing import Any
 
 from accel_callbacks import collectives
 from accel_callbacks.distributed.abort import abort_run
-from accel_callbacks.distributed.heartbeat import current_heartbeat
-from accel_callbacks.distributed.remote_failure import remote_failure
+from accel_callbacks.distributed.heartbeat import current_heartbeat, remote_failure
 
 __all__ = ["END", "Event", "RankAgreement", "unused_advice"]
 

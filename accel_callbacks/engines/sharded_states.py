@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks.distributed.rank_subset import refuse_on_subset
+from accel_callbacks.collectives.sharded import refuse_on_subset
 from accel_callbacks.strategy.checks import is_plain
 from accel_callbacks.strategy.state_access import StateAccess, reshard
 

@@ -20,7 +20,7 @@ from accel_callbacks.checkpoint.training_state import TrainingState
 from accel_callbacks.data.prepare import Loaders
 from accel_callbacks.distributed.abort import abort_run, refuse_aborted_group
 from accel_callbacks.distributed.failures import shared_failure
-from accel_callbacks.distributed.remote_failure import remote_failure
+from accel_callbacks.distributed.heartbeat import remote_failure
 from accel_callbacks.errors import RemoteError, ResumeError, nearest
 from accel_callbacks.logging import notice
 from accel_callbacks.loop.loop import Loop

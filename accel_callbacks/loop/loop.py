@@ -21,7 +21,7 @@ from accel_callbacks.callbacks.dispatch.registration import configured
 from accel_callbacks.checkpoint.async_save import BackgroundSaves
 from accel_callbacks.checkpoint.folder_leases import Folder, FolderLeases
 from accel_callbacks.data.loader import DataLoaderShard
-from accel_callbacks.distributed.daemon_threads import register_daemon_thread
+from accel_callbacks.distributed.abort import register_daemon_thread
 from accel_callbacks.gradients import parameters_of
 from accel_callbacks.loop.gradient_window import GradientWindow
 from accel_callbacks.loop.local_metrics import LocalMetrics

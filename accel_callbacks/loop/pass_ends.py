@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from accel_callbacks import collectives
 from accel_callbacks.distributed.abort import abort_run
-from accel_callbacks.distributed.heartbeat import current_heartbeat, report_progress
-from accel_callbacks.distributed.remote_failure import remote_failure
+from accel_callbacks.distributed.heartbeat import current_heartbeat, remote_failure, report_progress
 
 __all__ = ["PassEnds"]
 

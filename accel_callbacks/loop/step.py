@@ -10,7 +10,7 @@ from torch import Tensor
 
 from accel_callbacks import collectives
 from accel_callbacks.distributed.abort import explain
-from accel_callbacks.distributed.remote_failure import remote_failure
+from accel_callbacks.distributed.heartbeat import remote_failure
 from accel_callbacks.loop.first_steps import FirstSteps
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.optimizer import AcceleratedOptimizer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from accel_callbacks.distributed import flight_recorder
-from accel_callbacks.distributed.flight_recorder import dump_hang
+from accel_callbacks.distributed import stack
+from accel_callbacks.distributed.stack import dump_hang
 from accel_callbacks.launch import environment
 from tests.cli.test_launch_plan import plan
 
@@ -48,7 +48,7 @@ def test_what_was_set_under_either_name_is_kept(name):
 
 @pytest.fixture
 def nccl(monkeypatch):
-    monkeypatch.setattr(flight_recorder, "_read_recording", lambda: b"what NCCL did")
+    monkeypatch.setattr(stack, "_read_recording", lambda: b"what NCCL did")
 
 
 @pytest.mark.parametrize("name", ["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"])
@@ -80,6 +80,6 @@ def test_without_a_dump_nothing_is_said(tmp_path, monkeypatch, nccl, env):
 
 
 def test_without_nccl_nothing_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(flight_recorder, "_read_recording", lambda: b"")
+    monkeypatch.setattr(stack, "_read_recording", lambda: b"")
     assert dump_hang(0, {"TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/rank_"}) == ""
     assert list(tmp_path.iterdir()) == []

@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel_callbacks import collectives
 from accel_callbacks.collectives.sharded import class_of
 from accel_callbacks.distributed.abort import abort_run
-from accel_callbacks.distributed.heartbeat import current_heartbeat
-from accel_callbacks.distributed.remote_failure import remote_failure
+from accel_callbacks.distributed.heartbeat import current_heartbeat, remote_failure
 from accel_callbacks.engines.rank_agreement import unused_advice
 from accel_callbacks.terminal_text import listed
 

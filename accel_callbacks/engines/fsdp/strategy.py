@@ -14,8 +14,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks.collectives.sharded import class_of
-from accel_callbacks.distributed.rank_subset import needs_all_ranks, refuse_on_subset
+from accel_callbacks.collectives.sharded import class_of, needs_all_ranks, refuse_on_subset
 from accel_callbacks.distributed.topology import Topology
 from accel_callbacks.engines.checks import refuse_distributed, refuse_spread
 from accel_callbacks.engines.fsdp.gradients import FSDPGradients

@@ -21,8 +21,8 @@ from accel_callbacks import (
     reduce,
     send_to_device,
 )
-from accel_callbacks.collectives.debug import Call, differences
 from accel_callbacks.collectives.nested import is_number, map_leaves
+from accel_callbacks.collectives.objects import Call, differences
 
 
 class Pair(NamedTuple):

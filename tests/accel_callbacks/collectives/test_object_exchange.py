@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 
 from accel_callbacks import Accelerator
-from accel_callbacks.collectives import object_exchange
-from accel_callbacks.collectives.object_exchange import exchange, send_object
+from accel_callbacks.collectives import objects
+from accel_callbacks.collectives.objects import exchange, send_object
 
 pytestmark = pytest.mark.distributed
 # Of the texts: some of them pickled just below, at and above the size of a short message.
@@ -19,7 +19,7 @@ LENGTHS = (0, 1, *range(990, 1020), 5000, 300_000)
 def each_length(serves_cpu: bool) -> list[int]:
     Accelerator(cpu=True)
     rank, wrong = int(os.environ["RANK"]), []
-    with mock.patch.object(object_exchange, "serves_cpu", return_value=serves_cpu):
+    with mock.patch.object(objects, "serves_cpu", return_value=serves_cpu):
         for length in LENGTHS:
             texts = ["a" * length, "bc"]
             for order in (texts, texts[::-1]):  # the long one is of rank 0, and of rank 1
@@ -37,7 +37,7 @@ def test_objects_arrive_at_any_length(pool, serves_cpu):
 def passes_a_lambda(serves_cpu: bool) -> list[str]:
     Accelerator(cpu=True)
     rank, errors = int(os.environ["RANK"]), []
-    with mock.patch.object(object_exchange, "serves_cpu", return_value=serves_cpu):
+    with mock.patch.object(objects, "serves_cpu", return_value=serves_cpu):
         value = (lambda: None) if rank == 1 else rank
         for collective in (exchange, lambda passed: send_object(passed, 1)):
             try:

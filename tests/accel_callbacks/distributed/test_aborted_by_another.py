@@ -141,7 +141,7 @@ def test_hooks_after_the_error_may_log(pool):
 
 def lost() -> list[str]:
     """A heartbeat that loses a rank, over a store in this process."""
-    from accel_callbacks.distributed.remote_failure import remote_failure
+    from accel_callbacks.distributed.heartbeat import remote_failure
 
     Accelerator(cpu=True, timeout=BOUND)
     aborted, store = threading.Event(), BoundedStore(dist.HashStore())

@@ -9,9 +9,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_callbacks import Accelerator
-from accel_callbacks.distributed import divergence
-from accel_callbacks.distributed.divergence import MainThread, Wait, find_divergence
-from accel_callbacks.distributed.stack import Call
+from accel_callbacks.distributed import stack
+from accel_callbacks.distributed.stack import Call, MainThread, Wait, find_divergence
 from tests.support.bound import BOUND
 
 
@@ -68,7 +67,7 @@ def test_all_others_must_be_elsewhere():
 
 def test_time_at_a_place_begins_anew_where_the_thread_moves(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(divergence, "time", type("Clock", (), {"monotonic": lambda: now[0]}))
+    monkeypatch.setattr(stack, "time", type("Clock", (), {"monotonic": lambda: now[0]}))
     thread = MainThread(threading.current_thread())
     here = [Call("train.py", 3, "main")]
     assert thread.observe(here) == Wait("", False, 0.0)
@@ -79,11 +78,11 @@ def test_time_at_a_place_begins_anew_where_the_thread_moves(monkeypatch):
         Call(f"{torch.__path__[0]}/distributed/distributed_c10d.py", 9, "gather"),
         *here,
     ]
-    monkeypatch.setattr(divergence, "thread_is_asleep", lambda thread: True)
+    monkeypatch.setattr(stack, "thread_is_asleep", lambda thread: True)
     assert thread.observe(in_collective) == Wait("gather", True, 0.0)
     now[0] += 6
     assert thread.observe(in_collective) == Wait("gather", True, 6.0)
-    monkeypatch.setattr(divergence, "thread_is_asleep", lambda thread: False)  # it may go on
+    monkeypatch.setattr(stack, "thread_is_asleep", lambda thread: False)  # it may go on
     assert thread.observe(in_collective) == Wait("gather", False, 6.0)
 
 

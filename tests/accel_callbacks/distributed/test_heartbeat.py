@@ -19,9 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from accel_callbacks.collectives.store import BoundedStore, read_keys
 from accel_callbacks.distributed import heartbeat, stack
-from accel_callbacks.distributed.heartbeat import Heartbeat, LostRank, is_disconnect
+from accel_callbacks.distributed.heartbeat import Heartbeat, LostRank, is_disconnect, remote_failure
 from accel_callbacks.distributed.processes import fate_of, host_id
-from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.distributed.stack import StuckCalls, is_saving, place_of, stacks
 from checkpoint_io import Lease
 

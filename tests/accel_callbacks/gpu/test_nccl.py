@@ -55,7 +55,7 @@ IN_FLIGHT = """
 import time, torch, torch.distributed as dist
 from accel_callbacks import Accelerator, RemoteError
 from accel_callbacks.distributed.abort import abort_devices
-from accel_callbacks.distributed.remote_failure import remote_failure
+from accel_callbacks.distributed.heartbeat import remote_failure
 
 torch.cuda.set_device(0)
 dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1)
