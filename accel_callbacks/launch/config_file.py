@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import stat
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from accel_callbacks.errors import nearest
 from accel_callbacks.errors.removed import REMOVED, advice
 from accel_callbacks.launch.settings import all_options
 from accel_callbacks.plugins.option import Option, SettingsError, shown
-from checkpoint_io.local_files import remove, replace, sync_file, sync_folder
+from checkpoint_io.local_files import remove, replace, sync_file
 
 __all__ = [
     "GONE",
@@ -29,9 +29,9 @@ __all__ = [
 
 #: Keys of older Accelerate files that no longer have a meaning, and why.
 GONE: Mapping[str, str] = {
-    "ipex_config": "torch needs no extension on Intel CPUs; it would load that extension",
-    "command": "only for a pod of TPUs; it would set: commands to run first on the pod",
-    "use_mps_device": "the GPU of a Mac is taken unless use_cpu is true; it would take that GPU",
+    "ipex_config": "torch needs no extension on Intel CPUs",
+    "command": "only for a pod of TPUs",
+    "use_mps_device": "the GPU of a Mac is taken unless use_cpu is true",
 }
 _RENAMED = {
     "fp8_config.amax_history_len": "amax_history_length",
@@ -42,9 +42,7 @@ _RENAMED = {
 _PREFIXED = ("fsdp_config", "dynamo_config", "fp8_config")
 PROJECT_FILE = "accel.yaml"
 CACHE_FILES = ("default_config.yaml", "default_config.json")
-MOST_BYTES = 64 * 1024
-MOST_DEPTH = 8
-# Raised by PyYAML's constructors for hostile scalars, besides its own errors.
+# Raised by the readers for scalars that are none, besides their own errors.
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
@@ -188,14 +186,19 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         SettingsError: the file cannot be read; one line with its name and the reason.
     """
-    text = _text_of(path)
+    import yaml
+
+    name, file = _label(path), expanded(path)
     try:
-        data = _from_json(text) if os.fspath(path).endswith(".json") else _from_yaml(text)
+        text = file.read_text(encoding="utf-8-sig")
+        data = json.loads(text) if name.endswith(".json") else yaml.safe_load(text)
         _check_shape(data)
     except SettingsError as error:
-        raise SettingsError(f"{_label(path)}: {error}") from None
-    except _MALFORMED as error:
-        raise SettingsError(f"{_label(path)}: cannot be read: {_one_line(error)}") from None
+        raise SettingsError(f"{name}: {error}") from None
+    except FileNotFoundError:
+        raise SettingsError(f"{name}: there is no such file; `accel config` writes one") from None
+    except (OSError, yaml.YAMLError, *_MALFORMED) as error:
+        raise SettingsError(f"{name}: cannot be read: {_one_line(error)}") from None
     return data if isinstance(data, dict) else {}
 
 
@@ -207,85 +210,6 @@ def _label(path: str | os.PathLike[str]) -> str:
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     return "".join(c if c.isprintable() else "?" for c in text)[:200]
-
-
-def _text_of(path: str | os.PathLike[str]) -> str:
-    """Read a regular file of limited size, so that no pipe or device can block or flood."""
-    name = _label(path)
-    try:
-        # O_NONBLOCK: opening a pipe that has no writer would block forever.
-        descriptor = os.open(expanded(path), os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-        with open(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise SettingsError(f"{name}: is not a regular file; give a YAML or JSON file")
-            raw = file.read(MOST_BYTES + 1)
-    except FileNotFoundError:
-        raise SettingsError(f"{name}: there is no such file; `accel config` writes one") from None
-    except SettingsError:
-        raise
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or _one_line(error)
-        raise SettingsError(f"{name}: cannot be opened: {reason}") from None
-    if len(raw) > MOST_BYTES:
-        raise SettingsError(f"{name}: is larger than {MOST_BYTES // 1024} KiB, so no config file")
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise SettingsError(f"{name}: byte {error.start} is not UTF-8 text") from None
-    if "\0" in text:
-        raise SettingsError(f"{name}: is binary: it has a NUL character")
-    return text
-
-
-def _from_yaml(text: str) -> Any:
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        """Loads plain types only; refuses deep nesting, aliases and duplicate keys."""
-
-        depth = 0
-
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            if self.check_event(yaml.AliasEvent):
-                line = self.peek_event().start_mark.line + 1  # type: ignore[no-untyped-call]
-                raise SettingsError(f"line {line}: aliases (*name) are not read: write it out")
-            self.depth += 1
-            if self.depth > MOST_DEPTH:
-                raise SettingsError(f"is nested more than {MOST_DEPTH} levels deep")
-            try:
-                return super().compose_node(parent, index)
-            finally:
-                self.depth -= 1
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-            _without_duplicates((name, None) for name in names)
-            return super().construct_mapping(node, deep)
-
-    try:
-        return yaml.load(text, Loader)  # a SafeLoader: tags of Python objects raise
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = f"line {mark.line + 1}: " if mark is not None else ""
-        raise SettingsError(f"is not YAML: {place}{_one_line(ValueError(error.problem))}") from None
-    except yaml.YAMLError as error:
-        raise SettingsError(f"is not YAML: {_one_line(error)}") from None
-
-
-def _from_json(text: str) -> Any:
-    try:
-        return json.loads(text, object_pairs_hook=_without_duplicates)
-    except json.JSONDecodeError as error:
-        raise SettingsError(f"is not JSON: line {error.lineno}: {error.msg}") from None
-
-
-def _without_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    mapping: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in mapping:
-            raise SettingsError(f"has the key {shown(key)} twice: keep one")
-        mapping[key] = value
-    return mapping
 
 
 def _check_shape(data: Any) -> None:
@@ -313,24 +237,19 @@ def write_config(path: str | os.PathLike[str], values: Mapping[str, Any]) -> Pat
     temporary = target.with_name(f".{target.name}.{os.urandom(4).hex()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        if target.is_dir():
-            raise SettingsError(f"{_label(path)}: is a folder; name a file in it")
         with open(temporary, "x", encoding="utf-8", newline="\n") as file:
             file.write(text)
             file.flush()
             sync_file(file.fileno())
         if target.exists():
-            temporary.chmod(stat.S_IMODE(target.stat().st_mode))
+            shutil.copymode(target, temporary)
         replace(temporary, target)
-        with suppress(OSError):  # a folder that may not be read cannot be synced
-            sync_folder(str(target.parent))
     except OSError as error:
+        with suppress(OSError):
+            remove(temporary)
         raise SettingsError(
             f"{_label(path)}: cannot be written: {error.strerror}; --config_file names another"
         ) from None
-    finally:
-        with suppress(OSError):
-            remove(temporary)
     return target
 
 

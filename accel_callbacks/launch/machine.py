@@ -1,4 +1,4 @@
-"""Detect the GPUs, cores, memory, SLURM job and TPU of this machine without importing torch."""
+"""Detect the GPUs, cores, memory and SLURM job of this machine without importing torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 __all__ = [
@@ -37,7 +36,6 @@ DRIVERS = {
 }
 _SMI_SECONDS = 10.0  # nvidia-smi hangs if the driver does
 _SMI_CHARACTERS = 100_000
-_FP8_CAPABILITY = (8, 9)
 _SLURM = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
 
 
@@ -59,10 +57,6 @@ class Machine:
         cores: cores that this process may use.
         memory: bytes of main memory; 0 if unknown.
         slurm_nodes: machines of the surrounding SLURM job; 0 outside of one.
-        tpu: the machine has a TPU.
-        torch_xla: the package that TPUs need is installed.
-        fp8: all of its GPUs compute in fp8.
-        deepspeed: the package is installed.
     """
 
     gpus: tuple[str, ...] = ()
@@ -70,10 +64,6 @@ class Machine:
     cores: int = 1
     memory: int = 0
     slurm_nodes: int = 0
-    tpu: bool = False
-    torch_xla: bool = False
-    fp8: bool = False
-    deepspeed: bool = False
 
     def lines(self) -> list[str]:
         """Return lines that describe the machine."""
@@ -83,8 +73,6 @@ class Machine:
         lines.append(f"CPU: {self.cores} {'core' if self.cores == 1 else 'cores'}{memory}")
         if self.slurm_nodes:
             lines.append(f"SLURM: a job on {self.slurm_nodes} machine(s)")
-        if self.tpu:
-            lines.append(f"TPU: yes, torch_xla {'installed' if self.torch_xla else 'missing'}")
         return lines
 
 
@@ -96,18 +84,12 @@ def detect_machine(environment: Mapping[str, str], root: Path = Path("/")) -> Ma
         root: parent folder of ``/dev``, ``/proc`` and ``/sys``.
     """
     kind, names = _gpus(environment, root)
-    gpus = _visible(names, environment)
-    xla = find_spec("torch_xla") is not None
     return Machine(
-        gpus=gpus,
+        gpus=_visible(names, environment),
         gpu_kind=kind,
         cores=usable_cores(),
         memory=_memory(),
         slurm_nodes=_slurm_nodes(environment),
-        tpu=_has_tpu(environment, root, xla),
-        torch_xla=xla,
-        fp8=bool(gpus) and kind == "cuda" and _has_fp8(environment),
-        deepspeed=find_spec("deepspeed") is not None,
     )
 
 
@@ -179,14 +161,6 @@ def _nvidia_smi(environment: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(_clean(line) for line in lines)
 
 
-def _has_fp8(environment: Mapping[str, str]) -> bool:
-    """Query whether all GPUs have the capability that fp8 needs; old drivers cannot tell."""
-    lines = nvidia_smi(environment, "--query-gpu=compute_cap", "--format=csv,noheader")
-    numbers = [line.strip().split(".") for line in lines]
-    known = all(len(pair) == 2 and all(map(str.isdecimal, pair)) for pair in numbers)
-    return bool(lines) and known and min((int(a), int(b)) for a, b in numbers) >= _FP8_CAPABILITY
-
-
 def _nvidia_files(root: Path) -> tuple[str, ...]:
     names = []
     for folder in _list_folder(root / "proc/driver/nvidia/gpus"):
@@ -255,11 +229,3 @@ def _slurm_nodes(environment: Mapping[str, str]) -> int:
     texts = [environment[name] for name in _SLURM if name in environment]
     number = texts[0] if texts else "1"
     return int(number) if number.isdecimal() and len(number) < 8 else 1
-
-
-def _has_tpu(environment: Mapping[str, str], root: Path, xla: bool) -> bool:
-    announced = any(
-        name in environment for name in ("TPU_NAME", "TPU_ACCELERATOR_TYPE", "XRT_TPU_CONFIG")
-    )
-    chips = [path for path in _list_folder(root / "dev") if path.name.startswith("accel")]
-    return announced or (xla and any(path.name[5:].isdecimal() for path in chips))

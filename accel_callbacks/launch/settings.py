@@ -61,13 +61,17 @@ class Processes:
         least=1,
         most=1_000_000,
         unset=(-1,),
+        question="How many processes on this machine?",
     )
     nproc_per_node: int | None = option(
         None, "processes on each machine, in place of num_processes", least=1, most=100_000
     )
     use_cpu: bool = _of_accelerator("cpu")
     gpu_ids: str | None = option(
-        None, "which GPUs of this machine, such as 0,2; default: all", unset=("all",)
+        None,
+        "which GPUs of this machine, such as 0,2; default: all",
+        unset=("all",),
+        question="Which GPUs, such as 0,2, if not the first ones?",
     )
     num_cpu_threads_per_process: int | None = option(
         None,
@@ -95,7 +99,12 @@ class Machines:
     )
     nnodes: str | None = option(None, "the same, or least:most for a run that can shrink and grow")
     machine_rank: int = option(
-        0, "which machine this is; 0 is the first", least=0, most=1_000_000, flags=("--node_rank",)
+        0,
+        "which machine this is; 0 is the first",
+        least=0,
+        most=1_000_000,
+        flags=("--node_rank",),
+        question="Which of them is this, from 0 on?",
     )
     main_process_ip: str | None = option(
         None,

@@ -45,18 +45,6 @@ def _refusal(option: Option) -> Unbuilt:
     return Unbuilt(option.path, is_asked, reason, instead)
 
 
-def _replicas_of_layers(settings: Any) -> bool:
-    """Return whether layers are cut in several replicas, which nothing shards."""
-    mesh = settings.parallelism_config
-    return (
-        not _is_sharded(settings)
-        and mesh is not None
-        and mesh["parallelism_config_tp_size"] > 1
-        and mesh["parallelism_config_cp_size"] == 1  # over whose ranks FSDP shards
-        and mesh["parallelism_config_dp_replicate_size"] > 1
-    )
-
-
 def _fp8(backend: str, name: str) -> Unbuilt:
     return Unbuilt(
         "fp8_config.backend",
@@ -96,13 +84,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     *(_refusal(option) for option in all_options() if option.refused),
     _fsdp("fsdp_sharding_strategy", "NO_SHARD", "FSDP2 always shards", _DDP),
     _fsdp("fsdp_reshard_after_forward", "NO_SHARD", "FSDP2 always shards", _DDP),
-    Unbuilt(
-        "parallelism_config.parallelism_config_tp_size",
-        _replicas_of_layers,
-        "layers are not cut in replicas of DDP",
-        "--parallelism_config_dp_shard_size in place of --parallelism_config_dp_replicate_size "
-        "shards over the data axis",
-    ),
     _fp8("TE", "Transformer Engine"),
     _fp8("MSAMP", "MS-AMP"),
     Unbuilt(
@@ -139,23 +120,9 @@ def _is_whole(settings: Any) -> bool:
     return not _is_sharded(settings)
 
 
-def _not_fp8(settings: Any) -> bool:
-    return bool(settings.mixed_precision != "fp8")
-
-
 def _every_axis_is_one(settings: Any) -> bool:
-    return all(value == 1 for key, value in _mesh(settings).items() if key.endswith("_size"))
-
-
-def _mesh(settings: Any) -> Mapping[str, Any]:
-    return settings.parallelism_config or {}
-
-
-def _of_axis(axis: str, *keys: str) -> dict[str, tuple[_Test, str]]:
-    """Return the rules of options that only have an effect on one axis of the mesh."""
-    size = f"parallelism_config_{axis}_size"
-    rule = (lambda settings: _mesh(settings).get(size, 1) == 1, f"{size} is 1")
-    return {f"parallelism_config.parallelism_config_{axis}_{key}": rule for key in keys}
+    mesh = settings.parallelism_config or {}
+    return all(value == 1 for key, value in mesh.items() if key.endswith("_size"))
 
 
 def _no_backend(settings: Any) -> bool:
@@ -174,17 +141,10 @@ IDLE: Mapping[str, tuple[_Test, str]] = {
     "machine_rank": (lambda s: s.num_machines == 1 and s.nnodes is None, "there is one machine"),
     "main_training_function": (_without("XLA"), "only on a TPU"),
     "downcast_bf16": (_without("XLA"), "only on a TPU"),
-    "tpu_use_cluster": (lambda s: not s.tpu_use_cluster, "only for a pod of TPUs"),
     **dict(_of_kind(group.upper()) for group in LAUNCHED),
     "fsdp_config": (_is_whole, "distributed_type is not FSDP"),
     "parallelism_config": (_every_axis_is_one, "every axis has size 1"),
-    **_of_axis("cp", "backend", "comm_strategy"),
-    **_of_axis("sp", "backend"),
     "mpirun_config": (lambda s: not s.mpirun_config["mpirun_hostfile"], "there is no hostfile"),
-    "fp8_config": (_not_fp8, "mixed_precision is not fp8"),
-    "fp8_config.enable_fsdp_float8_all_gather": (
-        lambda settings: _not_fp8(settings) or _is_whole(settings),
-        "only with mixed_precision fp8, where FSDP shards the weights",
-    ),
+    "fp8_config": (lambda s: s.mixed_precision != "fp8", "mixed_precision is not fp8"),
     "dynamo_config": (_no_backend, "dynamo_backend is no"),
 }

@@ -109,7 +109,7 @@ class DeepSpeedPlugin(KwargsHandler):
         key="deepspeed_config_file",
         kind="str",
         variable="ACCEL_DEEPSPEED_CONFIG_FILE",
-        question="Have you a configuration file of DeepSpeed?",
+        question="Path of a configuration file of DeepSpeed, if there is one?",
     )
     gradient_accumulation_steps: int | str | None = launched(
         None,
@@ -123,7 +123,7 @@ class DeepSpeedPlugin(KwargsHandler):
         "largest norm of the gradients, or auto",
         kind="str",
         convert=_number_or_auto,
-        question="Clip gradients to which norm?",
+        question="Clip gradients to which norm, if not as the script does?",
     )
     zero_stage: int | None = launched(
         _DEFAULT_STAGE,

@@ -267,11 +267,6 @@ def test_one_place_that_contradicts_itself_is_an_error(tmp_path: Path, text: str
             "megatron_lm_config: {megatron_lm_expert_model_parallel_size: 2}",
             "megatron_lm_config.megatron_lm_expert_model_parallel_size: 2",
         ),
-        (
-            "parallelism_config: {parallelism_config_tp_size: 4, "
-            "parallelism_config_dp_replicate_size: 2}",
-            "parallelism_config_tp_size: 4",
-        ),
         ("mixed_precision: fp8\nfp8_config: {backend: TE}", "fp8_config.backend: TE"),
         ("mpirun_config: {mpirun_hostfile: hosts}", "mpirun_hostfile: hosts"),
         ("tpu_use_cluster: true", "tpu_use_cluster"),
@@ -317,23 +312,6 @@ def test_gpus_that_are_not_there_are_refused(tmp_path: Path) -> None:
 def test_keys_of_fp8_that_no_backend_here_takes_are_named(tmp_path: Path) -> None:
     found = resolve(tmp_path, "mixed_precision: fp8\nfp8_config: {backend: AO, margin: 3}")
     assert set(found.idle()) == {"fp8_config.margin"}
-
-
-def test_a_gather_in_fp8_has_no_effect_without_fsdp(tmp_path: Path) -> None:
-    key, text = (
-        "fp8_config.enable_fsdp_float8_all_gather",
-        "mixed_precision: {}\nfp8_config: {{{}}}",
-    )
-    given = "backend: AO, enable_fsdp_float8_all_gather: true"
-    for precision, sharded, idle in (
-        ("fp8", True, False),
-        ("fp8", False, True),
-        ("bf16", True, True),
-    ):
-        more = "\ndistributed_type: FSDP" if sharded else ""
-        found = resolve(tmp_path, text.format(precision, given) + more)
-        assert (key in found.idle()) is idle
-        assert found.variables()["ACCEL_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"] == "1"
 
 
 def test_nothing_given_has_no_idle_key_and_is_not_refused(tmp_path: Path) -> None:

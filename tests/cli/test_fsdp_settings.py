@@ -236,31 +236,16 @@ def test_nothing_is_said_without_fsdp1(data: dict[str, Any], tmp_path: Path) -> 
 
 
 def test_a_mesh_alone_shards_too(tmp_path: Path) -> None:
-    mesh = {"parallelism_config_dp_shard_size": 2, "parallelism_config_cp_backend": "torch"}
+    mesh = {"parallelism_config_dp_shard_size": 2, "parallelism_config_cp_size": 1}
     data = {"parallelism_config": mesh, "fsdp_config": {"fsdp_offload_params": True}}
     found = resolve(tmp_path, data)
     refuse_unbuilt(found)
-    assert found.idle() == {
-        "parallelism_config.parallelism_config_cp_backend": "parallelism_config_cp_size is 1"
-    }
+    assert found.idle() == {}
     assert found.variables() == {
         "ACCEL_PARALLELISM_DP_SHARD_SIZE": "2",
+        "ACCEL_PARALLELISM_CP_SIZE": "1",
         "ACCEL_FSDP_OFFLOAD_PARAMS": "1",
     }
-
-
-@pytest.mark.parametrize(
-    ("sizes", "text"),
-    [
-        ({"tp": 2, "dp_replicate": 2}, "tp_size: 2 .*parallelism_config_dp_shard_size in place"),
-    ],
-)
-def test_axes_that_do_not_go_together_are_refused(
-    sizes: dict[str, int], text: str, tmp_path: Path
-) -> None:
-    mesh = {f"parallelism_config_{axis}_size": size for axis, size in sizes.items()}
-    with pytest.raises(SettingsError, match=text):
-        refuse_unbuilt(resolve(tmp_path, {"parallelism_config": mesh}))
 
 
 @pytest.mark.parametrize("data", ["dp_shard_size", "dp_replicate_size"])
