@@ -44,7 +44,6 @@ _TITLES = {
 # Options of torchrun that config files do not have; their values are passed on.
 TORCHRUN_ONLY: Mapping[str, dict[str, Any]] = {
     "standalone": {"action": "store_true", "help": "rendezvous on this machine only, by c10d"},
-    "run_path": {"action": "store_true", "help": "run the script inside of a forked launcher"},
     "virtual_local_rank": {"action": "store_true", "help": "each process sees its GPU as number 0"},
     "signals_to_handle": {"metavar": "NAMES", "help": "signals that reach the processes"},
     "shutdown_timeout": {

@@ -89,8 +89,6 @@ def _run_elastic(settings: Namespace, plan: AgentPlan) -> None:
         settings.master_port = 0
     config_from_args: Callable[[Namespace], tuple[Any, Any, list[str]]] = untyped_config
     config, command, arguments = config_from_args(settings)
-    if plan.extras.get("run_path"):  # a function, which torch names in command
-        command = worker.run_path
     # Before the launch: the handler of the rendezvous is made from the name in the config.
     listen_at_one_address(config)
     with ExitStack() as stack:
@@ -150,14 +148,11 @@ def _settings(plan: AgentPlan) -> Namespace:
             import torch
 
             raise SettingsError(f"{word} needs a newer torch than {torch.__version__}")
-    inside = bool(plan.extras.get("run_path"))
     settings: Namespace = parser.parse_args([*plan.torchrun, plan.program.name])
     # Set after parsing: the script's own `--` and options must not be read as the launcher's.
     words = list(plan.program.arguments)
     settings.no_python = plan.program.kind == "program"
-    if inside:
-        settings.training_script = os.path.abspath(plan.program.name)
-    elif not settings.no_python:
+    if not settings.no_python:
         settings.training_script = worker.__file__
         words = [plan.program.kind, plan.program.name, *words]
     settings.training_script_args = escaped(words)

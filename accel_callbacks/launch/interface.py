@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-__all__ = ["gloo_variables", "interface_towards", "named_interfaces"]
+__all__ = ["gloo_variables", "interface_towards"]
 
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
@@ -20,7 +20,7 @@ def gloo_variables(address: str, environment: Mapping[str, str]) -> dict[str, st
 
     gloo alone takes the address that the name of the machine leads to: 127.0.1.1 by the
     ``/etc/hosts`` of Debian, or a card from which other machines cannot be reached. So it follows
-    ``NCCL_SOCKET_IFNAME`` if that names one interface, else the route to the main machine.
+    ``NCCL_SOCKET_IFNAME`` if that names interfaces, else the route to the main machine.
 
     Args:
         address: of the main machine.
@@ -29,38 +29,15 @@ def gloo_variables(address: str, environment: Mapping[str, str]) -> dict[str, st
     if "GLOO_SOCKET_IFNAME" in environment or not hasattr(socket, "if_nameindex"):
         return {}
     existing = [name for _, name in socket.if_nameindex()]
-    asked = environment.get("NCCL_SOCKET_IFNAME", "")
-    named = named_interfaces(asked, existing)
-    if len(named) == 1:
-        return {"GLOO_SOCKET_IFNAME": named[0]}
     routed = interface_towards(address, existing)
-    if routed is None or (asked and routed not in named):
-        return {}
-    return {"GLOO_SOCKET_IFNAME": routed}
-
-
-def named_interfaces(text: str, existing: Sequence[str]) -> list[str]:
-    """Return the interfaces that a value of ``NCCL_SOCKET_IFNAME`` stands for.
-
-    It is a list of prefixes; ``=`` in front makes them whole names, and ``^`` excludes them.
-
-    Args:
-        text: the value.
-        existing: the interfaces of this machine.
-    """
-    excludes = text.startswith("^")
-    text = text.removeprefix("^")
-    exact = text.startswith("=")
-    words = [word for word in text.removeprefix("=").split(",") if word]
-    if not words:
-        return []
-
-    def matches(name: str) -> bool:
-        return any(name == word if exact else name.startswith(word) for word in words)
-
-    if excludes:
-        return [name for name in existing if not matches(name) and name != "lo"]
-    return [name for name in existing if matches(name)]
+    asked = environment.get("NCCL_SOCKET_IFNAME", "")
+    if not asked or asked.startswith("^"):  # those that NCCL leaves out
+        return {} if routed is None else {"GLOO_SOCKET_IFNAME": routed}
+    prefixes = tuple(filter(None, asked.removeprefix("=").split(",")))
+    named = [name for name in existing if name.startswith(prefixes)]
+    if len(named) > 1:
+        named = [name for name in named if name == routed]
+    return {"GLOO_SOCKET_IFNAME": named[0]} if named else {}
 
 
 def interface_towards(address: str, existing: Sequence[str]) -> str | None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +12,6 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
-    dynamic_rendezvous,
     rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -33,7 +29,6 @@ from accel_callbacks.distributed.tcp_store import (
 __all__ = ["listen_at_one_address"]
 
 _PREFIX = "accel-"
-_LOOK = 0.1  # seconds
 _DEFAULT_PORTS = {"static": 29500, "c10d": 29400}  # those of torch
 
 
@@ -141,34 +136,6 @@ def _own_address(params: RendezvousParameters, host: str, port: int) -> str | No
     return address
 
 
-@contextmanager
-def _frequent_looks(handler: Any) -> Iterator[None]:
-    """Context manager: look at what the machines share each 0.1 s, for the first ten seconds.
-
-    torch waits for a second, and takes what it has read for current for another one: more than all
-    else that a restart takes. It has no option for either, so where the names are others it waits.
-
-    Args:
-        handler: of torch, for a rendezvous by c10d.
-    """
-    dynamic: Any = dynamic_rendezvous
-    holder = getattr(handler, "_state_holder", None)
-    kept, delay = getattr(holder, "_cache_duration", None), getattr(dynamic, "_delay", None)
-    waits = itertools.chain(itertools.repeat(_LOOK, round(10 / _LOOK)), itertools.repeat(1.0))
-    if holder is None or kept is None or delay is None:
-        yield
-        return
-
-    def short_delay(seconds: Any) -> None:
-        delay(next(waits) if seconds == 1 else seconds)
-
-    holder._cache_duration, dynamic._delay = 0, short_delay
-    try:
-        yield
-    finally:
-        holder._cache_duration, dynamic._delay = kept, delay
-
-
 class _Served(RendezvousHandler):
     """A handler of torch, kept together with the store that it uses."""
 
@@ -227,8 +194,7 @@ class _StoreOfEachAttempt(_Served):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        with _frequent_looks(self._inner):
-            info = self._alone or self._inner.next_rendezvous()
+        info = self._alone or self._inner.next_rendezvous()
         if self._inner.use_agent_store:  # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=0 of the user
             return info
         # No other machine can join: torch would look at its own stack for 0.1 s, for its log.

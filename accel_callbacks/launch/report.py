@@ -20,23 +20,6 @@ if sys.platform != "win32":
 # Windows has no signals: the exit code says how a process crashed, and from here on they are such.
 _FIRST_STATUS = 0x80000000
 _CTRL_C = 0xC000013A
-# What they mean, and the signal by which a process would have ended elsewhere; 0 for none.
-_STATUSES = {
-    0x80000003: ("a breakpoint", 5),
-    0xC0000005: ("an access violation", 11),
-    0xC0000006: ("an error of the disk it was paged from", 7),
-    0xC0000017: ("a lack of memory", 0),
-    0xC000001D: ("an illegal instruction", 4),
-    0xC0000094: ("a division of integers by zero", 8),
-    0xC00000FD: ("a stack overflow", 11),
-    0xC000012D: ("a lack of memory, page file included", 0),
-    0xC0000135: ("a DLL that was not found", 0),
-    _CTRL_C: ("Ctrl-C", 2),
-    0xC0000142: ("a DLL that could not start", 0),
-    0xC0000374: ("a damaged heap", 6),
-    0xC0000409: ("an abort", 6),
-    0xE06D7363: ("an exception of C++ that was not caught", 6),
-}
 
 
 class Failure(Protocol):
@@ -66,14 +49,12 @@ class Failure(Protocol):
 def exit_code(code: int) -> int:
     """Convert the exit code of a child as a shell does: signal n becomes 128 + n.
 
-    So does a status of Windows that stands for a signal, such as an access violation for SIGSEGV.
-    Other statuses become 1.
+    A status of Windows becomes 1, and that of Ctrl-C 130.
     """
     status = status_of(code)
-    if status is None:
-        return code if code >= 0 else 128 - code
-    number = _STATUSES.get(status, ("", 0))[1]
-    return 128 + number if number else 1
+    if status is not None:
+        return 130 if status == _CTRL_C else 1
+    return code if code >= 0 else 128 - code
 
 
 def status_of(code: int) -> int | None:
@@ -180,8 +161,7 @@ def describe_ending(code: int) -> str:
     """Describe how a process ended."""
     status = status_of(code)
     if status is not None:
-        meaning = f" ({_STATUSES[status][0]})" if status in _STATUSES else ""
-        return f"ended with status 0x{status:08X}{meaning}"
+        return f"ended with status 0x{status:08X}"
     return ending_of(code)
 
 

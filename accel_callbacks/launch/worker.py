@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from types import ModuleType, TracebackType
     from typing import Any
 
-__all__ = ["main", "run_path", "run_program", "stand_in_for_accelerate"]
+__all__ = ["main", "run_program", "stand_in_for_accelerate"]
 
 
 def main() -> None:
@@ -39,20 +39,6 @@ def main() -> None:
     else:
         return
     sys.exit(1)  # outside of the except block, so that no frame of the script stays alive
-
-
-def run_path(path: str, *arguments: str) -> None:
-    """Run a script in a process that a launcher has made, as torchrun does with ``--run_path``.
-
-    Args:
-        path: of the script.
-        arguments: of the script.
-    """
-    import runpy
-
-    stand_in_for_accelerate()
-    sys.argv[:] = [path, *arguments]
-    runpy.run_path(path, run_name="__main__")
 
 
 def run_program(kind: str, name: str) -> None:

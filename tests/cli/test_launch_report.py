@@ -114,9 +114,9 @@ def test_a_crash_on_windows_is_named_and_comes_before_its_peers(code: int) -> No
     failures = {0: Failed(1), 1: Failed(code), 2: Failed(3221225786)}
     assert root_cause(failures) == 1
     text = failure_report(failures, "s.py", None)
-    assert "rank 1 ended with status 0xC0000005 (an access violation)" in text
+    assert "rank 1 ended with status 0xC0000005" in text
     assert "then stopped by the launcher: rank 2" in text
-    assert exit_code(code) == 139
+    assert exit_code(code) == 1
 
 
 @pytest.mark.parametrize(

@@ -145,8 +145,6 @@ SHOW = f"""
         pytest.param("{script}", 1, id="script", marks=pytest.mark.first),
         pytest.param("-m script", 1, id="module"),
         pytest.param("--no_python {python} {script}", 1, id="program"),
-        pytest.param("--run_path {script}", 1, id="run_path"),
-        pytest.param("--run_path --start_method fork {script}", 2, id="forked"),
         pytest.param("--no_python {folder}/start.sh", 2, id="shell"),
     ],
 )

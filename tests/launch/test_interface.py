@@ -31,8 +31,7 @@ def machine(monkeypatch):
     [
         ("ib", "ib0"),
         ("=eth0", "eth0"),
-        ("^lo,docker,eth", "ib0"),
-        ("^=eth0,docker0,ib0", "eth1"),
+        ("^lo,docker", "eth1"),
         ("eth", "eth1"),  # two of them, so the one with the route
         ("^ib", "eth1"),
         ("wlan", None),
