@@ -37,7 +37,6 @@ AT_ONCE = {
     "accel --help": [*ACCEL, "--help"],
     "accel config show": [*ACCEL, "config", "show"],
     "accel env --short": [*ACCEL, "env", "--short"],
-    "accel completions bash": [*ACCEL, "completions", "bash"],
     "accel launch --help": [*ACCEL, "launch", "--help"],
     "accel launch --dry_run": [*ACCEL, "launch", "--cpu", "--dry_run", *TWO, "first.py"],
     "accelerate --help": [sys.executable, "-m", "accelerate.commands.accelerate_cli", "--help"],

@@ -2,7 +2,7 @@
 
 ``main.main`` parses the first word, imports the one module that it names, and calls its
 ``configure(parser)`` and ``run(args)``, which returns the exit code. Importing a command must not
-import torch: ``accel --help`` and completions import several of them. A command says what to do in
+import torch, as ``accel env --short`` does not. A command says what to do in
 a ``CommandError``, which is shown in one line, and prints what comes from files or other machines
 through ``printable`` only. It computes nothing itself that a script could ask for too: that belongs
 into the room that has the data.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from accel_callbacks import __version__
@@ -46,9 +45,6 @@ VARIABLES = (
     "SLURM_PROCID",
 )
 PREFIXES = ("ACCEL_", "NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_GLOO_", "TORCH_FR_")
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
-_LINK = re.compile(r"X|NV\d{1,3}|PIX|PXB|PHB|NODE|SYS")
-_MOST_GPUS = 16  # of which the links are shown
 
 
 def configure(parser: CommandParser) -> None:
@@ -166,16 +162,12 @@ def _or_error(fact: Callable[[], str]) -> str:
 
 
 def _nvidia_facts() -> Iterator[tuple[str, str]]:
-    """Yield the driver, NCCL and how the GPUs are linked."""
-    import torch
-
+    """Yield the driver and NCCL."""
     from accel_callbacks.launch.machine import gpu_drivers
 
     drivers = dict.fromkeys(gpu.driver for gpu in gpu_drivers(os.environ) if gpu.driver)
     yield "NVIDIA driver", ", ".join(drivers) or "unknown: nvidia-smi has no answer"
     yield "NCCL", _or_error(_nccl_version)
-    if torch.cuda.is_available() and torch.cuda.device_count() > 1:
-        yield "GPU links", _or_error(_links)
 
 
 def _nccl_version() -> str:
@@ -188,30 +180,6 @@ def _nccl_version() -> str:
 
     version: Any = nccl.version
     return ".".join(map(str, version()))
-
-
-def _links() -> str:
-    """Describe the links between GPUs: the matrix of nvidia-smi, else who reaches whom."""
-    import torch
-
-    from accel_callbacks.launch.machine import nvidia_smi
-
-    lines = nvidia_smi(os.environ, "topo", "-m")
-    if matrix := _matrix(_ANSI.sub("", line).split() for line in lines):
-        return "; ".join(f"GPU{i}: {' '.join(links)}" for i, links in enumerate(matrix))
-    count = min(torch.cuda.device_count(), _MOST_GPUS)
-    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
-    apart = [f"{i}-{j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
-    return f"no peer access {', '.join(apart)}" if apart else "all have peer access"
-
-
-def _matrix(rows: Iterable[list[str]]) -> list[list[str]]:
-    """Return the links of each GPU to all of them; empty if this is not nvidia-smi's matrix."""
-    named = [row for row in rows if len(row) > 1 and row[0].startswith("GPU")]
-    links = [row[1:] for row in named if not row[1].startswith("GPU")]  # without the header
-    whole = [row[: len(links)] for row in links]
-    valid = all(len(row) == len(links) and all(map(_LINK.fullmatch, row)) for row in whole)
-    return whole if valid and len(whole) > 1 else []
 
 
 def _devices() -> str:

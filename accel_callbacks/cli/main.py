@@ -65,10 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         0
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if argv is None and "_ARGCOMPLETE" in os.environ:  # the shell asks, and runs nothing
-        from accel_callbacks.cli.completions import complete
-
-        complete()
     try:
         with pipe_may_close():
             if not words or words[0].startswith("-"):

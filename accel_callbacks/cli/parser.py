@@ -23,13 +23,14 @@ class _HelpFormatter(argparse.HelpFormatter):
     def _format_action_invocation(self, action: argparse.Action) -> str:
         flags = action.option_strings
         shown = copy.copy(action)
-        shown.option_strings = [flag for flag in flags if not is_dashed(flag, flags)]
+        shown.option_strings = [
+            flag for flag in flags if "-" not in flag[2:] or _underscored(flag) not in flags
+        ]
         return super()._format_action_invocation(shown)
 
 
-def is_dashed(flag: str, flags: Sequence[str]) -> bool:
-    """Return whether a flag is the spelling with ``-`` of one with ``_`` among others."""
-    return "-" in flag[2:] and f"--{flag[2:].replace('-', '_')}" in flags
+def _underscored(flag: str) -> str:
+    return f"--{flag[2:].replace('-', '_')}"
 
 
 class CommandParser(argparse.ArgumentParser):

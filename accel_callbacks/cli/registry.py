@@ -60,5 +60,4 @@ COMMANDS: Mapping[str, Command] = {
     "compat": Command(
         "accel_callbacks.cli.compat", "list what sources use of accelerate, and what of it is here"
     ),
-    "completions": Command("accel_callbacks.cli.completions", "completions for a shell"),
 }

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +26,6 @@ def configure(parser: CommandParser) -> None:
         help="a run's project folder, or its folder in `journal`; path or URL",
     )
     parser.option("--run_id", metavar="ID", help="a run of the folder; default: the newest")
-    parser.option(
-        "--price", type=_price, metavar="X", help="of one rank for an hour, to print the cost"
-    )
     parser.option("--json", action="store_true", help="print JSON, a list for several runs")
     parser.option(
         "--html", metavar="FILE", help="write a page with curves, marks and configs to FILE instead"
@@ -40,8 +36,8 @@ def run(args: Namespace) -> int:
     """Print the attempts of each run and its goodput, or write the page."""
     from accel_callbacks.addons.journal import Journal, JournalError
 
-    if args.html is not None and (args.json or args.price is not None):
-        raise CommandError("--html writes a page and prints nothing: leave --json and --price out")
+    if args.html is not None and args.json:
+        raise CommandError("--html writes a page and prints nothing: leave --json out")
     if args.run_id is not None and len(args.runs) > 1:
         raise CommandError("--run_id is of one RUN: give RUN/journal/ID for each of several runs")
     describe = _as_facts if args.html is not None else _as_json if args.json else _as_text
@@ -50,7 +46,7 @@ def run(args: Namespace) -> int:
     for folder in args.runs:
         try:
             journal = Journal.read(folder, args.run_id)
-            reports.append((journal, describe(journal, args.price)))
+            reports.append((journal, describe(journal)))
         except (JournalError, OSError, ImportError) as error:
             problems.append((folder, str(error)))
     if not reports:
@@ -68,7 +64,7 @@ def run(args: Namespace) -> int:
     return 1 if problems else 0
 
 
-def _as_facts(journal: Journal, price: float | None) -> dict[str, Any]:
+def _as_facts(journal: Journal) -> dict[str, Any]:
     from accel_callbacks.addons.journal.report.page import run_facts
 
     return run_facts(journal)
@@ -97,7 +93,7 @@ def _write_page(reports: Sequence[tuple[Journal, Mapping[str, Any]]], file: str)
     print(f"wrote {printable(file)} ({size_of(len(page))}): open it in a browser")
 
 
-def _as_text(journal: Journal, price: float | None) -> str:
+def _as_text(journal: Journal) -> str:
     """Return the tables of a run."""
     from accel_callbacks.addons.journal import Goodput
     from accel_callbacks.addons.journal.goodput import energy_of
@@ -108,9 +104,6 @@ def _as_text(journal: Journal, price: float | None) -> str:
         table(("ATTEMPT", "RANKS", "STEPS", "REPEATED", "ENDED"), _attempts(journal)),
         goodput.describe(),
     ]
-    if price is not None:
-        cost, useful = goodput.cost(price), goodput.share
-        parts.append(f"cost {cost:.2f}, of which {cost * useful:.2f} for steps that count")
     energy = energy_of(journal)
     if energy:
         co2 = f", {energy['co2_kg']:.3g} kg of CO2" if "co2_kg" in energy else ""
@@ -140,7 +133,7 @@ def _state_of_open(journal: Journal, attempt: Attempt) -> str:
     return "killed, or still running" if state == "unknown" else state
 
 
-def _as_json(journal: Journal, price: float | None) -> dict[str, Any]:
+def _as_json(journal: Journal) -> dict[str, Any]:
     from accel_callbacks.addons.journal import Goodput
     from accel_callbacks.addons.journal.goodput import energy_of
 
@@ -150,14 +143,4 @@ def _as_json(journal: Journal, price: float | None) -> dict[str, Any]:
     facts |= {"wall_s": goodput.wall_s, "goodput": goodput.share}
     facts["seconds"] = {name: getattr(goodput, name) for name in names}
     facts |= {f"energy_{name}": value for name, value in energy_of(journal).items()}
-    return facts if price is None else {**facts, "cost": goodput.cost(price)}
-
-
-def _price(text: str) -> float:
-    try:
-        price = float(text)
-    except ValueError:
-        price = -1.0
-    if not 0 <= price < math.inf:
-        raise ArgumentTypeError(f"{text!r} is no price: give a number of at least 0")
-    return price
+    return facts

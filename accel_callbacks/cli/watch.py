@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -14,14 +13,15 @@ from accel_callbacks.terminal_text import printable
 
 if TYPE_CHECKING:
     import numpy as np
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
     from accel_callbacks.addons.journal import Journal
 
 _RECENT = 50  # rows over which speed and ranks are told
 _WIDTH = 40  # of the curve of the loss
 _MARKS = 6
-_BLOCKS, _ASCII = "▁▂▃▄▅▆▇█", "_.-=+*#@"
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_EVERY = 1.0  # seconds between looks
 _TEXTS = ("command", "reason", "error", "path", "status")
 _OVER = {"ended", "failed", "interrupted", "killed"}
 _STYLES = {"running": "green", "ended": "blue", "failed": "red", "killed": "red"}
@@ -33,9 +33,6 @@ def configure(parser: CommandParser) -> None:
         "run", metavar="RUN", help="a run's project folder, or its folder in `journal`; path or URL"
     )
     parser.option("--run_id", metavar="ID", help="a run of the folder; default: the newest")
-    parser.option(
-        "--every", type=_seconds, default=1.0, metavar="SECONDS", help="between looks, 1 by default"
-    )
     parser.option("--once", action="store_true", help="print one picture, and end")
 
 
@@ -52,7 +49,7 @@ def run(args: Namespace) -> int:
 
     console = Console()
     try:
-        frames = _frames(args, console)
+        frames = _frames(args)
         if args.once or not console.is_terminal:
             console.print(next(frames))
             return 0
@@ -64,7 +61,7 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def _frames(args: Namespace, console: Console) -> Iterator[RenderableType]:
+def _frames(args: Namespace) -> Iterator[RenderableType]:
     """Yield a picture every so often, the last one after the end of the run."""
     from accel_callbacks.addons.journal import Journal
     from accel_callbacks.addons.journal.state import ended, state_of
@@ -77,21 +74,20 @@ def _frames(args: Namespace, console: Console) -> Iterator[RenderableType]:
             state = state_of(journal)
             # Of a run on another machine, that waits for a renewal of its lease.
             next_look = began + 6 * (time.monotonic() - began)
-        yield frame(journal, state, _blocks(console.encoding))
+        yield frame(journal, state)
         if state in _OVER:
             return
         # A long journal takes a while to read, which the run's machine is not to do all the time.
-        time.sleep(max(args.every, 5 * (time.monotonic() - began)))
+        time.sleep(max(_EVERY, 5 * (time.monotonic() - began)))
         journal = Journal.read(journal.folder)
 
 
-def frame(journal: Journal, state: str, blocks: str = _BLOCKS) -> RenderableType:
+def frame(journal: Journal, state: str) -> RenderableType:
     """Return the picture of a run.
 
     Args:
         journal: of the run.
         state: how it is.
-        blocks: eight characters, from the lowest to the highest value of the loss.
     """
     from rich.console import Group
     from rich.panel import Panel
@@ -104,7 +100,7 @@ def frame(journal: Journal, state: str, blocks: str = _BLOCKS) -> RenderableType
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
     facts.add_column()
-    for name, text in _facts(journal, rows, blocks):
+    for name, text in _facts(journal, rows):
         facts.add_row(name, Text(printable(text)))
     parts: list[RenderableType] = [facts]
     ranks = rank_means(journal, _RECENT)
@@ -125,7 +121,7 @@ def frame(journal: Journal, state: str, blocks: str = _BLOCKS) -> RenderableType
     return Panel(Group(*parts), title=title, title_align="left", expand=False)
 
 
-def _facts(journal: Journal, rows: np.ndarray[Any, Any], blocks: str) -> Iterator[tuple[str, str]]:
+def _facts(journal: Journal, rows: np.ndarray[Any, Any]) -> Iterator[tuple[str, str]]:
     """Yield names and texts: where the run is, how fast, its losses and its goodput."""
     from accel_callbacks.addons.journal.goodput import Goodput
 
@@ -143,13 +139,13 @@ def _facts(journal: Journal, rows: np.ndarray[Any, Any], blocks: str) -> Iterato
     seconds = float(recent["time"][-1] - recent["time"][0])
     if len(recent) > 1 and seconds > 0:
         yield "speed", f"{(len(recent) - 1) / seconds:.3g} steps/s"
-    yield "loss", f"{last['loss']:.6g}  {_sparkline(rows, blocks)}"
+    yield "loss", f"{last['loss']:.6g}  {_sparkline(rows)}"
     yield "learning rate", f"{last['learning_rate']:.3g}"
     goodput = Goodput.of(journal)
     yield "goodput", f"{goodput.share:.1%} of {goodput.wall_s:.0f} s"
 
 
-def _sparkline(rows: np.ndarray[Any, Any], blocks: str) -> str:
+def _sparkline(rows: np.ndarray[Any, Any]) -> str:
     """Return the losses of the whole run as a line of characters, a space where none is finite."""
     from accel_callbacks.addons.journal.report.curves import curve_of
 
@@ -159,7 +155,9 @@ def _sparkline(rows: np.ndarray[Any, Any], blocks: str) -> str:
     means = [mean for mean in curve["mean"] if mean is not None]
     low, high = min(means, default=0.0), max(means, default=0.0)
     return "".join(
-        " " if mean is None else blocks[int((mean - low) / (high - low or 1.0) * (len(blocks) - 1))]
+        " "
+        if mean is None
+        else _BLOCKS[int((mean - low) / (high - low or 1.0) * (len(_BLOCKS) - 1))]
         for mean in curve["mean"]
     )
 
@@ -177,22 +175,3 @@ def _marks(journal: Journal) -> list[tuple[str, str, str]]:
         )
         for mark in told
     ]
-
-
-def _blocks(encoding: str) -> str:
-    """Return the characters of a curve that an encoding has."""
-    try:
-        _BLOCKS.encode(encoding)
-    except (LookupError, UnicodeEncodeError):
-        return _ASCII
-    return _BLOCKS
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < math.inf:
-        raise ArgumentTypeError(f"{text!r} is no time: give a number of seconds above 0")
-    return seconds

@@ -44,6 +44,13 @@ REMOVED: Mapping[str, str] = {
         "It was removed in 0.2.0. The trace of tiny_training() has the hooks of a run in order, "
         "and accel.describe_callbacks() whose they are."
     ),
+    **dict.fromkeys(
+        ("accel completions", "accel-callbacks[completions]"),
+        "It was removed in 0.2.0. `accel COMMAND --help` lists the options.",
+    ),
+    "--all_questions": "It was removed in 0.2.0. Leave it out: all questions are asked.",
+    "--price": "It was removed in 0.2.0. Multiply: Goodput.cost(price) of the journal does.",
+    "--run_path": "It was removed in 0.2.0. Leave it out: the script runs as `python` runs it.",
     "accel ckpt cp": (
         "It was removed in 0.2.0. Copy the folder as any other (`cp -r`, `aws s3 cp --recursive`), "
         "then `accel ckpt verify` the copy."

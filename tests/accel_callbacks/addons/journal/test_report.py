@@ -245,7 +245,7 @@ def test_the_command_writes_the_page(
     [
         (("nowhere", "--html", "page.html"), 1, "nowhere has no journal"),
         (("a", "--html", "absent/page.html"), 1, "give --html a file in a folder that exists"),
-        (("a", "--html", "page.html", "--json"), 2, "leave --json and --price out"),
+        (("a", "--html", "page.html", "--json"), 2, "leave --json out"),
         (("a", "a", "--run_id", "a1"), 2, "RUN/journal/ID"),
     ],
 )

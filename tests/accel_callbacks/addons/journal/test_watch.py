@@ -25,9 +25,9 @@ END = {"kind": "end", "time": 1009.0, "step": 8, "status": "success", "error": N
 FRAME = watch.frame  # also where a test puts another in its place
 
 
-def drawn(journal: Journal, state: str = "running", blocks: str = watch._BLOCKS) -> str:
+def drawn(journal: Journal, state: str = "running") -> str:
     console = Console(width=110, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(FRAME(journal, state, blocks))
+    console.print(FRAME(journal, state))
     return console.export_text()
 
 
@@ -61,7 +61,7 @@ def test_a_run_without_a_step_and_losses_that_are_not_finite_are_drawn(tmp_path:
     write_run(tmp_path / "b", range(1, 4), loss=lambda step: float("nan"))
     assert "nan" in drawn(Journal.read(tmp_path / "b"))
     write_run(tmp_path / "c", range(1, 4), loss=lambda step: [1.0, float("inf"), 2.0][step - 1])
-    assert "2  _ @" in drawn(Journal.read(tmp_path / "c"), blocks=watch._ASCII)
+    assert "2  ▁ █" in drawn(Journal.read(tmp_path / "c"))
 
 
 def test_one_picture_is_printed_and_a_finished_run_too(
@@ -83,12 +83,12 @@ def test_pictures_follow_the_run_until_it_has_ended(
     folder = tmp_path / "journal" / "a1"
     pictures: list[str] = []
 
-    def goes_on(journal: Journal, state: str, blocks: str) -> Any:
+    def goes_on(journal: Journal, state: str) -> Any:
         """The run goes on after each picture, and ends after the second."""
         pictures.append(drawn(journal, state))
         marks = [END] if len(pictures) > 1 else []
         write_attempt(folder, 1, range(1, 4 + 3 * len(pictures)), marks=marks)
-        return FRAME(journal, state, blocks)
+        return FRAME(journal, state)
 
     monkeypatch.setattr(watch, "frame", goes_on)
     monkeypatch.setattr(watch.time, "sleep", lambda seconds: None)
@@ -113,4 +113,3 @@ def test_rich_is_named_where_it_is_missing(
 def test_what_is_no_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", str(tmp_path)]) == 1
     assert "has no journal" in capsys.readouterr().err
-    assert main(["watch", str(tmp_path), "--every", "0"]) == 2
