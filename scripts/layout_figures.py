@@ -69,7 +69,7 @@ NAMES = {
     "megatron": "megatron",
     "fp8": "fp8|float8",
     "pipeline": "pipeline|pp_size",
-    "steering": "mailbox|on_command",
+    "steering": "CommandFile|on_command",
     "lightning": "lightning|transformers",
 }
 _BATCHES = 14  # of a walk, two a step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks.callbacks.base import ResumableState
@@ -18,13 +18,12 @@ from accel_callbacks.logging import notice
 from checkpoint_io.local_files import base_name, local_path
 
 if TYPE_CHECKING:
-    from accel_callbacks.addons.steering.mailbox import Command, Mailbox
+    from accel_callbacks.addons.steering.commands import CommandFile
     from accel_callbacks.loop.run import TrainingRun
-    from checkpoint_io import Lease
 
 __all__ = ["Control"]
 
-_LOOK_EVERY = 0.5  # seconds between two looks into the mailbox
+_LOOK_EVERY = 0.5  # seconds between two looks at the file of commands
 _REASON = "accel ctl"
 _KIND = "control"  # of the request that the ranks vote on
 _PLACE = ("epoch", "batch", "between_epochs")
@@ -34,10 +33,10 @@ Setting = str | int | float | bool
 class Control(ResumableState):
     """Steer a run that goes on, by ``accel ctl RUN save``, ``evaluate``, ``stop`` or ``set``.
 
-    About twice a second, rank 0 looks into a folder of the run that only its user may enter. What
-    it finds there is put to the vote at the end of a step, and carried out on all ranks between
-    the same two steps, one command after another. The journal gets a mark, and ``accel replay``
-    does the same again. It needs ``accel.run`` with a journal in a ``project_dir`` on a disk.
+    About twice a second, rank 0 reads a file of the run to which only its user may write. Each
+    command is put to the vote at the end of a step, and carried out on all ranks between the same
+    two steps. The log says what was done, the journal gets a mark, and ``accel replay`` does the
+    same again. It needs ``accel.run`` with a journal in a ``project_dir`` on a disk.
 
     ``set lr=1e-4`` sets the rate of the first parameter group, and scales those of all others, and
     the schedules of prepared schedulers, by the same factor. ``set log_every=10`` sets the interval
@@ -89,12 +88,10 @@ class Control(ResumableState):
         self.evaluate = evaluate
         self.settings: dict[str, Setting] = initial
         self._initial = dict(initial)
-        self._mailbox: Mailbox | None = None
-        self._lease: Lease | None = None
-        self._command: Command | None = None  # that the ranks vote on
-        self._saving: Command | None = None  # whose checkpoint is not durable yet
-        self._saved: str | None = None  # path of the newest checkpoint since
-        self._save_step = 0
+        self._file: CommandFile | None = None  # on rank 0
+        self._waiting: list[str] = []  # commands that were read, the next one first
+        self._voted_on: str | None = None
+        self._save_step: int | None = None  # of the newest ``save``
         self._next_look = 0.0
         self._past: list[Mapping[str, Any]] = []  # commands that a replay is to carry out
         self._run: TrainingRun | None = None
@@ -123,8 +120,7 @@ class Control(ResumableState):
 
     def _apply_changed(self, run: TrainingRun) -> None:
         for name, value in self._changed.items():
-            for owner, attribute in self._holders(run, name):
-                _assign(owner, attribute, value)
+            self._assign(run, name, value)
 
     def _note_number(self, run: TrainingRun) -> None:
         """Mark how many commands the state holds: those after them are undone by the load."""
@@ -133,7 +129,7 @@ class Control(ResumableState):
     # --- the life of a run --------------------------------------------------------------------
 
     def on_train_start(self, run: TrainingRun, model: Any) -> None:
-        """Open the mailbox on rank 0; in a replay, read what was commanded then."""
+        """Create the file of commands on rank 0; in a replay, read what was commanded then."""
         self._apply_changed(run)
         run.votes.owners[_KIND] = lambda text: self._carry_out(run, json.loads(text))
         commands = first_answer(run.accelerator.loop.observers, "past_commands")
@@ -147,64 +143,50 @@ class Control(ResumableState):
             self._open(run)
 
     def _open(self, run: TrainingRun) -> None:
-        """Open the mailbox; say why the run cannot be steered where that fails."""
-        from accel_callbacks.addons.steering.mailbox import CONTROL, Mailbox
+        """Create the file of commands; say why the run cannot be steered where that fails."""
+        from accel_callbacks.addons.steering.commands import CommandFile
         from accel_callbacks.checkpoint.project import path_in
-        from checkpoint_io import Lease, LeaseError
 
         folder = local_path(path_in(run.default_root_dir, "journal", run.run_id))
-        problem = "Control needs `with accel.run(...)` and a journal: pass project_dir=..."
-        if run.noted is not None and folder is None:
-            problem = "Control needs a folder on a disk, and project_dir is a URL"
-        elif run.noted is not None and folder is not None:
-            lease = Lease(folder)
-            try:
-                # The lease that the journal holds in this process.
-                lease.attempt("take_over")
-                assert lease.holder is not None
-                self._mailbox = Mailbox(path_in(folder, CONTROL), lease.holder.number)
-            except (OSError, LeaseError) as error:
-                lease.release()
-                problem = str(error)
-            else:
-                self._lease = lease
-                return
-        notice(f"`accel ctl` cannot steer this run: {problem}")
-
-    def on_fit_end(self, run: TrainingRun, model: Any) -> None:
-        """Answer a save that came last: all are durable by now."""
-        if self._saving is not None:
-            self._answer_save()
+        if run.noted is None or folder is None:
+            notice(
+                "`accel ctl` cannot steer this run: Control needs `with accel.run(...)` and a "
+                "journal: pass a project_dir= on a disk"
+            )
+            return
+        try:
+            self._file = CommandFile(folder)
+        except OSError as error:
+            notice(f"`accel ctl` cannot steer this run: {error}")
+            return
+        if self._file.stale:
+            stale = ", ".join(self._file.stale)
+            notice(f"`accel ctl`: commands to an earlier start of the run are ignored: {stale}")
 
     def teardown(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """Answer what is left, and close the mailbox."""
+        """Say which commands are not carried out, and remove the file."""
         run.votes.owners.pop(_KIND, None)
         self._run = None
-        if self._mailbox is None:
+        if self._file is None:
             return
-        text = f"the run ended at step {run._global_step}, before it could do that"
-        left = [command for command in (self._command, self._saving) if command is not None]
+        left = [] if self._voted_on is None else [self._voted_on]
         try:
-            for command in left:
-                self._mailbox.answer(command.name, accepted=False, text=text)
-            self._mailbox.close(text)
+            left += [*self._waiting, *self._file.read()]
+            self._file.remove()
         except OSError as error:
             notice(f"`accel ctl`: {error}")
-        self._close()
-
-    def _close(self) -> None:
-        self._mailbox = self._command = self._saving = None
-        if self._lease is not None:
-            self._lease.release()
-            self._lease = None
+        if left:
+            step = run._global_step
+            notice(f"`accel ctl`: the run ended at step {step}, before it did: {', '.join(left)}")
+        self._file, self._waiting, self._voted_on, self._save_step = None, [], None, None
 
     # --- commands -----------------------------------------------------------------------------
 
     def on_train_batch_end(
         self, run: TrainingRun, model: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Look into the mailbox; in a replay, do what was done here."""
-        if self._mailbox is not None:
+        """Look for commands; in a replay, do what was done here."""
+        if self._file is not None:
             self._look(run)
         elif self._past:
             self._repeat(run, in_epoch=True)
@@ -215,96 +197,106 @@ class Control(ResumableState):
             self._repeat(run, in_epoch=False)
 
     def on_train_epoch_end(self, run: TrainingRun, model: Any) -> None:
-        """Look into the mailbox, for what came during a validation."""
-        if self._mailbox is not None:
+        """Look for commands that came during a validation."""
+        if self._file is not None:
             self._look(run)
 
     def on_checkpoint_saved(self, run: TrainingRun, model: Any, path: str) -> None:
-        """Note the path, for the answer; other checkpoints may come before and after it."""
-        if self._saved is None or base_name(path).endswith(f"{self._save_step:08}"):
-            self._saved = path
+        """Log that the checkpoint of a ``save`` is durable."""
+        if self._save_step is not None and base_name(path).endswith(f"{self._save_step:08}"):
+            notice(f"`accel ctl`: saved {path}")
 
     def _look(self, run: TrainingRun) -> None:
         """Put the next command to the vote, if there is one."""
-        if self._saving is not None:
-            if run.accelerator.loop.saves.pending:
-                return
-            self._answer_save()
         now = time.monotonic()
-        if self._command is not None or now < self._next_look:
+        if self._voted_on is not None or now < self._next_look:
             return
         self._next_look = now + _LOOK_EVERY
-        assert self._mailbox is not None
+        assert self._file is not None
         try:
-            while (command := self._mailbox.take()) is not None:
-                try:
-                    facts = self._checked(run, command)
-                except ValueError as error:
-                    self._mailbox.answer(command.name, accepted=False, text=str(error))
-                    continue
-                self._command = command
-                run.votes.ask(_KIND, json.dumps(facts))
-                return
-        except OSError as error:  # the folder is gone, full, or not this user's any more
+            self._waiting += self._file.read()
+        except OSError as error:  # the file is gone, or not this user's any more
             notice(f"`accel ctl` cannot steer this run any more: {error}")
-            self._close()
+            self._file = None
+        while self._waiting:
+            command = self._waiting.pop(0)
+            try:
+                facts = self._read_command(run, command)
+            except ValueError as error:
+                notice(f"`accel ctl`: refused {command!r}: {error}")
+                continue
+            self._voted_on = command
+            run.votes.ask(_KIND, json.dumps(facts))
+            return
 
-    def _checked(self, run: TrainingRun, command: Command) -> dict[str, Any]:
+    def _read_command(self, run: TrainingRun, command: str) -> dict[str, Any]:
         """Return what the ranks are to do about a command.
 
         Raises:
             ValueError: it cannot be done; the text says what can.
         """
-        if command.action == "evaluate" and self.evaluate is None:
+        action, _, setting = command.partition(" ")
+        name, value = "", None
+        if action not in ("save", "evaluate", "stop", "set"):
+            raise ValueError("a command is save, evaluate, stop, or set NAME=VALUE")
+        if action == "evaluate" and self.evaluate is None:
             raise ValueError("the script gave no function to evaluate with: Control(evaluate=...)")
-        savers = [saver for saver in run.checkpoint_callbacks if hasattr(saver, "save_now")]
-        if command.action == "save" and not savers:
+        if action == "save" and not any(hasattr(c, "save_now") for c in run.checkpoint_callbacks):
             raise ValueError("no callback saves: give the Accelerator a Checkpoint")
-        value = command.value
-        if command.action == "set":
-            value = self._checked_value(run, command.setting, command.value)
-        return {"action": command.action, "setting": command.setting, "value": value}
+        if action == "set":
+            name, _, text = setting.partition("=")
+            value = self._read_value(run, name, text)
+        return {"action": action, "setting": name, "value": value}
 
-    def _checked_value(self, run: TrainingRun, name: str, value: Any) -> Setting:
+    def _read_value(self, run: TrainingRun, name: str, text: str) -> Setting:
+        """Return the value of a setting in the type of the present one."""
         if name == "lr":
             first_rate(run.optimizers)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-                raise ValueError(f"lr={value} is no number above 0")
-            return float(value)
-        holders = self._holders(run, name)
-        if not holders:
+            rate = _convert(text, 1.0)
+            if not isinstance(rate, float) or rate <= 0:
+                raise ValueError(f"lr={text} is no number above 0")
+            return rate
+        present = self._present(run, name)
+        if present is None:
             declared = (getattr(callback, "settable", {}) for callback in run.callbacks)
             names = sorted({"lr", *self.settings, *(name for names in declared for name in names)})
             raise ValueError(
                 f"{name!r} cannot be set.{nearest(name, names)} This run can set: "
                 f"{', '.join(names)}"
             )
-        for owner, attribute in holders:
-            value = _converted(name, value, _current(owner, attribute), owner is self.settings)
-        return value  # type: ignore[no-any-return]
+        value = _convert(text, present)
+        if value is None:
+            raise ValueError(f"{name}={text} is not like the present {present!r}: give its type")
+        if name not in self.settings and type(value) is int and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+        return value
 
-    def _holders(self, run: TrainingRun, name: str) -> list[tuple[Any, str]]:
-        """Return what holds a setting: this callback's dict, and callbacks with an attribute."""
-        holders: list[tuple[Any, str]] = [(self.settings, name)] if name in self.settings else []
-        for callback in run.callbacks:
-            attribute = getattr(callback, "settable", {}).get(name)
-            if attribute is not None:
-                holders.append((callback, attribute))
-        return holders
+    def _present(self, run: TrainingRun, name: str) -> Setting | None:
+        """Return the value of a setting, None if there is none of that name."""
+        values = [getattr(owner, attribute) for owner, attribute in _holders(run, name)]
+        return self.settings.get(name, values[0] if values else None)
+
+    def _assign(self, run: TrainingRun, name: str, value: Setting) -> None:
+        """Set a value where it is: in the settings of the loop, and in callbacks."""
+        if name in self.settings:
+            self.settings[name] = value
+        for owner, attribute in _holders(run, name):
+            setattr(owner, attribute, value)
 
     # --- what all ranks do --------------------------------------------------------------------
 
     def _carry_out(self, run: TrainingRun, facts: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
         """Do on all ranks what one has asked for; return the requests that follow from it."""
         action, name, value = facts["action"], facts["setting"], facts["value"]
-        command, step = self._command, run.global_step
-        text = f"{action} {name}={value}" if action == "set" else action
-        answer = "stopping" if action == "stop" else text
+        step = run.global_step
+        text = f"set {name}={value}" if action == "set" else action
+        answer = text
         if action == "set":
             try:
                 answer = f"{text}, which was {self._set(run, name, value)}"
             except ValueError as error:  # a schedule has come to 0 since
-                self._answer(str(error), None)
+                self._voted_on = None
+                notice(f"`accel ctl`: refused {text!r}: {error}")
                 return {}
         self.number += 1
         places = (run.current_epoch, run.batch_idx, not run.epoch_open)
@@ -312,12 +304,10 @@ class Control(ResumableState):
         run.note("control", number=self.number, command=text, **facts, **place)
         if action == "evaluate":
             self._evaluate(run)
-            answer = "evaluated"
         if action == "save":
-            self._saved, self._saving, self._save_step = None, command, step
-            self._command = None
-        else:
-            self._answer(answer, step)
+            self._save_step = step
+        notice(f"`accel ctl`: {answer} (after step {step})")
+        self._voted_on = None
         self._next_look = 0.0  # the next one need not wait
         return {action: (_REASON, 0)} if action in ("save", "stop") else {}
 
@@ -326,10 +316,8 @@ class Control(ResumableState):
         if name == "lr":
             return set_learning_rate(run.optimizers, run.schedulers, float(value))
         self._changed[name] = value
-        before = None
-        for owner, attribute in self._holders(run, name):
-            before = _current(owner, attribute)
-            _assign(owner, attribute, value)
+        before = self._present(run, name)
+        self._assign(run, name, value)
         return before
 
     def _evaluate(self, run: TrainingRun) -> None:
@@ -341,22 +329,6 @@ class Control(ResumableState):
             self.evaluate(run)
         finally:
             restore_rng(state, run.accelerator.device, devices)
-
-    def _answer(self, text: str, step: int | None) -> None:
-        """Answer the command that was voted on; without a step it was refused."""
-        command, self._command = self._command, None
-        if command is not None and self._mailbox is not None:
-            try:
-                accepted = step is not None
-                self._mailbox.answer(command.name, accepted=accepted, text=text, step=step)
-            except OSError as error:
-                notice(f"`accel ctl` gets no answer: {error}")
-
-    def _answer_save(self) -> None:
-        """Answer that the checkpoint is durable."""
-        self._command, self._saving = self._saving, None
-        text = "this step was saved already" if self._saved is None else f"saved {self._saved}"
-        self._answer(text, self._save_step)
 
     # --- a replay -----------------------------------------------------------------------------
 
@@ -378,27 +350,20 @@ class Control(ResumableState):
             self._carry_out(run, {name: past[name] for name in ("action", "setting", "value")})
 
 
-def _current(owner: Any, attribute: str) -> Any:
-    return owner[attribute] if isinstance(owner, dict) else getattr(owner, attribute)
+def _holders(run: TrainingRun, name: str) -> Iterator[tuple[Any, str]]:
+    """Yield the callbacks that declare a setting, and the attribute that holds it."""
+    for callback in run.callbacks:
+        attribute = getattr(callback, "settable", {}).get(name)
+        if attribute is not None:
+            yield callback, attribute
 
 
-def _assign(owner: Any, attribute: str, value: Any) -> None:
-    if isinstance(owner, dict):
-        owner[attribute] = value
-    else:
-        setattr(owner, attribute, value)
-
-
-def _converted(name: str, value: Any, current: Any, own: bool) -> Any:
-    """Return a value in the type of the current one.
-
-    Raises:
-        ValueError: it is of another type, or a callback's number below 1.
-    """
-    if isinstance(current, float) and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if type(value) is not type(current) or (isinstance(value, float) and not math.isfinite(value)):
-        raise ValueError(f"{name}={value} is not like the present value {current!r}: give its type")
-    if not own and type(value) is int and value < 1:
-        raise ValueError(f"{name}={value} must be at least 1")
-    return value
+def _convert(text: str, present: Setting) -> Setting | None:
+    """Return a text as a value of the type of the present one, None if it is none."""
+    if isinstance(present, bool):
+        return {"true": True, "false": False}.get(text)
+    try:
+        value = type(present)(text)
+    except ValueError:
+        return None
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 
 from accel_callbacks.addons.journal.state import holder_of, state_of
-from accel_callbacks.cli import ctl
 from accel_callbacks.cli.main import main
 from accel_callbacks.journal import Journal
 from tests.support import warm
@@ -99,6 +97,13 @@ class Job:
     def wait_for_step(self, step: int) -> None:
         self.wait_for(lambda journal: bool((journal.rows()["step"] >= step).any()))
 
+    def text(self) -> str:
+        """What the job has logged, on one line."""
+        return " ".join(self.log.read_text().split())
+
+    def wait_for_line(self, part: str) -> None:
+        self.wait_for(lambda journal: part in self.text())
+
     def kill(self) -> None:
         """Kill rank 0; the launcher ends the other one."""
         if self.process is not None and self.process.poll() is None:
@@ -115,36 +120,31 @@ def job(tmp_path: Path) -> Any:
     job.kill()
 
 
+COMMANDS = [
+    (["set", "lr=1e-2"], "set lr=0.01, which was 0."),
+    (["evaluate"], "evaluate (after step"),
+    (["save"], "saved "),
+    (["set", "rate=1"], "'rate' cannot be set"),
+]
+
+
 def test_commands_take_effect_on_both_at_one_step_and_are_replayed(
     job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job.start()
     job.wait_for_step(7)
-    assert main(["ctl", job.folder, "set", "lr=1e-2"]) == 0, job.log.read_text()
-    assert main(["ctl", job.folder, "evaluate"]) == 0
-    assert main(["ctl", job.folder, "save"]) == 0
-    printed = capsys.readouterr().out
-    assert "set lr=0.01, which was 0." in printed
-    assert "evaluated (after step" in printed
-    assert "saved " in printed
-    assert main(["ctl", job.folder, "set", "rate=1"]) == 1
-    refused = capsys.readouterr().err
-    assert "'rate' cannot be set" in refused
-    assert "This run can set: lr" in refused
+    for words, done in COMMANDS:
+        assert main(["ctl", job.folder, *words]) == 0, job.log.read_text()
+        job.wait_for_line(done)
+    assert "This run can set: lr" in job.text()
     # Two at once.
-    codes: list[int] = []
-    threads = [
-        threading.Thread(target=lambda: codes.append(main(["ctl", job.folder, "set", "lr=2e-2"])))
-        for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert codes == [0, 0]
+    for _ in range(2):
+        assert main(["ctl", job.folder, "set", "lr=2e-2"]) == 0
+    job.wait_for(lambda journal: job.text().count("set lr=0.02") == 2)
     last = int(Journal.read(job.folder).rows()["step"].max())
     job.wait_for_step(last + 3)
     assert main(["ctl", job.folder, "stop"]) == 0
+    assert ": stop; its log says what it does" in capsys.readouterr().out
     assert job.process.wait() == 0, job.log.read_text()
     assert "stopped at step" in job.log.read_text()
     journal = Journal.read(job.folder)
@@ -165,7 +165,7 @@ def test_commands_take_effect_on_both_at_one_step_and_are_replayed(
         assert rows["step"][-1] == commands[-1]["step"]
     assert both[0]["learning_rates"].tolist() == both[1]["learning_rates"].tolist()
     assert main(["ctl", job.folder, "save"]) == 1
-    assert "is not alive: `accel report` shows" in capsys.readouterr().err
+    assert "is alive and can be steered: `accel report` shows" in capsys.readouterr().err
     # From before the first command, over all of them, to after the last one that changed a rate.
     step = commands[4]["step"] + 2
     for saved in Path(job.folder, "checkpoints").glob("step-*"):
@@ -184,42 +184,24 @@ def test_commands_take_effect_on_both_at_one_step_and_are_replayed(
     assert "all bits are as they were" in captured.out
 
 
-class Clock:
-    """The clock of a command, which stands still until a file exists, and then leaps."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-
-    def monotonic(self) -> float:
-        return 1000.0 if self._file.exists() else 0.0
-
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-
-def test_a_command_in_an_evaluation_waits_and_a_killed_run_is_reported(
-    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_command_to_a_killed_run_does_not_stop_the_next_start(
+    job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job.start()
     job.wait_for_step(2)
     job.pace.write_text("wait in the evaluation")
-    with monkeypatch.context() as patched:
-        patched.setattr(ctl, "time", Clock(job.pace.with_name("evaluating")))
-        assert main(["ctl", job.folder, "evaluate", "--timeout", "2"]) == 3
-    assert "has the command, and will do it" in capsys.readouterr().err
-    assert main(["ctl", job.folder, "stop", "--timeout", "1"]) == 3
-    assert "this one is withdrawn" in capsys.readouterr().err
-    killer = threading.Timer(1.0, job.kill)
-    killer.start()
+    assert main(["ctl", job.folder, "evaluate"]) == 0
+    job.wait_for(lambda journal: job.pace.with_name("evaluating").exists())
+    assert main(["ctl", job.folder, "stop"]) == 0
+    job.kill()
     assert main(["ctl", job.folder, "stop"]) == 1
-    killer.join()
-    assert "is not alive: `accel report` shows" in capsys.readouterr().err
+    assert "is alive and can be steered: `accel report` shows" in capsys.readouterr().err
     assert state_of(Journal.read(job.folder)) == "killed"
     job.pace.write_text("go on")
-    # What was left in the mailbox does not stop the next start.
     job.start()
     job.wait_for(lambda journal: len(journal.attempts) == 2)
     last = int(Journal.read(job.folder).rows()["step"].max())
     job.wait_for_step(last + 8)
+    assert "commands to an earlier start of the run are ignored: evaluate, stop" in job.text()
     assert main(["ctl", job.folder, "stop"]) == 0
     assert job.process.wait() == 0, job.log.read_text()
