@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from accel_callbacks.data.sampler import call_set_epoch, mix_seed
 from accel_callbacks.data.shard import fill_up, split_evenly
-from accel_callbacks.data.stream_checks import WorkerQuestions, checksum, may_divide
+from accel_callbacks.data.stream_checks import checksum, may_divide
 from checkpoint_io.warning import warn
 
 __all__ = ["CollateShare", "IterableDatasetShard", "IterableShards", "Part", "Piece", "has_state"]
@@ -31,7 +31,6 @@ class Part:
         worker: index of the worker process that read it, 0 without workers.
         ended: the stream has no more.
         state: the dataset's own after the batch, if it has one.
-        asked: the dataset has asked which worker it is in.
         checksum: of the samples of the first global batch, before its division, of a dataset that
             may read a part by itself; else ``None``.
     """
@@ -41,7 +40,6 @@ class Part:
     worker: int = 0
     ended: bool = False
     state: Any = None
-    asked: bool = False
     checksum: int | None = None
 
 
@@ -97,7 +95,6 @@ class IterableShards(IterableDataset["Piece | None"]):
         self.stateful = stateful
         self.may_divide = world_size > 1 and not every_rank and may_divide(dataset)
         self.resume: Mapping[str, Any] | None = None  # where the next pass begins
-        self._questions: WorkerQuestions | None = None
         # (epoch, seed, even) in shared memory: persistent workers keep their copy of this object
         # over epochs, and would not see a plain attribute change.
         self._pass = torch.tensor([0, 0, 1], device="cpu")
@@ -128,7 +125,6 @@ class IterableShards(IterableDataset["Piece | None"]):
     def __iter__(self) -> Iterator[Piece | None]:
         info = get_worker_info()
         worker = 0 if info is None else info.id
-        self._questions = WorkerQuestions()
         set_dataset_epoch(self.dataset, int(self._pass[0]), int(self._pass[1]))
         # Used once: a persistent worker starts its next pass at the beginning of the stream.
         resume, self.resume = self.resume, None
@@ -231,10 +227,9 @@ class IterableShards(IterableDataset["Piece | None"]):
 
     def _part(self, items: list[Any], worker: int, state: Any) -> Part:
         real = padded = len(items)
-        asked = self._questions is not None and self._questions.asked
         if self.world_size > 1 and (self.even or self.batch_size is None or real < self.world_size):
             padded = -(-real // self.world_size) * self.world_size
-        return Part(real, padded, worker, real != self.size, state, asked)
+        return Part(real, padded, worker, real != self.size, state)
 
     def _share(self, items: list[Any]) -> Any:
         """Return the samples of this rank, or a list of those of each."""

@@ -13,13 +13,11 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch.utils.data import get_worker_info
 
 from accel_callbacks import collectives
 from checkpoint_io.warning import warn
 
 __all__ = [
-    "WorkerQuestions",
     "checksum",
     "compare_over_ranks",
     "compare_over_workers",
@@ -36,8 +34,6 @@ _WORLD = {
 _DRAWN = {"rand", "randn", "rand_like", "randn_like", "normal", "normal_", "standard_normal"}
 # They read ranks in each dataset, and what is divided already is refused by prepare().
 _KNOWN = {"torch", "datasets", "typing", "builtins"}
-# What a worker reads of itself to take its part.
-_TELLING = {"id", "num_workers", "seed"}
 
 
 # --- the ranks ------------------------------------------------------------------------------
@@ -158,45 +154,11 @@ def _warn_of_division(posted: collectives.Posted, name: str) -> bool:
 # --- the workers of one rank ----------------------------------------------------------------
 
 
-class WorkerQuestions:
-    """Notes whether the dataset of a worker process asks which worker it is in.
-
-    Attributes:
-        asked: True once it has asked, and where that cannot be noticed.
-    """
-
-    def __init__(self) -> None:
-        self.asked = False
-        info = get_worker_info()
-        if info is None:
-            return
-        try:
-            # Every get_worker_info() in this process returns this object, and torch's class takes
-            # no assignment.
-            object.__setattr__(info, "__class__", _class_that_notes(type(info), self))
-        except TypeError:
-            self.asked = True
-
-
-def _class_that_notes(kind: type, questions: WorkerQuestions) -> type:
-    """Return a subclass that notes when the id, the number or the seed of a worker is read."""
-
-    def read(info: Any, name: str) -> Any:
-        if name in _TELLING:
-            questions.asked = True
-        return object.__getattribute__(info, name)
-
-    base = getattr(kind, "_noted_kind", kind)
-    return type(
-        base.__name__, (base,), {"__slots__": (), "__getattribute__": read, "_noted_kind": base}
-    )
-
-
 def compare_over_workers(pieces: Iterator[Any], workers: int, name: str) -> Iterator[Any]:
     """Yield the pieces of a pass; warn if the first one of each worker has the same samples.
 
-    Nobody is warned if a worker asked which it is, and neither if the second piece of a worker is
-    like the first: then it is the data that repeats.
+    Nobody is warned if the second piece of a worker is like the first: then it is the data that
+    repeats.
 
     Args:
         pieces: what the loader reads, a :data:`accel_callbacks.data.iterable.Piece` each.
@@ -218,9 +180,9 @@ def compare_over_workers(pieces: Iterator[Any], workers: int, name: str) -> Iter
     for piece in pieces:
         batch, part = piece
         # Each is compared with one that the loop has not got yet, and so cannot have changed.
-        equal = not part.asked and (alike == 0 or _same(before, batch))
+        equal = alike == 0 or _same(before, batch)
         if alike == workers or not equal or part.worker != alike:
-            if alike == workers and not equal and not part.asked:
+            if alike == workers and not equal:
                 _warn_of_copies(workers, name)
             yield piece
             break

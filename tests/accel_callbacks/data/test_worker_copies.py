@@ -40,13 +40,6 @@ class Split(Whole):
         return itertools.islice(self.samples, info.id, None, info.num_workers)
 
 
-class Asks(Whole):
-    """The files of the two workers begin alike."""
-
-    def __iter__(self):
-        return iter([0, 0, get_worker_info().id + 1, 1])
-
-
 class Random(Whole):
     def __iter__(self):
         for _ in self.samples:
@@ -86,13 +79,12 @@ def test_d_a_stream_of_one_worker_is_no_mistake():
     "dataset",
     [
         Split(range(8)),
-        Asks(()),
         Random(range(8)),
         Whole([torch.zeros(2)] * 8),
         hub(),
         hub_of_one_shard(),
     ],
-    ids=["split", "asks", "random", "constant", "hub", "hub_of_one_shard"],
+    ids=["split", "random", "constant", "hub", "hub_of_one_shard"],
 )
 def test_d_streams_that_differ_between_workers_raise_no_alarm(dataset):
     texts = [text for _, text in told_by(DataLoader(dataset, 2, num_workers=2))]
@@ -102,17 +94,3 @@ def test_d_streams_that_differ_between_workers_raise_no_alarm(dataset):
 def test_d_a_split_by_worker_init_fn_raises_no_alarm():
     loader = DataLoader(Whole(range(8)), 2, num_workers=2, worker_init_fn=split_in_init)
     assert told_by(loader) == []
-
-
-def test_d_what_the_dataset_is_told_about_its_worker_is_as_in_torch():
-    class Tells(Whole):
-        def __iter__(self):
-            info = get_worker_info()
-            again = get_worker_info()
-            yield f"{info.id} {info.num_workers} {type(info).__name__} {again is info}"
-
-    prepared = Accelerator(cpu=True).prepare(
-        DataLoader(Tells(()), None, num_workers=2, persistent_workers=True)
-    )
-    expected = ["0 2 WorkerInfo True", "1 2 WorkerInfo True"]
-    assert [list(prepared) for _ in range(2)] == [expected, expected]
