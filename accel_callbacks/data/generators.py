@@ -65,17 +65,9 @@ class Generators:
     def __bool__(self) -> bool:
         return bool(self._access)
 
-    def read(self, without: Collection[str] = ()) -> dict[str, Any]:
-        """Return the states by name in a form that can be compared, for :meth:`packed`."""
+    def capture(self, without: Collection[str] = ()) -> dict[str, Any]:
+        """Return the states as plain values by name, without those of some names."""
         return {name: access.read() for name, access in self._access.items() if name not in without}
-
-    def packed(self, states: Mapping[str, Any]) -> dict[str, Any]:
-        """Return states that were read as plain values."""
-        return {name: self._access[name].pack(state) for name, state in states.items()}
-
-    def capture(self) -> dict[str, Any]:
-        """Return the states as plain values by name."""
-        return self.packed(self.read())
 
     def restore(self, state: State) -> None:
         """Restore what :meth:`capture` returned; names that are not here are ignored."""
@@ -101,31 +93,30 @@ def _global_generator(kind: str) -> Any:
 
 
 class _Access(NamedTuple):
-    """The functions that read the state of a generator, make it plain values, and restore those."""
+    """The functions that read the state of a generator as plain values, and restore it."""
 
     read: Callable[[], Any]
-    pack: Callable[[Any], Any]
     restore: Callable[[Any], None]
 
 
 def _access_to(holder: Any) -> _Access:
     if isinstance(holder, torch.Generator):
         return _Access(
-            lambda: holder.get_state().numpy().tobytes(),
-            _text,
+            lambda: packed_state(holder),
             lambda state: set_packed_state(holder, state),
         )
     if holder is random or isinstance(holder, random.Random):
-        return _Access(holder.getstate, _pack, lambda state: holder.setstate(_unpack(state)))
+        return _Access(
+            lambda: _pack(holder.getstate()),
+            lambda state: holder.setstate(_unpack(state)),
+        )
     if hasattr(getattr(holder, "bit_generator", None), "state"):  # numpy.random.Generator
         return _Access(
             lambda: _without_arrays(holder.bit_generator.state),
-            _with_text,
             lambda state: setattr(holder.bit_generator, "state", _with_arrays(state)),
         )
     return _Access(
         lambda: _without_arrays(holder.get_state(legacy=False)),
-        _with_text,
         lambda state: holder.set_state(_with_arrays(state)),
     )
 
@@ -167,28 +158,16 @@ def _unpack(state: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _without_arrays(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state of NumPy with bytes for arrays, which can be compared."""
+    """Return a state of NumPy with text for arrays, which can be compared."""
     packed: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, Mapping):
             packed[name] = _without_arrays(value)
         elif hasattr(value, "tobytes") and hasattr(value, "shape") and value.shape:
-            packed[name] = {"dtype": value.dtype.str, "data": value.tobytes()}
+            packed[name] = {"dtype": value.dtype.str, "data": _text(value.tobytes())}
         else:
             packed[name] = value.item() if hasattr(value, "item") else value
     return packed
-
-
-def _with_text(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state with text for bytes."""
-    return {
-        name: _with_text(value)
-        if isinstance(value, Mapping)
-        else _text(value)
-        if isinstance(value, bytes)
-        else value
-        for name, value in state.items()
-    }
 
 
 def _with_arrays(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -241,8 +241,8 @@ class Draws:
             return
         if self.draws:
             # Captured before __iter__, where some samplers shuffle.
-            self._last = self.generators.read()
-            self._entries = [(0, self.generators.packed(self._last))]
+            self._last = self.generators.capture()
+            self._entries = [(0, self._last)]
         self._iterator = iter(self._sampler)
 
     def take(self, count: int | None) -> list[Any]:
@@ -260,7 +260,7 @@ class Draws:
         if self._iterator is None:
             self.open()
         assert self._iterator is not None
-        before = self.generators.read(self._unwatched) if self.watched else None
+        before = self.generators.capture(self._unwatched) if self.watched else None
         place = self.drawn
         items = list(islice(self._iterator, count))
         self.drawn += len(items)
@@ -274,7 +274,7 @@ class Draws:
 
     def _note(self, place: int, before: dict[str, Any]) -> None:
         """Record the state before a draw, if something else has drawn since the last one."""
-        after = self.generators.read(self._unwatched)
+        after = self.generators.capture(self._unwatched)
         # To read the states of Python and NumPy costs more than a batch should. The first draw of a
         # pass, a shuffle, does not count.
         if place and self._noted < _WATCHED:
@@ -284,7 +284,7 @@ class Draws:
             self._unwatched = frozenset(self._left_alone)
         foreign = before != self._last and before != after
         if foreign and len(self._entries) < _MOST_ENTRIES:
-            self._entries.append((place, self.generators.packed(before)))
+            self._entries.append((place, before))
         if before != after or self._last is None:
             self._last = after
 
