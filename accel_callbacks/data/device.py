@@ -220,13 +220,13 @@ def _side_stream(module: Any, device: torch.device) -> Any:
 class _BatchCopy:
     """A batch that is being copied to a device, on the stream that is current when it is made.
 
-    Tensors are, and the entries of mappings. Any other object is moved by its ``to`` where it is
-    used: its tensors are not known, and the memory of each must be kept until the computing stream
-    has read it.
+    Dense tensors are, and the entries of mappings. A sparse or nested tensor, and any other object,
+    is moved by its ``to`` where it is used: the memory of each part must be kept until the
+    computing stream has read it.
 
     Attributes:
         batch: the copy.
-        tensors: the dense tensors in it.
+        tensors: the tensors in it that are copied.
         is_partial: it has objects with ``to``, still to be moved.
     """
 
@@ -240,9 +240,9 @@ class _BatchCopy:
         return map_leaves(item, self._send_leaf, _is_sent)
 
     def _send_leaf(self, item: Any) -> Any:
-        if isinstance(item, torch.Tensor):
+        if isinstance(item, torch.Tensor) and _is_dense(item):
             copied = item.to(self._device, non_blocking=True)
-            self.tensors += _dense_parts(copied)
+            self.tensors.append(copied)
             return copied
         self.is_partial = True
         if isinstance(item, MutableMapping) and getattr(item, "device", None) is None:
@@ -256,19 +256,7 @@ def _is_sent(item: Any) -> bool:
     return isinstance(item, (torch.Tensor, _Movable))
 
 
-def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the dense tensors that a tensor is made of: ``record_stream`` takes no others."""
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        components = (getattr(tensor, name) for name in names)
-        present = (component for component in components if component is not None)
-        return [part for component in present for part in _dense_parts(component)]
-    if tensor.is_nested:
-        return [tensor.values()]
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [tensor]
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has one memory of its own: ``record_stream`` takes no other."""
+    composed = tensor.is_nested or is_traceable_wrapper_subclass(tensor)
+    return tensor.layout is torch.strided and not composed
