@@ -94,7 +94,7 @@ _HOME = {
     "release_memory": "memory",
     "send_to_device": "data.device",
     "set_seed": "distributed.rng",
-    "skip_first_batches": "data.skip",
+    "skip_first_batches": "data.loader",
     "split_between_processes": "distributed.process_control",
     "synchronize": "distributed.process_control",
     "synchronize_rng_state": "distributed.rng",
@@ -138,10 +138,10 @@ if TYPE_CHECKING:
     from accel_callbacks.data.dispatch import DataLoaderDispatcher as DataLoaderDispatcher
     from accel_callbacks.data.iterable import IterableDatasetShard as IterableDatasetShard
     from accel_callbacks.data.loader import DataLoaderShard as DataLoaderShard
+    from accel_callbacks.data.loader import skip_first_batches as skip_first_batches
     from accel_callbacks.data.prepare import prepare_data_loader as prepare_data_loader
     from accel_callbacks.data.sampler import BatchSamplerShard as BatchSamplerShard
     from accel_callbacks.data.sampler import SeedableRandomSampler as SeedableRandomSampler
-    from accel_callbacks.data.skip import skip_first_batches as skip_first_batches
     from accel_callbacks.distributed.process_control import is_main_process as is_main_process
     from accel_callbacks.distributed.process_control import last_process_only as last_process_only
     from accel_callbacks.distributed.process_control import (

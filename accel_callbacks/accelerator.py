@@ -39,9 +39,8 @@ from accel_callbacks.collectives.metrics import (
     rows_beside_lists,
 )
 from accel_callbacks.data.config import DataLoaderConfiguration, checked_config, checked_rng_types
-from accel_callbacks.data.loader import DataLoaderShard
+from accel_callbacks.data.loader import DataLoaderShard, SkipDataLoader, skip_first_batches
 from accel_callbacks.data.prepare import Loaders
-from accel_callbacks.data.skip import SkipDataLoader, skip_first_batches
 from accel_callbacks.distributed.abort import group_is_aborted
 from accel_callbacks.distributed.failures import leave
 from accel_callbacks.distributed.heartbeat import remote_failure

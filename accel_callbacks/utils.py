@@ -26,8 +26,8 @@ _HOME = {
     "PrecisionType": "compat.wrappers",
     "PrefixedDataset": "compat.folder",
     "SequentialHook": "compat.hooks",
-    "SkipBatchSampler": "data.skip",
-    "SkipDataLoader": "data.skip",
+    "SkipBatchSampler": "data.loader",
+    "SkipDataLoader": "data.loader",
     "TensorInformation": "compat.operations",
     "UserCpuOffloadHook": "compat.hooks",
     "add_hook_to_module": "compat.hooks",
@@ -150,7 +150,8 @@ if TYPE_CHECKING:
     from accel_callbacks.compat.packages import *
     from accel_callbacks.compat.tensors import *
     from accel_callbacks.compat.wrappers import *
-    from accel_callbacks.data.skip import *
+    from accel_callbacks.data.loader import SkipBatchSampler as SkipBatchSampler
+    from accel_callbacks.data.loader import SkipDataLoader as SkipDataLoader
     from accel_callbacks.distributed.topology import *
     from accel_callbacks.models.offload.budgets import *
     from accel_callbacks.models.offload.device_map import *

@@ -96,7 +96,6 @@ clipping
     tests/accel_callbacks/engines/ddp/test_ddp_options.py
     tests/accel_callbacks/checkpoint/test_restore.py
 order
-    accel_callbacks/data/generators.py
     accel_callbacks/data/order.py
     accel_callbacks/data/sampler.py
     accel_callbacks/data/shard.py
@@ -109,7 +108,7 @@ order
 resume
     accel_callbacks/checkpoint/restore.py
     accel_callbacks/checkpoint/compatibility.py
-    accel_callbacks/data/skip.py
+    accel_callbacks/data/loader.py
     accel_callbacks/distributed/rng.py
     accel_callbacks/loop/run_identity.py
     tests/accel_callbacks/checkpoint/test_restore.py

@@ -22,7 +22,7 @@ from accel_callbacks.compat.helpers import (
     is_torchdata_stateful_dataloader_available,
 )
 from accel_callbacks.compat.names import NotProvided
-from accel_callbacks.data.skip import SkipDataLoader
+from accel_callbacks.data.loader import SkipDataLoader
 from accel_callbacks.plugins.ddp import DistributedDataParallelKwargs
 from accel_callbacks.plugins.precision import AORecipeKwargs, AutocastKwargs, GradScalerKwargs
 from accel_callbacks.plugins.process_group import InitProcessGroupKwargs

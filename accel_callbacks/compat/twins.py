@@ -36,7 +36,7 @@ from accel_callbacks.compat.names import NotProvided
 from accel_callbacks.compat.stand_in import StandIn
 from accel_callbacks.compat.unprepared import register_unprepared
 from accel_callbacks.compat.wrappers import extract_model_from_parallel, recompile
-from accel_callbacks.data import config, dispatch, loader, skip
+from accel_callbacks.data import config, dispatch, loader
 from accel_callbacks.data.config import checked_config, checked_rng_types
 from accel_callbacks.data.device import device_feed
 from accel_callbacks.data.prepare import prepare_loader
@@ -438,7 +438,7 @@ class Accelerator(AcceleratorMembers, accelerator.Accelerator):
 
     def prepare_data_loader(
         self,
-        data_loader: DataLoader[Any] | skip.SkipDataLoader,
+        data_loader: DataLoader[Any] | loader.SkipDataLoader,
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> Any:
@@ -454,7 +454,7 @@ class Accelerator(AcceleratorMembers, accelerator.Accelerator):
             )
         prepared = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         # Scripts for Accelerate count from the first batch of the epoch that a checkpoint has cut.
-        inner = prepared.loader if isinstance(prepared, skip.SkipDataLoader) else prepared
+        inner = prepared.loader if isinstance(prepared, loader.SkipDataLoader) else prepared
         inner.rereads = self._rereads
         give_members(inner, LoaderMembers, self)
         if not self._rereads:
@@ -490,7 +490,7 @@ class Accelerator(AcceleratorMembers, accelerator.Accelerator):
         prepared = self._add_members(super().prepare(*args, **options))
         known = (self.models, self.optimizers, self.schedulers, self.loaders)
         for item in prepared if isinstance(prepared, (list, tuple)) else [prepared]:
-            inner = item.loader if isinstance(item, skip.SkipDataLoader) else item
+            inner = item.loader if isinstance(item, loader.SkipDataLoader) else item
             if any(inner is other for others in known for other in others):
                 item._is_accelerate_prepared = True
         return prepared
@@ -782,7 +782,7 @@ class DataLoaderShard(metaclass=StandIn):
         torch_device_mesh: Any = None,
         iteration: int = 0,
         **options: Any,
-    ) -> loader.DataLoaderShard | skip.SkipDataLoader:
+    ) -> loader.DataLoaderShard | loader.SkipDataLoader:
         """Return the loader, a view of it that leaves batches out."""
         chosen = config.DataLoaderConfiguration(use_stateful_dataloader=use_stateful_dataloader)
         feed = None if device is None else device_feed(torch.device(device), _non_blocking)
@@ -820,7 +820,7 @@ class DataLoaderDispatcher(metaclass=StandIn):
         torch_device_mesh: Any = None,
         iteration: int = 0,
         **options: Any,
-    ) -> loader.DataLoaderShard | skip.SkipDataLoader:
+    ) -> loader.DataLoaderShard | loader.SkipDataLoader:
         """Return the loader, a view of it that leaves batches out."""
         chosen = config.DataLoaderConfiguration(
             split_batches=split_batches,
@@ -840,7 +840,7 @@ def _prepare_alone(
     rng_types: Sequence[Any] | None,
     skip_batches: int,
     iteration: int,
-) -> loader.DataLoaderShard | skip.SkipDataLoader:
+) -> loader.DataLoaderShard | loader.SkipDataLoader:
     newest = _newest()
     prepared = prepare_loader(
         DataLoader(dataset, **options),
@@ -856,7 +856,7 @@ def _prepare_alone(
         make_stateful(prepared)
     if iteration:
         prepared.set_epoch(iteration)
-    return skip.skip_first_batches(prepared, skip_batches) if skip_batches else prepared
+    return loader.skip_first_batches(prepared, skip_batches) if skip_batches else prepared
 
 
 class SkipDataLoader(metaclass=StandIn):
@@ -869,7 +869,7 @@ class SkipDataLoader(metaclass=StandIn):
         **options: of torch's DataLoader.
     """
 
-    stands_for = skip.SkipDataLoader
+    stands_for = loader.SkipDataLoader
 
     def __new__(  # type: ignore[misc]
         cls,
@@ -877,11 +877,11 @@ class SkipDataLoader(metaclass=StandIn):
         skip_batches: int = 0,
         use_stateful_dataloader: bool = False,
         **options: Any,
-    ) -> skip.SkipDataLoader:
+    ) -> loader.SkipDataLoader:
         """Return the view of a loader."""
         chosen = config.DataLoaderConfiguration(use_stateful_dataloader=use_stateful_dataloader)
         setting = Setting(0, 1, chosen, None)
-        view = skip.SkipDataLoader(
+        view = loader.SkipDataLoader(
             _prepare_alone(dataset, options, setting, None, None, 0, 0), skip_batches
         )
         if use_stateful_dataloader:

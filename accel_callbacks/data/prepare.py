@@ -20,10 +20,17 @@ from torch.utils.data import (
 from accel_callbacks import collectives
 from accel_callbacks.data.config import DataLoaderConfiguration, checked_rng_types
 from accel_callbacks.data.device import Feed, device_feed
-from accel_callbacks.data.loader import DataLoaderShard, LoopEvents, NoEvents, stop_workers
+from accel_callbacks.data.loader import (
+    LOADER_OPTIONS,
+    DataLoaderShard,
+    LoopEvents,
+    NoEvents,
+    SkipDataLoader,
+    skip_first_batches,
+    stop_workers,
+)
 from accel_callbacks.data.sampler import BatchSamplerShard, SeedableRandomSampler, mix_seed
 from accel_callbacks.data.shard import BatchPlan, SamplePlan, ShareSource
-from accel_callbacks.data.skip import LOADER_OPTIONS, SkipDataLoader, skip_first_batches
 from accel_callbacks.data.sources import Setting, Source, check_even, split_size
 
 if TYPE_CHECKING:

@@ -14,20 +14,18 @@ import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
 from accel_callbacks import collectives
-from accel_callbacks.data.generators import (
-    GLOBAL,
-    Generators,
-    draw_base_seed,
-    seeded_generator,
-)
 from accel_callbacks.data.order import (
+    GLOBAL,
     Draws,
+    Generators,
     Record,
+    draw_base_seed,
     draws_again,
     draws_at_random,
     epoch_order,
     length_of,
     own_generators,
+    seeded_generator,
 )
 from accel_callbacks.data.sampler import (
     SeedableRandomSampler,

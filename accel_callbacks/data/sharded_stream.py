@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from accel_callbacks import collectives
-from accel_callbacks.data.generators import Generators, seeded_generator
 from accel_callbacks.data.iterable import IterableShards, has_state
-from accel_callbacks.data.order import Record
+from accel_callbacks.data.order import Generators, Record, seeded_generator
 from accel_callbacks.data.sampler import mix_seed
 from accel_callbacks.data.shard import ready_kept
 from accel_callbacks.data.sources import Delivery, Setting, Source, State

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from accel_callbacks.data.config import DataLoaderConfiguration
-from accel_callbacks.data.generators import Generators
-from accel_callbacks.data.order import Record
+from accel_callbacks.data.order import Generators, Record
 
 __all__ = ["Delivery", "Setting", "Source", "State", "check_even", "split_size"]
 

@@ -11,15 +11,16 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_callbacks import collectives
-from accel_callbacks.data.generators import (
+from accel_callbacks.data.iterable import CollateShare, IterableShards, Part, Piece
+from accel_callbacks.data.order import (
     Generators,
+    Record,
     base_seed_generator,
+    own_generators,
     packed_state,
     seeded_generator,
     set_packed_state,
 )
-from accel_callbacks.data.iterable import CollateShare, IterableShards, Part, Piece
-from accel_callbacks.data.order import Record, own_generators
 from accel_callbacks.data.sampler import mix_seed
 from accel_callbacks.data.shard import ready_kept
 from accel_callbacks.data.sources import Delivery, Source, State, check_even

@@ -7,8 +7,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_callbacks import Accelerator
-from accel_callbacks.data import generators
-from accel_callbacks.data.generators import base_seed_generator, seeded_generator
+from accel_callbacks.data import order
+from accel_callbacks.data.order import base_seed_generator, seeded_generator
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_generators_are_of_the_default_device(monkeypatch):
     here = torch.device("cuda", 1)
     monkeypatch.setattr(torch, "get_default_device", lambda: here)
     monkeypatch.setattr(torch, "cuda", gpu)
-    monkeypatch.setattr(generators.torch, "Generator", generator)
+    monkeypatch.setattr(order.torch, "Generator", generator)
     assert seeded_generator(3).initial_seed() == 3
     copy = base_seed_generator(None)
     assert copy is not None
