@@ -5,15 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from importlib import import_module
+from collections.abc import Mapping
 from pathlib import Path
-from queue import Empty, Queue
-from threading import Thread
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 from accel_callbacks.cli.parser import CommandError, CommandParser, positive_int, suggestion
 from accel_callbacks.terminal_text import size_of, table, to_json
@@ -21,8 +16,7 @@ from accel_callbacks.terminal_text import size_of, table, to_json
 if TYPE_CHECKING:
     import torch
 
-PATIENCE = 3.0  # seconds for the hub to answer
-AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+AXES = ("dp_replicate", "dp_shard", "cp", "sp")
 DTYPES = ("fp32", "fp16", "bf16", "int8", "int4")
 _NOTES = """\
 Inference: weights and buffers. Training with Adam: fp32 weights, gradients and two states; with
@@ -58,7 +52,7 @@ def configure(parser: CommandParser) -> None:
         "--parallelism",
         type=_axes,
         metavar="AXIS=N,...",
-        help="bytes of each process on a mesh, such as dp_shard=8,dp_replicate=2 or tp=2",
+        help="bytes of each process on a mesh, such as dp_shard=8,dp_replicate=2",
     )
     parser.option("--json", action="store_true", help="print bytes as JSON")
 
@@ -69,12 +63,13 @@ def _axes(text: str) -> dict[str, int]:
     for part in text.split(","):
         name, _, number = part.strip().partition("=")
         axis = name.strip().removesuffix("_size")
+        if axis in ("tp", "pp"):
+            raise ArgumentTypeError(
+                f"{axis} is not estimated: divide the bytes of the layers that it cuts by its size"
+            )
         if axis not in sizes:
             raise ArgumentTypeError(f"there is no axis {name!r}{suggestion(name, AXES)}")
         sizes[axis] = positive_int(number)
-    nothing_shards = sizes["dp_shard"] == sizes["cp"] == 1
-    if sizes["tp"] > 1 and sizes["dp_replicate"] > 1 and nothing_shards:
-        raise ArgumentTypeError("tp does not go with dp_replicate alone: give a dp_shard")
     return sizes
 
 
@@ -117,18 +112,12 @@ def _print_sharded(args: Namespace, sizes: Mapping[str, int]) -> int:
         raise CommandError(f"{', '.join(args.dtypes)}: nothing is trained in these")
     model = _build(args)
     from accel_callbacks.engines.fsdp.units import find_units
-    from accel_callbacks.models.sharded_memory import sharded_memory
+    from accel_callbacks.models.memory_estimate import sharded_memory
     from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 
     shards = sizes["dp_shard"] * sizes["cp"] * sizes["sp"]
     units = [unit.modules for unit in find_units(model, FullyShardedDataParallelPlugin())]
-    plan = _plan(model, args.model) if sizes["tp"] > 1 else {}
-    try:
-        estimates = sharded_memory(
-            model, shards, units, dtypes, tensor_parallel=sizes["tp"], plan=plan
-        )
-    except ValueError as error:
-        raise CommandError(str(error), 1) from error
+    estimates = sharded_memory(model, shards, units, dtypes)
     always = ("dp_replicate", "dp_shard")
     mesh = {axis: size for axis, size in sizes.items() if axis in always or size > 1}
     if args.json:
@@ -156,122 +145,40 @@ def _print_sharded(args: Namespace, sizes: Mapping[str, int]) -> int:
     return 0
 
 
-def _plan(model: torch.nn.Module, name: str) -> Mapping[str, Any]:
-    """Return the plan of tensor parallelism that the model brings along."""
-    from accel_callbacks.engines.tensor.plan import plan_of, propose_plan
-
-    if plan := plan_of(model):
-        return plan
-    try:
-        proposal = f"by usual names it is {dict(propose_plan(model))}"
-    except ValueError as error:
-        proposal = str(error)
-    raise CommandError(
-        f"{name} has no plan of tensor parallelism, to say how layers are cut: set its _tp_plan "
-        f"({proposal})",
-        1,
-    )
-
-
 # --- the model ------------------------------------------------------------------------------
-
-
-def _is_factory(name: str) -> bool:
-    """Return whether a name is ``module:factory``, not a path or a name on the hub."""
-    return ":" in name and "/" not in name and os.sep not in name and not Path(name).exists()
-
-
-def _is_on_hub(name: str) -> bool:
-    """Return whether a name can only be that of a model on the hub."""
-    path = Path(name)
-    if _is_factory(name) or path.exists():
-        return False
-    if path.is_absolute() or name.startswith(".") or path.suffix in (".json", ".py"):
-        raise CommandError(f"no file or folder {name!r} (looked from {os.getcwd()})")
-    return True
-
-
-def _hub() -> str:
-    """Return the URL of the hub."""
-    return os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-
-
-def _answers() -> bool:
-    """Return whether the hub answers, through a proxy too, before the patience ends."""
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        return False
-    answered: Queue[bool] = Queue()
-
-    def ask() -> None:
-        try:
-            with urlopen(Request(_hub(), method="HEAD"), timeout=PATIENCE):
-                answered.put(True)
-        except HTTPError:
-            answered.put(True)
-        except (OSError, ValueError):
-            answered.put(False)
-
-    # In a thread, because a timeout does not cover the lookup of the name.
-    Thread(target=ask, name="ask-hub", daemon=True).start()
-    try:
-        return answered.get(timeout=PATIENCE)
-    except Empty:
-        return False
 
 
 def _build(args: Namespace) -> torch.nn.Module:
     """Build the model without memory for its weights."""
-    # Before torch and transformers are imported, which take seconds.
-    from_cache = _is_on_hub(args.model) and not _answers()
     from accel_callbacks.models.empty_weights import init_empty_weights
 
+    name = args.model
     with init_empty_weights():
-        if _is_factory(args.model):
-            return _from_factory(args.model)
-        return _from_config(args.model, args.trust_remote_code, from_cache)
+        if ":" in name and os.sep not in name and "/" not in name and not Path(name).exists():
+            return _from_factory(name)
+        return _from_config(name, args.trust_remote_code)
 
 
 def _from_factory(name: str) -> torch.nn.Module:
     """Import and call ``module:factory``, which is user code."""
     import torch
 
-    module_name, _, path = name.partition(":")
-    with _import_from_here():
-        try:
-            member: Any = import_module(module_name)
-        except Exception as error:
-            raise CommandError(f"cannot import {module_name!r}: {_first_line(error)}") from error
-        for part in path.split("."):
-            if not hasattr(member, part):
-                hint = suggestion(part, dir(member))
-                raise CommandError(f"{module_name!r} has no {path!r}{hint}")
-            member = getattr(member, part)
-        try:
-            model = member if isinstance(member, torch.nn.Module) else member()
-        except Exception as error:
-            raise CommandError(f"{name} failed: {_first_line(error)}", 1) from error
+    folder = os.getcwd()
+    sys.path.insert(0, folder)  # as `python -m` does
+    try:
+        member: Any = resolve_name(name)
+        model = member if isinstance(member, torch.nn.Module) else member()
+    except Exception as error:
+        raise CommandError(f"{name} failed: {_first_line(error)}", 1) from error
+    finally:
+        sys.path.remove(folder)
     if not isinstance(model, torch.nn.Module):
         raise CommandError(f"{name} makes a {type(model).__name__}, not a torch.nn.Module")
     return model
 
 
-@contextmanager
-def _import_from_here() -> Iterator[None]:
-    """Import from the working directory too, as ``python -m`` does."""
-    folder = os.getcwd()
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        with suppress(ValueError):
-            sys.path.remove(folder)
-
-
-def _from_config(name: str, trust: bool, from_cache: bool) -> torch.nn.Module:
+def _from_config(name: str, trust: bool) -> torch.nn.Module:
     """Instantiate the model of a transformers config."""
-    path = Path(name)
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise CommandError(f"{name} has no config.json: name the folder of a transformers model")
     try:
         import transformers
     except ImportError as error:
@@ -279,15 +186,13 @@ def _from_config(name: str, trust: bool, from_cache: bool) -> torch.nn.Module:
             f"a transformers config needs that package: pip install transformers ({error})"
         ) from error
     try:
-        config = transformers.AutoConfig.from_pretrained(
-            name, trust_remote_code=trust, local_files_only=from_cache
-        )
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust)
         return _of_config(transformers, config, trust)
-    except OSError as error:
-        raise CommandError(_describe_unread(name, from_cache, error), 1) from error
     except Exception as error:  # old configs, and remote code, can raise anything
         raise CommandError(
-            f"transformers makes no model of {name}: {type(error).__name__}: {_first_line(error)}",
+            f"transformers makes no model of {name!r} (looked from {os.getcwd()}): give a folder "
+            "with a config.json, a name on the hub, or module:factory. It says: "
+            f"{type(error).__name__}: {_first_line(error)}",
             1,
         ) from error
 
@@ -301,23 +206,6 @@ def _of_config(transformers: Any, config: Any, trust: bool) -> torch.nn.Module:
         if auto.startswith("AutoModel") and (known := getattr(transformers, auto, None)):
             return known.from_config(config, trust_remote_code=trust)  # type: ignore[no-any-return]
     return transformers.AutoModel.from_config(config)  # type: ignore[no-any-return]
-
-
-def _describe_unread(name: str, from_cache: bool, error: OSError) -> str:
-    """Describe why the config cannot be read."""
-    if Path(name).exists():
-        return f"transformers cannot read {name}: {_first_line(error)}"
-    missing = "did not give its config (no such model, or no access)"
-    if from_cache:
-        missing = (
-            "does not answer (or HF_HUB_OFFLINE is set), and its cache on this machine has no such "
-            "model"
-        )
-    return (
-        f"{name!r} is no file or folder here (looked from {os.getcwd()}), and {_hub()} {missing}: "
-        "give a local folder or config.json, or module:factory. "
-        f"transformers says: {_first_line(error)}"
-    )
 
 
 def _first_line(error: BaseException) -> str:

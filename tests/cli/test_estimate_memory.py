@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +115,10 @@ def test_int8_and_int4_are_linear_weights_with_their_scales() -> None:
     quantised = [layer.weight for layer in model.layers]
     rest = everything(Tied().half()) - held(quantised) // 2
     rows = [(weight / 127).round().to(torch.int8) for weight in quantised]
-    eight = held(rows) + held(row.float().amax(1) for row in rows)
     packed = [row.flatten()[::2] for row in rows]  # two to a byte
     four = held(packed) + held(row.float().reshape(-1, 64).amax(1) for row in rows)
     estimates = estimates_of(meta())
-    assert estimates["int8"].inference == rest + eight
+    assert estimates["int8"].inference == rest + held(rows)
     assert estimates["int4"].inference == rest + four
     assert estimates["int8"].training is estimates["int4"].training is None
 
@@ -191,13 +188,12 @@ def test_text_names_what_is_not_counted(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["own_models:mak"], 2, "did you mean 'make'?"),
-        (["own_modls:make"], 2, "cannot import 'own_modls'"),
+        (["own_models:mak"], 1, "module 'own_models' has no attribute 'mak'"),
+        (["own_modls:make"], 1, "No module named 'own_modls'"),
         (["own_models:value"], 2, "makes a int, not a torch.nn.Module"),
         (["own_models:needs_width"], 1, "missing 1 required positional argument: 'width'"),
-        (["./nowhere"], 2, "no file or folder './nowhere'"),
-        (["nowhere.json"], 2, "no file or folder 'nowhere.json'"),
-        (["."], 2, "has no config.json"),
+        (["./nowhere"], 1, "transformers makes no model of './nowhere' (looked from"),
+        (["."], 1, "give a folder with a config.json, a name on the hub, or module:factory"),
         (["own_models:make", "--dtypes", "fp8"], 2, "invalid choice: 'fp8'"),
     ],
 )
@@ -220,9 +216,7 @@ def config_of(transformers: Any, folder: Path) -> Any:
     return config
 
 
-def test_a_config_of_transformers(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_config_of_transformers(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     transformers = pytest.importorskip("transformers")
     config = config_of(transformers, here / "bert")
     real = transformers.BertForMaskedLM(config)
@@ -234,54 +228,9 @@ def test_a_config_of_transformers(
     assert shown["dtypes"]["fp16"]["inference"] == everything(real.half())
     (here / "bert/config.json").write_text('{"model_type": "brt"}')
     assert main(["estimate-memory", "bert"]) == 1
-    assert "accel estimate-memory: error: transformers makes no model of bert" in (
+    assert "accel estimate-memory: error: transformers makes no model of 'bert'" in (
         capsys.readouterr().err
     )
-
-
-@pytest.fixture
-def silent_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A hub that takes a connection and never answers."""
-    monkeypatch.setattr(command, "PATIENCE", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        monkeypatch.setenv("HF_ENDPOINT", url)
-        monkeypatch.setenv("no_proxy", "127.0.0.1")
-        yield url
-
-
-def test_c15d_a_name_that_is_nowhere_ends_soon_and_says_what_to_do(
-    here: Path,
-    silent_hub: str,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert command.PATIENCE < 4  # the rest takes less than a second
-    for name in ("nobody/nothing-3.1", "nothing", "no/name/of-a-model"):
-        assert main(["estimate-memory", name]) == 1
-        err = capfd.readouterr().err
-        assert f"{name!r} is no file or folder here (looked from {here})" in err
-        assert f"{silent_hub} does not answer" in err
-        assert "give a local folder or config.json, or module:factory" in err
-        assert "Retrying" not in err
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")  # nobody listens there
-    assert main(["estimate-memory", "nobody/nothing-3.1"]) == 1
-    assert "http://127.0.0.1:1 does not answer" in capfd.readouterr().err
-
-
-@pytest.mark.usefixtures("silent_hub")
-def test_c15d_a_cached_model_needs_no_hub(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    transformers = pytest.importorskip("transformers")
-    cache = tmp_path / "models--own--bert"
-    config = config_of(transformers, cache / "snapshots" / ("a" * 40))
-    (cache / "refs").mkdir()
-    (cache / "refs" / "main").write_text("a" * 40)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert main(["estimate-memory", "own/bert", "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["parameters"] == transformers.BertForMaskedLM(config).num_parameters()
 
 
 def test_without_transformers_the_install_line(

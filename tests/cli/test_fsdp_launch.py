@@ -15,7 +15,7 @@ from torch import nn
 
 from accel_callbacks.cli.main import main
 from accel_callbacks.models.compile import regions
-from accel_callbacks.models.sharded_memory import sharded_memory
+from accel_callbacks.models.memory_estimate import sharded_memory
 
 pytestmark = pytest.mark.distributed
 
@@ -200,12 +200,7 @@ PLAN = {"1.*.linear": "colwise_gather_output", "2": "embedding_rowwise"}
 
 
 @pytest.mark.slow
-def test_a_launch_cuts_layers_by_the_plan_of_the_model(
-    warm_accel: Run,
-    script: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_launch_cuts_layers_by_the_plan_of_the_model(warm_accel: Run, script: Path) -> None:
     text = MODEL.replace("def make():\n    return", "def make():\n    model =")
     text += f"    model._tp_plan = {PLAN}\n    return model\n"
     (script / "planned.py").write_text(text)
@@ -215,12 +210,6 @@ def test_a_launch_cuts_layers_by_the_plan_of_the_model(
     first, second = facts_of(script)
     assert first["mesh"] == {"tp": 2}
     assert first["losses"] == second["losses"]
-    monkeypatch.chdir(script)
-    words = ["planned:make", "--parallelism", "tp_size=2", "--dtypes", "fp32", "--json"]
-    assert main(["estimate-memory", *words]) == 0
-    (one,) = json.loads(capsys.readouterr().out)["processes"]
-    for name in ("weights", "gradients", "optimizer"):
-        assert one[name] == first[name]
 
 
 @pytest.mark.parametrize(
@@ -281,62 +270,12 @@ def test_the_parts_of_the_estimate() -> None:
         ("dp_shrad=2", "did you mean 'dp_shard'"),
         ("dp_shard=x", "not an integer of at least 1"),
         ("dp_shard=0", "not an integer of at least 1"),
-        ("tp=2,dp_replicate=2", "give a dp_shard"),
+        ("tp=2,dp_shard=2", "tp is not estimated"),
     ],
 )
 def test_a_wrong_mesh_is_one_line(axes: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate-memory", "torch.nn:Identity", "--parallelism", axes]) == 2
     assert text in capsys.readouterr().err
-
-
-def test_a_plan_cuts_rows_and_columns_before_fsdp_shards() -> None:
-    model = Uneven()
-    plan = {
-        "embed": "embedding_rowwise",
-        "head": "colwise_gather_output",
-        "blocks.*.0": "colwise",
-        "blocks.*.1": "rowwise",
-    }
-    (one,) = sharded_memory(
-        model,
-        2,
-        [(block,) for block in regions(model)],
-        ["fp32"],
-        tensor_parallel=2,
-        plan=plan,
-    )
-    # Of 10 x 6, 7 x 6 + 7 and 6 x 7 + 6: rows of the first three, columns of the last weight.
-    trained = 3 * 6 + 2 * (2 * 6 + 2 + 3 * 4 + 3)
-    assert one.gradients == 4 * trained
-    assert one.weights == 4 * (trained + 3 * 6 + 3)
-    # The root: the rows of the embedding, and the frozen layer; a block has two elements less.
-    assert one.largest_unit == 4 * (5 * 6 + 5 * 6)
-
-
-def test_a_model_without_a_plan_is_told_of_one(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "mlps.py").write_text(
-        "from torch import nn\n"
-        "def make(): return nn.ModuleDict({'fc1': nn.Linear(4, 8), 'fc2': nn.Linear(8, 4)})\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    words = ["estimate-memory", "mlps:make", "--parallelism", "tp=2", "--dtypes", "fp32"]
-    assert main(words) == 1
-    error = capsys.readouterr().err
-    assert "mlps:make has no plan of tensor parallelism" in error
-    proposed = {"fc1": "colwise", "fc2": "rowwise"}
-    assert f"set its _tp_plan (by usual names it is {proposed})" in error
-    text = (tmp_path / "mlps.py").read_text()
-    text += (
-        f"def planned():\n    model = make()\n    model._tp_plan = {proposed}\n    return model\n"
-    )
-    (tmp_path / "planned_mlps.py").write_text(text)
-    assert main([words[0], "planned_mlps:planned", *words[2:], "--json"]) == 0
-    (one,) = json.loads(capsys.readouterr().out)["processes"]
-    assert one["weights"] == 4 * (2 * 4 * 4 + 4 + 4)
-    assert main(["estimate-memory", "torch.nn:Identity", "--parallelism=tp=2"]) == 1
-    assert "set its _tp_plan (Identity has no layers" in capsys.readouterr().err
 
 
 def test_the_estimate_as_text(
