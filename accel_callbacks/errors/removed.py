@@ -55,6 +55,10 @@ REMOVED: Mapping[str, str] = {
         "It was removed in 0.2.0. Copy the folder as any other (`cp -r`, `aws s3 cp --recursive`), "
         "then `accel ckpt verify` the copy."
     ),
+    "Budget": (
+        "It was removed in 0.2.0. offload.plan takes a dict of bytes, such as {0: '8GB', 'cpu': "
+        "'16GB'}."
+    ),
     "accel migrate NOTEBOOK": (
         "It was removed in 0.2.0. `jupytext --to py NOTEBOOK` makes a script of it, which accel "
         "migrate takes."

@@ -58,11 +58,11 @@ def main() -> None:
     accel.save_model(resident, FOLDER, max_shard_size="4MB")
     accel.wait_for_everyone()
 
-    # The feature: a plan from the headers of the files, and a model that stays in the files.
-    found = plan(Weights.of_checkpoint(FOLDER), {"cpu": args.memory})
-    accel.print(found.table())
+    # The feature: a plan from sizes alone, and a model that stays in the files.
     with init_empty_weights():
         model = Net().eval()
+    found = plan(Weights.of_model(model), {"cpu": args.memory})
+    accel.print(found.table())
     model = load_checkpoint_and_dispatch(model, FOLDER, device_map=found.device_map)
 
     inputs = torch.randn(16, 192, generator=torch.Generator().manual_seed(1))

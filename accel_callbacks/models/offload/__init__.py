@@ -22,7 +22,6 @@ from accel_callbacks._lazy import lazy_names
 
 _HOME = {
     "AbsentWeightError": "placeholder",
-    "Budget": "budgets",
     "DeviceUse": "planner",
     "OffloadOptions": "residence",
     "OffloadReport": "traffic_report",
@@ -39,7 +38,6 @@ _HOME = {
 __all__ = sorted(_HOME)
 
 if TYPE_CHECKING:
-    from accel_callbacks.models.offload.budgets import Budget as Budget
     from accel_callbacks.models.offload.placeholder import AbsentWeightError as AbsentWeightError
     from accel_callbacks.models.offload.planner import DeviceUse as DeviceUse
     from accel_callbacks.models.offload.planner import Plan as Plan

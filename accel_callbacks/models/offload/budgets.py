@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from types import ModuleType
 from typing import TypeAlias
 
@@ -18,33 +16,14 @@ from accel_callbacks.errors import nearest
 from accel_callbacks.models.offload.sizes import convert_file_size_to_int
 from checkpoint_io.warning import warn
 
-__all__ = ["STORES", "Budget", "Device", "budgets_of", "get_max_memory"]
+__all__ = ["STORES", "Device", "budgets_of", "get_max_memory"]
 
 Device: TypeAlias = "int | str"
 STORES = ("cpu", "disk")
-_NVML = ("libnvidia-ml.so.1", "nvml.dll")
 
 
-@dataclass(frozen=True)
-class Budget:
-    """The bytes that a plan may use of a device.
-
-    Args:
-        device: number of an accelerator, a name such as ``"cuda:1"``, ``"cpu"`` or ``"disk"``.
-        nbytes: None for no limit.
-
-    Example:
-        >>> from accel_callbacks.offload import Budget
-        >>> Budget("cpu", 1000).nbytes
-        1000
-    """
-
-    device: Device
-    nbytes: int | None
-
-
-def budgets_of(memory: Mapping[Device, int | float | str | None]) -> tuple[Budget, ...]:
-    """Return budgets in the order in which devices are filled: accelerators, cpu, disk.
+def budgets_of(memory: Mapping[Device, int | float | str | None]) -> dict[Device, int | None]:
+    """Return bytes by device, in the order in which devices are filled: accelerators, cpu, disk.
 
     Args:
         memory: bytes, or text such as ``"8GB"``, or None for no limit, by device. Disk has no limit
@@ -54,9 +33,7 @@ def budgets_of(memory: Mapping[Device, int | float | str | None]) -> tuple[Budge
         ValueError: a device or a size that is none.
     """
     sizes = {device: _bytes_of_budget(device, size) for device, size in memory.items()}
-    return tuple(
-        Budget(device, sizes.get(device)) for device in sorted({*sizes, "disk"}, key=_sort_key)
-    )
+    return {device: sizes.get(device) for device in sorted({*sizes, "disk"}, key=_sort_key)}
 
 
 def _bytes_of_budget(device: Device, size: int | float | str | None) -> int | None:
@@ -93,10 +70,9 @@ def get_max_memory(
 ) -> dict[Device, int]:
     """Return the bytes to use of each device: those given, or those that are free here.
 
-    Of an accelerator that this process has not used yet, the free memory is asked of the driver,
-    where that is possible (NVIDIA), because a first use takes some hundred MB there. What torch's
-    allocator keeps for later counts as free, and of the host's memory what the control group of
-    this process leaves it. A device that shares the host's memory gets it, and ``"cpu"`` nothing.
+    What torch's allocator keeps for later counts as free, and of the host's memory what the control
+    group of this process leaves it. A device that shares the host's memory gets it, and ``"cpu"``
+    nothing.
 
     Args:
         max_memory: bytes, or text such as ``"8GB"``, by device: the number of an accelerator, its
@@ -113,9 +89,9 @@ def get_max_memory(
     if max_memory is None:
         return _free_memory()
     sizes = {
-        budget.device: budget.nbytes
-        for budget in budgets_of(max_memory)
-        if budget.device in max_memory and budget.nbytes is not None
+        device: nbytes
+        for device, nbytes in budgets_of(max_memory).items()
+        if device in max_memory and nbytes is not None
     }
     count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     absent = [device for device in sizes if isinstance(device, int) and not 0 <= device < count]
@@ -154,10 +130,6 @@ def _is_integrated(module: ModuleType, index: int) -> bool:
 
 def _free(module: ModuleType, index: int) -> int | None:
     """Return the free bytes of an accelerator, None if it cannot be asked."""
-    used = getattr(torch._C, "_cuda_hasPrimaryContext", lambda index: True)
-    unused = module is torch.cuda and torch.version.cuda and not used(index)
-    if unused and (reported := _free_by_driver(index)) is not None:
-        return reported
     try:
         free, _ = module.mem_get_info(index)
         # What the allocator keeps is not free for the driver, and is for us.
@@ -165,30 +137,6 @@ def _free(module: ModuleType, index: int) -> int | None:
     except (RuntimeError, AttributeError, NotImplementedError):
         return None
     return int(free) + max(0, cached)
-
-
-class _Memory(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
-
-
-def _free_by_driver(index: int) -> int | None:
-    """Ask NVIDIA's management library, which makes no context on the device."""
-    identity = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-    for name in _NVML:
-        with suppress(OSError, AttributeError):
-            library = ctypes.CDLL(name)
-            if identity is None or library.nvmlInit_v2() != 0:
-                return None
-            try:
-                handle, memory = ctypes.c_void_p(), _Memory()
-                text = f"GPU-{identity}".encode()
-                known = library.nvmlDeviceGetHandleByUUID(text, ctypes.byref(handle)) == 0
-                if known and library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0:
-                    return int(memory.free)
-            finally:
-                library.nvmlShutdown()
-            return None
-    return None
 
 
 def host_memory() -> int:

@@ -8,7 +8,7 @@ import torch
 
 from accel_callbacks.errors import nearest
 from accel_callbacks.models.offload.budgets import STORES, Device, get_max_memory
-from accel_callbacks.models.offload.planner import POLICIES, Plan, PlanError, plan
+from accel_callbacks.models.offload.planner import Plan, PlanError, plan
 from accel_callbacks.models.offload.sizes import (
     AnyDtype,
     class_names,
@@ -30,6 +30,7 @@ __all__ = [
     "planned_device_map",
 ]
 
+_POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
 _Memory = Mapping[Device, "int | float | str"]
 
 
@@ -57,7 +58,7 @@ def infer_auto_device_map(
             the modules without children.
         dtype: the dtype that floating-point tensors are loaded as; their own by default.
         special_dtypes: dtypes of single tensors, by name.
-        verbose: print the plan, with a reason for each unit.
+        verbose: print the plan, with a line for each unit.
         clean_result: name a module in place of its parts if these are on one device.
         offload_buffers: buffers of offloaded layers are offloaded too; they are on the device that
             computes otherwise, and are counted there.
@@ -103,9 +104,9 @@ def planned_device_map(
     Raises:
         ValueError: it is no policy.
     """
-    if policy not in POLICIES:
+    if policy not in _POLICIES:
         raise ValueError(
-            f"device_map={policy!r} is no policy: use {', '.join(map(repr, sorted(POLICIES)))}, or "
+            f"device_map={policy!r} is no policy: use {', '.join(map(repr, _POLICIES))}, or "
             'a mapping such as {"": "cpu"}.'
         )
     classes = no_split_module_classes
@@ -118,7 +119,7 @@ def planned_device_map(
 def _plan_map(weights: Weights, memory: Mapping[Device, int], offload_buffers: bool) -> Plan:
     """Return the plan of a map; warn if it does not fit, or uses no accelerator."""
     try:
-        fitted = plan(weights, memory, "sequential", prefetch=0, offload_buffers=offload_buffers)
+        fitted = plan(weights, memory, prefetch=0, offload_buffers=offload_buffers)
     except PlanError as error:
         warn(f"{error} The map leaves no room to run what it offloads.")
         return error.plan
@@ -189,7 +190,7 @@ def get_balanced_memory(
 def _bytes_elsewhere(weights: Weights, memory: Mapping[Device, int]) -> int:
     """Return what a map of these budgets offloads; all bytes if there is none."""
     try:
-        return plan(weights, memory, "sequential", prefetch=0).offloaded
+        return plan(weights, memory, prefetch=0).offloaded
     except PlanError:
         return weights.nbytes
 

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import NamedTuple
 
-from accel_callbacks.errors import nearest
-from accel_callbacks.models.offload.budgets import STORES, Budget, Device, budgets_of
+from accel_callbacks.models.offload.budgets import STORES, Device, budgets_of
 from accel_callbacks.models.offload.weights import Unit, Weights
 from accel_callbacks.terminal_text import size_of, table
 
-__all__ = ["POLICIES", "DeviceUse", "Plan", "PlanError", "plan"]
+__all__ = ["DeviceUse", "Plan", "PlanError", "plan"]
 
-POLICIES = ("auto", "sequential", "balanced", "balanced_low_0")
 _NO_LIMIT = 1 << 62
 _ELSEWHERE = -1
 _TRIALS = 10_000  # groups to look at in all, over the sizes of a window that are tried
-_GAIN = 100  # groups are torn from their order for more than this part of all bytes
 
 
 @dataclass(frozen=True)
@@ -59,32 +56,27 @@ class DeviceUse:
 
 @dataclass(frozen=True)
 class Plan:
-    """The device of each unit, and the reasons.
+    """The device of each unit, and the use of each device.
 
     Args:
         weights: what was planned.
         where: the device of each unit.
         devices: what is used of each device, in the order in which they are filled.
         execution_device: where offloaded units run; None if nothing runs anywhere.
-        policy: how accelerators share what fits.
         fits: no budget is exceeded.
         short_by: if it does not fit, how many bytes more of a device would do, for each device of
             which more would.
 
     Example:
         >>> from accel_callbacks.offload import plan
-        >>> plan_of_model = plan({"a.w": 6, "b.w": 4, "c.w": 4}, {0: 10, "cpu": 20}, prefetch=0)
-        >>> plan_of_model.device_map
+        >>> plan({"a.w": 6, "b.w": 4, "c.w": 4}, {0: 10, "cpu": 20}, prefetch=0).device_map
         {'a': 0, 'b': 'cpu', 'c': 'cpu'}
-        >>> print(plan_of_model.explain("b"))
-        b: 4 B on cpu: does not fit 0 (4 B > 0 B left); runs on 0
     """
 
     weights: Weights
     where: tuple[Device, ...]
     devices: tuple[DeviceUse, ...]
     execution_device: Device | None
-    policy: str
     fits: bool = True
     short_by: Mapping[Device, int] | None = None
 
@@ -102,74 +94,11 @@ class Plan:
             if use.device != self.execution_device and use.device in STORES
         )
 
-    @cached_property
-    def _group_of(self) -> dict[int, list[int]]:
-        groups = tied_groups(self.weights.units)
-        return {number: group for group in groups for number in group}
-
-    def explain(self, name: str) -> str:
-        """Return one line for each unit that a module or tensor has part in, with the reason.
-
-        Raises:
-            KeyError: there is no such name in the plan.
-
-        Example:
-            >>> from accel_callbacks.offload import plan
-            >>> print(plan({"a.w": 6}, {0: 10}).explain("a.w"))
-            a: 6 B on 0: fits
-        """
-        units = self.weights.units
-        chosen = [
-            number
-            for number, unit in enumerate(units)
-            if name in ("", unit.name) or unit.name.startswith(f"{name}.")
-        ]
-        if not chosen:  # a module or tensor inside of a unit
-            inside = [n for n, unit in enumerate(units) if name.startswith(f"{unit.name}.")]
-            chosen = inside[-1:]
-        if not chosen:
-            hint = nearest(name, [unit.name for unit in units])
-            raise KeyError(f"no unit of the plan is {name!r}, has it or is in it.{hint}")
-        return "\n".join(
-            f"{units[n].name}: {size_of(units[n].nbytes)} on {self.where[n]}: {self._reason(n)}"
-            for n in chosen
-        )
-
-    def _reason(self, number: int) -> str:
-        """Return the reason for the device of a unit."""
-        unit, device = self.weights.units[number], self.where[number]
-        group = self._group_of[number]
-        tied = [self.weights.units[member].name for member in group if member != number]
-        reasons = [f"tied to {', '.join(tied[:3])}"] if tied and unit.ties else []
-        if unit.nbytes or unit.shared:
-            size = sum(self.weights.units[member].nbytes for member in group)
-            for use in self.devices:
-                if use.device == device:
-                    break
-                reasons.append(self._reason_against(use, size))
-        if device in STORES and device != self.execution_device:
-            reasons.append(
-                "runs on nothing"
-                if self.execution_device is None
-                else f"runs on {self.execution_device}"
-            )
-        return "; ".join(filter(None, reasons)) or "fits"
-
-    def _reason_against(self, use: DeviceUse, size: int) -> str:
-        """Return why a unit is not on a device that is filled earlier."""
-        if self.policy != "sequential" and use.used and not self.offloaded:
-            return f"{use.device} has its share"
-        if use.left is not None and size > use.left:
-            return f"does not fit {use.device} ({size_of(size)} > {size_of(max(0, use.left))} left)"
-        if not use.used:
-            return f"{use.device} is not used: it has no room for a window"
-        return f"after units that do not fit {use.device}"
-
     def table(self, *, every_unit: bool = False) -> str:
         """Return the plan as text: a line for each device, then one for each run of units.
 
         Args:
-            every_unit: a line for each unit, also where neighbors are alike.
+            every_unit: a line for each unit, also where neighbors are on one device.
 
         Example:
             >>> from accel_callbacks.offload import plan
@@ -179,58 +108,32 @@ class Plan:
             cpu     20 B    0 B      0 B      0 B      20 B
             disk    -       0 B      0 B      0 B      -
             <BLANKLINE>
-            UNITS   COUNT  SIZE  DEVICE  REASON
-            a to b  2      10 B  0       fits
+            UNITS   COUNT  SIZE  DEVICE
+            a to b  2      10 B  0
         """
-        devices = table(
-            ("DEVICE", "BUDGET", "WEIGHTS", "BUFFERS", "RESERVE", "LEFT"),
-            [
-                (
-                    str(use.device),
-                    _text(use.budget),
-                    size_of(use.weights),
-                    size_of(use.buffers),
-                    size_of(use.window),
-                    _text(use.left),
-                )
-                for use in self.devices
-            ],
-        )
-        units = table(
-            ("UNITS", "COUNT", "SIZE", "DEVICE", "REASON"),
-            [
-                (name, str(count), size_of(nbytes), str(device), reason)
-                for name, count, nbytes, device, reason in self.runs(every_unit)
-            ],
-        )
-        return f"{devices}\n\n{units}"
-
-    def runs(self, every_unit: bool = False) -> Iterator[tuple[str, int, int, Device, str]]:
-        """Yield names, count, bytes, device and reason of neighbors that are on one device.
-
-        Args:
-            every_unit: yield each alone.
-
-        Example:
-            >>> from accel_callbacks.offload import plan
-            >>> list(plan({"a.w": 6, "b.w": 4}, {0: 10}).runs())
-            [('a to b', 2, 10, 0, 'fits')]
-        """
+        devices = [
+            (
+                str(use.device),
+                _text(use.budget),
+                size_of(use.weights),
+                size_of(use.buffers),
+                size_of(use.window),
+                _text(use.left),
+            )
+            for use in self.devices
+        ]
         units = self.weights.units
         sized = [n for n, unit in enumerate(units) if unit.nbytes or unit.shared]
-        reasons = {n: self._reason(n) for n in sized}
+        rows = []
         # The number in the key keeps units apart that are to have a line each.
-        keys = groupby(sized, lambda n: (self.where[n], _kind(reasons[n]), n if every_unit else -1))
-        for (device, _, _), numbers in keys:
-            run = list(numbers)
-            first, last = units[run[0]].name, units[run[-1]].name
-            name = first if len(run) == 1 else f"{first} to {last}"
-            yield name, len(run), sum(units[n].nbytes for n in run), device, reasons[run[0]]
-
-
-def _kind(reason: str) -> str:
-    """Return a reason without its figures."""
-    return "".join(character for character in reason.partition("(")[0] if not character.isdigit())
+        keys = groupby(sized, lambda n: (self.where[n], n if every_unit else -1))
+        for (device, _), numbers in keys:
+            run = [units[n] for n in numbers]
+            name = run[0].name if len(run) == 1 else f"{run[0].name} to {run[-1].name}"
+            size = size_of(sum(unit.nbytes for unit in run))
+            rows.append((name, str(len(run)), size, str(device)))
+        head = ("DEVICE", "BUDGET", "WEIGHTS", "BUFFERS", "RESERVE", "LEFT")
+        return f"{table(head, devices)}\n\n{table(('UNITS', 'COUNT', 'SIZE', 'DEVICE'), rows)}"
 
 
 def _text(nbytes: int | None) -> str:
@@ -288,8 +191,7 @@ class _Placement(NamedTuple):
 
 def plan(
     weights: Weights | Mapping[str, int],
-    budgets: Mapping[Device, int | float | str | None] | Iterable[Budget],
-    policy: str = "auto",
+    budgets: Mapping[Device, int | float | str | None],
     *,
     prefetch: int = 1,
     offload_buffers: bool = False,
@@ -300,16 +202,12 @@ def plan(
     is given for it. Units that are not on an accelerator run on the first one: it keeps a window
     free for the largest of them and those that are fetched ahead, and their buffers. Units that
     share a parameter are on one device. If keeping a large unit makes for a smaller window, it is
-    kept. The same arguments in any order give the same plan; nothing here looks at hardware.
+    kept. Nothing here looks at hardware.
 
     Args:
-        weights: the units of a model, or bytes by the names of tensors.
+        weights: the units of a model, or bytes by the names of tensors in the order of the model.
         budgets: bytes, or text such as ``"8GB"``, by device; see ``get_max_memory``. What
             activations and caches need is not to be in them.
-        policy: how accelerators share a model that they hold whole. ``"sequential"`` fills one
-            after the other, ``"balanced"`` (also ``"auto"``) leaves the fullest as much room as
-            possible, ``"balanced_low_0"`` puts on the first what the others do not hold. A model
-            that they do not hold whole fills them in each case.
         prefetch: offloaded units that are fetched ahead of the one that runs.
         offload_buffers: buffers of offloaded units are fetched too.
 
@@ -319,36 +217,24 @@ def plan(
 
     Example:
         >>> from accel_callbacks.offload import plan
-        >>> sizes = {f"blocks.{number}.mlp.weight": 4 for number in range(4)}
+        >>> sizes = {f"blocks.{number}.weight": 4 for number in range(4)}
         >>> plan(sizes, {0: 8, 1: 8}).device_map
         {'blocks.0': 0, 'blocks.1': 0, 'blocks.2': 1, 'blocks.3': 1}
     """
-    if policy not in POLICIES:
-        raise ValueError(
-            f"policy={policy!r} is not one of {', '.join(POLICIES)}.{nearest(policy, POLICIES)}"
-        )
     if prefetch < 0:
         raise ValueError(f"prefetch={prefetch!r}: a number of units from 0 on.")
     if isinstance(weights, Mapping):
         weights = Weights.of_sizes(weights)
-    if not isinstance(budgets, Mapping):
-        budgets = {budget.device: budget.nbytes for budget in budgets}
-    limits = _limits(budgets)
-    groups = _groups(weights.units, 1 + prefetch, offload_buffers)
-    placement = _place(groups, limits, policy)
-    if placement.fits:
-        return _plan(weights, groups, limits, policy, placement)
-    short = _short_by(groups, limits, policy)
-    closest = _plan(weights, groups, limits, policy, placement, short)
-    raise PlanError(_message(closest), closest)
-
-
-def _limits(budgets: Mapping[Device, int | float | str | None]) -> dict[Device, int]:
-    """Return bytes by device, in the order in which devices are filled."""
-    return {
-        budget.device: _NO_LIMIT if budget.nbytes is None else budget.nbytes
-        for budget in budgets_of(budgets)
+    limits = {
+        device: _NO_LIMIT if nbytes is None else nbytes
+        for device, nbytes in budgets_of(budgets).items()
     }
+    groups = _groups(weights.units, 1 + prefetch, offload_buffers)
+    placement = _place(groups, limits)
+    if placement.fits:
+        return _plan(weights, groups, limits, placement)
+    closest = _plan(weights, groups, limits, placement, _short_by(groups, limits))
+    raise PlanError(_message(closest), closest)
 
 
 def _groups(units: Sequence[Unit], factor: int, offload_buffers: bool) -> list[_Group]:
@@ -384,11 +270,11 @@ def tied_groups(units: Sequence[Unit]) -> list[list[int]]:
     return sorted(sorted(group) for group in groups)
 
 
-def _place(groups: Sequence[_Group], limits: Mapping[Device, int], policy: str) -> _Placement:
+def _place(groups: Sequence[_Group], limits: Mapping[Device, int]) -> _Placement:
     """Place groups on accelerators, then on the host, then on disk."""
     fast = [device for device, nbytes in limits.items() if device not in STORES and nbytes]
     for start in range(len(fast)):
-        placement = _place_on(fast[start:], groups, limits, policy)
+        placement = _place_on(fast[start:], groups, limits)
         # Who reads a device map runs the offloaded on its first accelerator: it needs the window.
         if placement is not None and (
             placement.execution in placement.devices or set(placement.devices).isdisjoint(STORES)
@@ -396,7 +282,7 @@ def _place(groups: Sequence[_Group], limits: Mapping[Device, int], policy: str) 
             return placement
     computing = [*fast, "cpu"] if limits.get("cpu") else fast
     for device in computing:  # an accelerator only to run what is elsewhere
-        placement = _place_on([device], groups, limits, policy)
+        placement = _place_on([device], groups, limits)
         if placement is not None:
             return placement
     if not groups:
@@ -405,25 +291,20 @@ def _place(groups: Sequence[_Group], limits: Mapping[Device, int], policy: str) 
         return _Placement(["disk"] * len(groups), None, {}, fits=False)
     # What fits without room to run the rest, for the error.
     bare = [group._replace(fixed=0, window=0) for group in groups]
-    placement = _place_on(fast or ["cpu"], bare, limits, "sequential")
+    placement = _place_on(fast or ["cpu"], bare, limits)
     assert placement is not None
     return placement._replace(fits=False)
 
 
 def _place_on(
-    computing: Sequence[Device], groups: Sequence[_Group], limits: Mapping[Device, int], policy: str
+    computing: Sequence[Device], groups: Sequence[_Group], limits: Mapping[Device, int]
 ) -> _Placement | None:
     """Place groups on computing devices, then on the host, then on disk.
 
     Returns:
         None if the first of the devices has no room for the window of what is elsewhere.
     """
-    rooms = [limits[device] for device in computing]
-    places = None
-    if policy != "sequential":
-        places = _balance([group.size for group in groups], rooms, policy == "balanced_low_0")
-    if places is None:
-        places = _fill(groups, rooms)
+    places = _fill(groups, [limits[device] for device in computing])
     if places is None:
         return None
     devices = ["disk" if place == _ELSEWHERE else computing[place] for place in places]
@@ -451,38 +332,6 @@ def _place_on(
     return _Placement(devices, computing[0], windows, fits and on_disk <= limits["disk"])
 
 
-def _balance(sizes: Sequence[int], rooms: Sequence[int], low_first: bool) -> list[int] | None:
-    """Place all groups in order so that the fullest device holds least; None if not all fit.
-
-    Args:
-        sizes: bytes of each group.
-        rooms: bytes of each device.
-        low_first: the first device takes only what the others have no room for.
-    """
-    ends = [0, *accumulate(sizes)]
-    count, total = len(sizes), ends[-1]
-
-    def reached(limit: int, first: int = 0, start: int = 0) -> int:
-        for room in rooms[start:]:
-            first = bisect_right(ends, ends[first] + min(limit, room)) - 1
-        return first
-
-    if reached(total) < count:
-        return None
-    begin = start = 0
-    if low_first and len(rooms) > 1:  # the fewest groups for the first device
-        start = 1
-        begin = bisect_left(range(count), True, key=lambda first: reached(total, first, 1) == count)
-    # All groups fit from some limit on, so bisection finds the least.
-    limit = bisect_left(range(total), True, key=lambda most: reached(most, begin, start) == count)
-    places = [0] * begin
-    for device in range(start, len(rooms)):
-        at = len(places)
-        end = bisect_right(ends, ends[at] + min(limit, rooms[device])) - 1
-        places += [device] * (end - at)
-    return places
-
-
 def _fill(groups: Sequence[_Group], rooms: Sequence[int]) -> list[int] | None:
     """Return the device of each group, `_ELSEWHERE` for the fewest bytes; None without a window.
 
@@ -492,39 +341,25 @@ def _fill(groups: Sequence[_Group], rooms: Sequence[int]) -> list[int] | None:
     whole = [_Group(group.units, group.size, 0, 0) for group in groups]
     windows = sorted({group.window for group in groups}, reverse=True)
     windows = windows[: max(1, _TRIALS // max(1, len(groups)))]
-    total = sum([group.size for group in groups])
-    too_much = total - sum(rooms)
-    if too_much > 0:
-        too_much += windows[-1]
-    in_order = range(len(groups))
-    # The largest first waste least, and tear neighbors apart: only for a gain.
-    largest_first = sorted(in_order, key=lambda number: groups[number].size, reverse=True)
+    places = _fill_in_order(whole, rooms, 0)
+    if places is not None and _ELSEWHERE not in places:
+        return places
     best: list[int] | None = None
-    least = total + 1
-    for order in (in_order, largest_first):
-        gain = 0 if order is in_order else total // _GAIN
-        if too_much >= least - gain:
-            break
-        places = _fill_in_order(order, whole, rooms, 0)
-        if places is not None and _ELSEWHERE not in places:
-            return places
-        for window in windows:
-            places = _fill_in_order(order, groups, rooms, window)
-            if places is None:
-                continue
-            elsewhere = [g.size - g.fixed for g, p in zip(groups, places, strict=True) if p < 0]
-            if sum(elsewhere) < least - gain:
-                best, least = places, sum(elsewhere)
+    least = sum([group.size for group in groups]) + 1
+    for window in windows:
+        places = _fill_in_order(groups, rooms, window)
+        if places is None:
+            continue
+        elsewhere = [g.size - g.fixed for g, p in zip(groups, places, strict=True) if p < 0]
+        if sum(elsewhere) < least:
+            best, least = places, sum(elsewhere)
     return best
 
 
-def _fill_in_order(
-    order: Sequence[int], groups: Sequence[_Group], rooms: Sequence[int], window: int
-) -> list[int] | None:
+def _fill_in_order(groups: Sequence[_Group], rooms: Sequence[int], window: int) -> list[int] | None:
     """Place groups on one device after the other, then into gaps.
 
     Args:
-        order: the numbers of the groups.
         groups: what is placed.
         rooms: bytes of each device.
         window: kept free on the first device; a group that needs a larger one has to be placed.
@@ -549,18 +384,17 @@ def _fill_in_order(
 
     has_to_be_placed = sum([group.size for group in groups if group.window > window])
     device = 0
-    for number in order:
+    for number, group in enumerate(groups):
         if device == len(rooms):
             break
-        group = groups[number]
         if group.window > window:
             has_to_be_placed -= group.size
         elif group.size > sum(left[device:]) - has_to_be_placed:
             continue
         while device < len(rooms) and not put(number, device):
             device += 1  # what a device has no room for closes it, until gaps are filled
-    for number in order:
-        if places[number] == _ELSEWHERE and groups[number].size - groups[number].fixed <= max(left):
+    for number, group in enumerate(groups):
+        if places[number] == _ELSEWHERE and group.size - group.fixed <= max(left):
             for device in range(len(rooms)):
                 if put(number, device):
                     break
@@ -572,7 +406,6 @@ def _plan(
     weights: Weights,
     groups: Sequence[_Group],
     limits: Mapping[Device, int],
-    policy: str,
     placement: _Placement,
     short: Mapping[Device, int] | None = None,
 ) -> Plan:
@@ -605,12 +438,10 @@ def _plan(
     for number, at_unit in enumerate(where):
         last = where[number] = last if at_unit is None else at_unit
     devices = tuple(device for device in where if device is not None)
-    return Plan(weights, devices, tuple(uses), execution, policy, placement.fits, short)
+    return Plan(weights, devices, tuple(uses), execution, placement.fits, short)
 
 
-def _short_by(
-    groups: Sequence[_Group], limits: Mapping[Device, int], policy: str
-) -> dict[Device, int]:
+def _short_by(groups: Sequence[_Group], limits: Mapping[Device, int]) -> dict[Device, int]:
     """Return how many bytes more would do, of the first accelerator, the host, or the disk."""
     enough = sum(group.size for group in groups)
     enough += max((group.window for group in groups), default=0)
@@ -621,7 +452,7 @@ def _short_by(
             continue
 
         def fits(nbytes: int, device: Device = device) -> bool:
-            return _place(groups, {**limits, device: nbytes}, policy).fits
+            return _place(groups, {**limits, device: nbytes}).fits
 
         if fits(max(budget, enough)):
             short[device] = 1 + bisect_left(range(budget + 1, enough), True, key=fits)

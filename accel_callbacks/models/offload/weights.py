@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -22,11 +20,7 @@ from accel_callbacks.models.offload.sizes import (
 
 __all__ = ["Part", "Unit", "Weights", "parts"]
 
-_NUMBERS = re.compile(r"(\d+)")
-_FIRST = re.compile(r"embed|^wte$|^wpe$|^shared$|token|position|patch|stem|^conv_in$")
-_LAST = re.compile(r"norm|^ln_f$|head|classifier|pooler|score|^proj_out$|^conv_out$|^output$")
 T = TypeVar("T")
-_Tree: TypeAlias = "dict[str, Any]"  # of names, with bytes at its leaves
 
 
 class Part(NamedTuple):
@@ -178,90 +172,23 @@ class Weights:
         return cls(tuple(_units(pieces, as_dtype(dtype), special_dtypes or {})))
 
     @classmethod
-    def of_sizes(cls, sizes: Mapping[str, int], ties: Mapping[str, str] | None = None) -> Weights:
-        """Return the units of stored tensors, as their names tell them.
-
-        Blocks are numbered modules of which two have the same names and sizes, the outermost such.
-        Numbers are in their order, embeddings come before their neighbors, norms and heads after.
+    def of_sizes(cls, sizes: Mapping[str, int]) -> Weights:
+        """Return the units of tensors: each module that has some, in the order of their names.
 
         Args:
-            sizes: bytes of each tensor by its full name, in any order.
-            ties: further names, mapped to the names of the tensors that they are tied to.
+            sizes: bytes of each tensor by its full name, in the order of the model.
 
         Example:
             >>> from accel_callbacks.offload import Weights
-            >>> sizes = {"head.w": 9, "h.1.a.w": 2, "h.0.a.w": 2, "wte.w": 9}
-            >>> [unit.name for unit in Weights.of_sizes(sizes).units]
-            ['wte', 'h.0', 'h.1', 'head']
+            >>> sizes = {"wte.w": 9, "h.0.w": 2, "h.0.b": 1, "h.1.w": 2}
+            >>> [(unit.name, unit.nbytes) for unit in Weights.of_sizes(sizes).units]
+            [('wte', 9), ('h.0', 3), ('h.1', 2)]
         """
-        further = ties or {}
-        tree: _Tree = {}
-        for name in [*sizes, *further]:
-            *path, last = name.split(".")
-            node = tree
-            for key in path:
-                node = node.setdefault(key, {})
-                if not isinstance(node, dict):
-                    raise ValueError(f"{name!r} is inside of another tensor, by its name.")
-            if isinstance(node.get(last), dict):
-                raise ValueError(f"{name!r} is a tensor, and other tensors are inside of it.")
-            node[last] = sizes[further.get(name, name)]
-        tied = set(further.values())
-        seen: set[str] = set()
-        units = []
-        for name, inside in _leaves(tree, ""):
-            unshared = shared = 0
-            groups = []
-            for tensor, nbytes in inside:
-                group = further.get(tensor, tensor)
-                if group in seen:
-                    shared += nbytes
-                else:
-                    unshared += nbytes
-                if group in tied:
-                    groups.append(group)
-                    seen.add(group)
-            units.append(Unit(name, unshared, 0, shared, tuple(groups)))
-        return cls(tuple(units))
-
-    @classmethod
-    def of_checkpoint(
-        cls,
-        url: str | os.PathLike[str],
-        dtype: AnyDtype | None = None,
-        *,
-        model_index: int = 0,
-        storage_options: Mapping[str, Any] | None = None,
-    ) -> Weights:
-        """Return the units of a checkpoint; of safetensors files only the headers are read.
-
-        Args:
-            url: a path or fsspec URL of anything that ``load_model`` loads.
-            dtype: the dtype that floating-point tensors are loaded as; their own by default.
-            model_index: of a checkpoint of ``save_state``, which model.
-            storage_options: passed to the fsspec driver.
-
-        Raises:
-            checkpoint_io.CheckpointError: there are no weights, or their headers are damaged.
-
-        Example:
-            >>> import os, tempfile, torch
-            >>> from safetensors.torch import save_file
-            >>> from accel_callbacks.offload import Weights
-            >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
-            >>> save_file({"0.weight": torch.ones(3, 2)}, path)
-            >>> Weights.of_checkpoint(path).nbytes
-            24
-        """
-        from checkpoint_io.weights import open_weights
-
-        source = open_weights(url, model_index, storage_options)
-        final = as_dtype(dtype)
-        sizes = {
-            name: stored_bytes(torch.Size(info.shape).numel(), info.dtype, final)
-            for name, info in source.infos.items()
-        }
-        return cls.of_sizes(sizes, source.tied)
+        modules: dict[str, int] = {}
+        for name, nbytes in sizes.items():
+            module = name.rpartition(".")[0] or name
+            modules[module] = modules.get(module, 0) + nbytes
+        return cls(tuple(Unit(name, nbytes) for name, nbytes in modules.items()))
 
 
 def _units(
@@ -294,51 +221,3 @@ def _units(
         buffers = sum(size(part.name_of(key), buffer) for key, buffer in part.buffers.items())
         ties = [first[id(p)] for p in part.parameters.values() if len(holders[id(p)]) > 1]
         yield Unit(part.name, unshared, buffers, shared, tuple(ties))
-
-
-def _leaves(tree: _Tree, name: str) -> Iterator[tuple[str, list[tuple[str, int]]]]:
-    """Yield name and tensors of each part of a tree of names."""
-    modules = {key: inside for key, inside in tree.items() if isinstance(inside, dict)}
-    if not modules and name:
-        yield name, [(f"{name}.{key}", tree[key]) for key in sorted(tree)]
-        return
-    blocks = _find_blocks(modules)
-    for key in sorted(tree, key=_likely_position):
-        inside, full = tree[key], f"{name}.{key}" if name else key
-        if key in blocks:
-            yield full, sorted((f"{full}.{rest}", nbytes) for rest, nbytes in _flatten(inside))
-        elif isinstance(inside, dict):
-            yield from _leaves(inside, full)
-        else:
-            yield full, [(full, inside)]
-
-
-def _find_blocks(modules: Mapping[str, _Tree]) -> set[str]:
-    """Return the numbered modules if two have the same names and sizes."""
-    numbered = {
-        key: frozenset(_flatten(inside))
-        for key, inside in modules.items()
-        if key.isdecimal() and any(isinstance(entry, dict) for entry in inside.values())
-    }
-    return set(numbered) if len(set(numbered.values())) < len(numbered) else set()
-
-
-def _flatten(tree: _Tree, prefix: str = "") -> Iterator[tuple[str, int]]:
-    for key, inside in tree.items():
-        if isinstance(inside, dict):
-            yield from _flatten(inside, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", inside
-
-
-def _likely_position(key: str) -> tuple[int, list[int | str]]:
-    """Return the sort key of a module: its likely position in forward, among its neighbors."""
-    if _LAST.search(key):
-        rank = 3
-    elif _FIRST.search(key):
-        rank = 0
-    else:
-        rank = 1 if key.startswith("encoder") else 2
-    # Numbers as numbers; the parts at odd places are those that were matched.
-    pieces = _NUMBERS.split(key)
-    return rank, [int(piece) if at % 2 else piece for at, piece in enumerate(pieces)]

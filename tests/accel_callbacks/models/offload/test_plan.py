@@ -1,4 +1,4 @@
-"""Plans: nothing lost, no budget exceeded, the same in any order, and a reason for each unit."""
+"""Plans: nothing lost, no budget exceeded, and errors with the smallest budget that would do."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from accel_callbacks.models.offload.planner import POLICIES, tied_groups
-from accel_callbacks.offload import Budget, Plan, PlanError, Unit, Weights, plan
+from accel_callbacks.models.offload.planner import tied_groups
+from accel_callbacks.offload import Plan, PlanError, Unit, Weights, plan
 
 STORES = ("cpu", "disk")
 
@@ -34,7 +34,6 @@ def random_request(seed: int) -> tuple[Weights, dict[Any, Any], dict[str, Any]]:
     if source.random() < 0.3:
         budgets["disk"] = int(total * source.uniform(0, 1))
     options = {
-        "policy": source.choice(POLICIES),
         "prefetch": source.choice([0, 1, 2]),
         "offload_buffers": source.random() < 0.5,
     }
@@ -91,23 +90,7 @@ def test_nothing_is_lost_and_no_budget_is_exceeded(first: int) -> None:
         for use in found.devices:
             assert use.used == needed[use.device]
             assert use.left is None or use.left >= 0, (seed, use)
-    assert fitting > 75
-
-
-def test_the_order_of_dicts_does_not_matter() -> None:
-    for seed in range(60):
-        source = random.Random(seed)
-        sizes = {f"h.{n}.{name}.w": 9 for n in range(12) for name in ("a", "b")}
-        sizes |= {"wte.w": 30, "ln_f.w": 1, "head.w": 30}
-        budgets: dict[Any, Any] = {0: 150, 1: 60, "cpu": 90, "disk": None}
-        expected = plan(sizes, budgets).device_map
-        names, devices = list(sizes), list(budgets)
-        source.shuffle(names)
-        source.shuffle(devices)
-        found = plan({n: sizes[n] for n in names}, {d: budgets[d] for d in devices})
-        assert list(found.device_map.items()) == list(expected.items())
-        listed = plan(sizes, [Budget(d, budgets[d]) for d in devices])
-        assert listed.device_map == expected
+    assert fitting > 60
 
 
 def refusal(weights: Weights, budgets: dict[Any, Any], options: dict[str, Any]) -> PlanError | None:
@@ -160,7 +143,7 @@ def test_a_window_is_kept_only_for_what_is_offloaded() -> None:
 def test_a_device_that_is_smaller_than_its_largest_layer_is_used() -> None:
     """Accelerate leaves it empty, as it reserves that layer though nothing is offloaded."""
     weights = Weights((Unit("small", 10), Unit("large", 90)))
-    assert plan(weights, {0: 10, 1: 90}, "sequential").where == (0, 1)
+    assert plan(weights, {0: 10, 1: 90}).where == (0, 1)
 
 
 def test_a_large_unit_stays_if_that_makes_for_a_smaller_window() -> None:
@@ -168,16 +151,6 @@ def test_a_large_unit_stays_if_that_makes_for_a_smaller_window() -> None:
     found = plan(weights, {0: 150, "cpu": 200})
     assert found.device_map["head"] == 0
     assert counts(found) == {0: 130, "cpu": 70}
-
-
-def test_policies_share_what_fits() -> None:
-    budgets: dict[Any, Any] = {0: 60, 1: 60, 2: 60}
-    assert counts(plan(blocks(8), budgets, "sequential")) == {0: 60, 1: 20}
-    assert counts(plan(blocks(8), budgets, "balanced")) == {0: 30, 1: 30, 2: 20}
-    assert counts(plan(blocks(8), budgets, "auto")) == {0: 30, 1: 30, 2: 20}
-    assert counts(plan(blocks(8), budgets, "balanced_low_0")) == {1: 40, 2: 40}
-    assert counts(plan(blocks(14), budgets, "balanced_low_0")) == {0: 20, 1: 60, 2: 60}
-    assert counts(plan(blocks(30), {**budgets, "cpu": 500})) == {0: 40, 1: 60, 2: 60, "cpu": 140}
 
 
 def test_buffers_of_offloaded_units_stay_where_these_run() -> None:
@@ -196,7 +169,6 @@ def test_tied_units_are_one() -> None:
     )
     found = plan(weights, {0: 30, 1: 30})
     assert found.device_map == {"wte": 0, "blocks.0": 1, "blocks.1": 1, "blocks.2": 1, "head": 0}
-    assert "tied to wte" in found.explain("head")
     away = plan(weights, {"cpu": 60}, prefetch=0)
     assert away.device_map["head"] == away.device_map["wte"]
 
@@ -211,7 +183,6 @@ def test_without_accelerators_the_host_computes() -> None:
 def test_a_device_without_room_for_a_window_is_left_out() -> None:
     found = plan(blocks(4), {0: 15, "cpu": 100})
     assert (counts(found), found.execution_device) == ({"cpu": 40}, "cpu")
-    assert "0 is not used: it has no room for a window" in found.explain("blocks.0")
 
 
 def test_a_device_map_shows_where_offloaded_units_run() -> None:
@@ -231,24 +202,6 @@ def test_where_the_first_device_has_no_room_but_the_window_the_host_holds_all() 
     assert (counts(moved_on), moved_on.execution_device) == ({1: 10, "cpu": 50}, 1)
 
 
-def test_order_is_given_up_where_it_would_offload() -> None:
-    weights = Weights(tuple(Unit(f"b{n}", size) for n, size in enumerate([7, 7, 8, 8])))
-    found = plan(weights, {0: 15, 1: 15, "cpu": 100})
-    assert counts(found) == {0: 15, 1: 15}
-
-
-def test_reasons_have_figures() -> None:
-    found = plan(blocks(5), {0: 39, "cpu": 35})
-    assert found.explain("blocks.0") == "blocks.0: 10 B on 0: fits"
-    assert found.explain("blocks.3.mlp.weight") == (
-        "blocks.3: 10 B on disk: does not fit 0 (10 B > 9 B left); "
-        "does not fit cpu (10 B > 5 B left); runs on 0"
-    )
-    assert len(found.explain("blocks").splitlines()) == 5
-    with pytest.raises(KeyError, match=r"'block\.1'.*Did you mean 'blocks"):
-        found.explain("block.1")
-
-
 def test_a_table_has_a_line_for_each_run_of_units() -> None:
     found = plan(blocks(5), {0: 39, "cpu": 35})
     assert found.table().splitlines()[:4] == [
@@ -263,8 +216,8 @@ def test_a_table_has_a_line_for_each_run_of_units() -> None:
 
 def test_a_unit_without_bytes_has_no_line_unless_its_weights_are_elsewhere() -> None:
     found = plan({"a.w": 6, "b.w": 0, "c.w": 4}, {0: 10})
-    assert list(found.runs()) == [("a to c", 2, 10, 0, "fits")]
-    assert [name for name, *_ in found.runs(every_unit=True)] == ["a", "c"]
+    assert found.table().splitlines()[-1].split() == ["a", "to", "c", "2", "10", "B", "0"]
+    assert [line[:1] for line in found.table(every_unit=True).splitlines()[-2:]] == ["a", "c"]
 
 
 def test_errors_say_what_is_missing() -> None:
@@ -280,8 +233,6 @@ def test_errors_say_what_is_missing() -> None:
         plan(blocks(4), {0: 35, "disk": 5})
     with pytest.raises(PlanError, match="give one to a device that computes"):
         plan(blocks(4), {"disk": 100})
-    with pytest.raises(ValueError, match="'balanced'"):
-        plan(blocks(1), {0: 1}, "balance")
     with pytest.raises(ValueError, match="prefetch=-1"):
         plan(blocks(1), {0: 1}, prefetch=-1)
 

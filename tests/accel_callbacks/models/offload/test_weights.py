@@ -1,18 +1,12 @@
-"""Units of a model, and of stored tensors by their names alone."""
+"""Units of a model: blocks, layers outside of them, and single tensors."""
 
 from __future__ import annotations
 
-import random
-from pathlib import Path
-
-import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
-import checkpoint_io
 from accel_callbacks.models.offload.weights import parts
-from accel_callbacks.offload import Unit, Weights, plan
+from accel_callbacks.offload import Unit, Weights
 from tests.support.random_trees import case
 
 
@@ -91,84 +85,3 @@ def test_each_name_of_a_tensor_is_a_unit() -> None:
     units = {unit.name: unit for unit in Weights.of_model(model).units}
     assert (units["first"].nbytes, units["second"].nbytes) == (12, 0)
     assert units["first"].ties == units["second"].ties == ("first",)
-
-
-def test_headers_alone_give_the_units_of_the_model(tmp_path: Path) -> None:
-    model = Language()
-    checkpoint_io.save_model(model.state_dict(), tmp_path)
-    stored, real = Weights.of_checkpoint(tmp_path), Weights.of_model(model)
-    sizes = {unit.name: unit.nbytes for unit in real.units if unit.nbytes or unit.shared}
-    assert {unit.name: unit.nbytes for unit in stored.units} == sizes
-    head = next(unit for unit in stored.units if unit.name == "head")
-    assert (head.parameters, head.shared) == (0, 60)
-    assert plan(stored, {0: 100, "cpu": 900}, prefetch=0).explain("head").count("tied to wte") == 1
-    assert plan(stored, {"cpu": 300}, prefetch=0).device_map["head"] == "cpu"
-    half = Weights.of_checkpoint(tmp_path / "model.safetensors", "float16")
-    assert half.nbytes < stored.nbytes
-
-
-def test_no_data_is_read(tmp_path: Path) -> None:
-    """The bytes of the tensors may be absent from the disk: a sparse file has only a header."""
-    path = tmp_path / "model.safetensors"
-    save_file({"0.weight": torch.zeros(1 << 18)}, path)
-    header = path.read_bytes()[: 8 + int.from_bytes(path.read_bytes()[:8], "little")]
-    wide = header.replace(b"1048576", b"%d" % (1 << 40)).replace(b"262144", b"%d" % (1 << 38))
-    wide = (len(wide) - 8).to_bytes(8, "little") + wide[8:]
-    with open(path, "wb") as file:
-        file.write(wide)
-        file.truncate(len(wide) + (1 << 40))
-    assert Weights.of_checkpoint(path).nbytes == 1 << 40
-
-
-def test_a_checkpoint_elsewhere_is_planned_too() -> None:
-    url = "memory://plans/model"
-    checkpoint_io.save_model(Language().state_dict(), url)
-    assert Weights.of_checkpoint(url).nbytes == Weights.of_model(Language()).nbytes
-
-
-def test_damaged_headers_are_an_error(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 40)
-    with pytest.raises(checkpoint_io.CorruptCheckpointError):
-        Weights.of_checkpoint(tmp_path)
-
-
-def test_names_are_in_the_order_in_which_they_are_used() -> None:
-    names = [
-        *("shared.w", "encoder.block.0.a.w", "encoder.block.9.a.w", "encoder.block.10.a.w"),
-        *("encoder.final_layer_norm.w", "decoder.block.0.a.w", "decoder.block.1.a.w"),
-        *("decoder.final_layer_norm.w", "lm_head.w"),
-    ]
-    for seed in range(5):
-        mixed = list(names)
-        random.Random(seed).shuffle(mixed)
-        found = Weights.of_sizes(dict.fromkeys(mixed, 1))
-        assert [f"{unit.name}." for unit in found.units] == [
-            name[: -len("a.w")] if "block." in name else name[: -len("w")] for name in names
-        ]
-
-
-def test_stages_that_differ_are_split_into_their_blocks() -> None:
-    sizes = {
-        f"stages.{stage}.blocks.{block}.mlp.w": 10 * (stage + 1)
-        for stage in range(3)
-        for block in range(2)
-    }
-    found = Weights.of_sizes(sizes)
-    assert [unit.name for unit in found.units] == [
-        f"stages.{stage}.blocks.{block}" for stage in range(3) for block in range(2)
-    ]
-
-
-def test_experts_are_in_their_block() -> None:
-    sizes = {f"layers.{n}.experts.{e}.up.w": 4 for n in range(3) for e in range(8)}
-    assert [unit.name for unit in Weights.of_sizes(sizes).units] == [
-        "layers.0",
-        "layers.1",
-        "layers.2",
-    ]
-
-
-def test_names_that_cannot_be_are_an_error() -> None:
-    for sizes in ({"a": 1, "a.b": 1}, {"a.b": 1, "a": 1}):
-        with pytest.raises(ValueError, match="'a"):
-            Weights.of_sizes(sizes)
