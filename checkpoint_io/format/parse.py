@@ -26,7 +26,7 @@ from checkpoint_io.format.manifest import (
 from checkpoint_io.format.names import kind_of
 from checkpoint_io.format.safetensors import ALIGNMENT, ITEMSIZE, MAX_DIMS
 from checkpoint_io.format.tree import decode_tree
-from checkpoint_io.sharding.boxes import overlapping
+from checkpoint_io.sharding.boxes import cover_fault
 
 _LIMIT = 2**63 - 1
 _TENSORS = b',"tensors":{'
@@ -218,17 +218,10 @@ class _Parser:
         shape, itemsize = _integers(value[1], "its shape"), ITEMSIZE[dtype]
         if math.prod([n or 1 for n in shape]) * itemsize > _LIMIT:
             raise _Invalid("a shape that is too large")
-        if len(value) == 3:
-            only = self._chunk(value[2], shape, itemsize)
-            if only.shape != shape:
-                raise _Invalid("its chunk does not cover it")
-            return TensorEntry(dtype, shape, (only,))
         chunks = tuple([self._chunk(row, shape, itemsize) for row in value[2:]])
-        volume = sum([math.prod(chunk.shape) for chunk in chunks])
-        if volume != math.prod(shape) or overlapping(
-            [(c.offsets, c.shape) for c in chunks if c.end > c.begin]
-        ):
-            raise _Invalid("its chunks do not cover it exactly once")
+        fault = cover_fault(shape, [(chunk.offsets, chunk.shape) for chunk in chunks])
+        if fault is not None:
+            raise _Invalid(f"its chunks do not cover it exactly once: {fault}")
         return TensorEntry(dtype, shape, chunks)
 
     def _small(self, value: Any) -> TensorEntry | None:
@@ -255,7 +248,7 @@ class _Parser:
         return TensorEntry(dtype, shape, (Chunk(index, offsets, shape, begin, end, (sums,)),))
 
     def _chunk(self, row: Any, shape: tuple[int, ...], itemsize: int) -> Chunk:
-        """Parse a chunk; raise unless it lies inside its tensor and its bytes inside the file."""
+        """Parse a chunk; raise unless its bytes lie inside the file."""
         if type(row) not in (list, tuple) or len(row) not in (4, 6):
             raise _Invalid("a chunk that does not have 4 or 6 fields")
         index, begin, end = row[0], row[1], row[2]
@@ -267,7 +260,10 @@ class _Parser:
         entry = self._files[index]
         if entry.kind != "tensors" or not entry.covered <= begin <= end <= entry.size:
             raise _Invalid(f"bytes {_show(begin)} to {_show(end)} are not in {entry.name}")
-        offsets, extent = ((0,) * len(shape), shape) if len(row) == 4 else _box(row, shape)
+        offsets, extent = (0,) * len(shape), shape
+        if len(row) == 6:
+            offsets = _integers(row[4], "its offsets")
+            extent = _integers(row[5], "the shape of a chunk")
         size = end - begin
         if math.prod(extent) * itemsize != size:
             raise _Invalid(f"{size} bytes do not hold a chunk of shape {list(extent)}")
@@ -275,16 +271,6 @@ class _Parser:
             self.used[index].append((begin, end))
         sums = _split_checksums(row[3], size, self._part_size)
         return Chunk(index, offsets, extent, begin, end, sums)
-
-
-def _box(row: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Parse the box of a chunk; raise unless it lies inside its tensor."""
-    at, lengths = _integers(row[4], "its offsets"), _integers(row[5], "the shape of a chunk")
-    if not len(at) == len(lengths) == len(shape) or any(
-        a + n > total for a, n, total in zip(at, lengths, shape, strict=True)
-    ):
-        raise _Invalid("a chunk that reaches outside its shape")
-    return at, lengths
 
 
 def _check_filled(entry: FileEntry, ranges: list[tuple[int, int]]) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from checkpoint_io.errors import CheckpointError
 from checkpoint_io.format.safetensors import ITEMSIZE
-from checkpoint_io.sharding.boxes import overlapping
+from checkpoint_io.sharding.boxes import cover_fault
 from checkpoint_io.sharding.dtensor import LocalBox, is_dtensor, local_boxes
 from checkpoint_io.sharding.local_tensors import Entry, entry_of
 
@@ -109,31 +109,13 @@ def _find_ties(
 def _check_cover(entries: Mapping[str, Entry], offers: Mapping[str, Mapping[Box, Any]]) -> None:
     """Raise unless the boxes that the ranks hold of each tensor cover it exactly once."""
     for key, entry in entries.items():
-        boxes = list(offers.get(key, ()))
-        what = f"{key!r} is a DTensor of shape {list(entry.shape)}"
-        if not all(_inside(box, entry.shape) for box in boxes):
+        fault = cover_fault(entry.shape, list(offers.get(key, ())))
+        if fault is not None:
             raise CheckpointError(
-                f"{what}, and a rank holds a shard that reaches outside of it: make it with "
-                "distribute_tensor"
+                f"{key!r} is a DTensor of shape {list(entry.shape)}, which the shards of the ranks "
+                f"that save do not cover exactly once: {fault}. All ranks of its mesh must take "
+                "part (group=) and pass it; distribute_tensor makes shards that fit"
             )
-        covered = sum([math.prod(extent) for _, extent in boxes])
-        if covered != math.prod(entry.shape):
-            raise CheckpointError(
-                f"{what}, of which the ranks that save hold {covered} of {math.prod(entry.shape)} "
-                "elements: all ranks of its mesh must take part (group=) and pass it"
-            )
-        # torch's own check compares each box with each of a tensor, if it is cut along a dimension
-        # that is not its longest: half of a minute for a large model on 512 ranks.
-        if overlapping(boxes):
-            raise CheckpointError(
-                f"{what}, whose shards overlap on different ranks: make it with distribute_tensor, "
-                "or redistribute it to Replicate first"
-            )
-
-
-def _inside(box: Box, shape: tuple[int, ...]) -> bool:
-    """Return whether a box lies in a tensor of this shape."""
-    return all(low + n <= whole for low, n, whole in zip(*box, shape, strict=True))
 
 
 def _spread(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
@@ -21,7 +21,7 @@ from checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError
 from checkpoint_io.format.safetensors import MAX_HEADER
 from checkpoint_io.loader.source import box_slices
 from checkpoint_io.progress import TransferProgress
-from checkpoint_io.sharding.boxes import overlapping
+from checkpoint_io.sharding.boxes import cover_fault
 from checkpoint_io.sharding.dtensor import is_dtensor, local_of
 from checkpoint_io.sharding.planner import plan_reads
 from checkpoint_io.storage.open import RangeReader, Store, child_name
@@ -327,7 +327,9 @@ def _pieces(
             if end - begin < math.prod(sizes) * info.dtype.itemsize:
                 raise ValueError("a piece is longer than its bytes")
             pieces.append(_Piece(offsets, sizes, file, begin, end))
-        _check_boxes(pieces, info.shape)
+        fault = cover_fault(info.shape, [(piece.offsets, piece.sizes) for piece in pieces])
+        if fault is not None:
+            raise ValueError(f"its pieces do not cover it exactly once: {fault}")
         return pieces
 
 
@@ -350,19 +352,3 @@ def _with_lists(tree: Any) -> Any:
     if tree and all(isinstance(key, int) for key in tree):
         return [_with_lists(tree[position]) for position in sorted(tree)]
     return {key: _with_lists(value) for key, value in tree.items()}
-
-
-def _check_boxes(pieces: Sequence[_Piece], shape: tuple[int, ...]) -> None:
-    """Raise ValueError for pieces that overlap, leave a gap or exceed the tensor."""
-    total = 0
-    for piece in pieces:
-        if len(piece.offsets) != len(shape) or len(piece.sizes) != len(shape):
-            raise ValueError("a piece has another number of dimensions")
-        ends = [o + s for o, s in zip(piece.offsets, piece.sizes, strict=True)]
-        if any(e > n for e, n in zip(ends, shape, strict=True)):
-            raise ValueError("a piece exceeds its tensor")
-        total += math.prod(piece.sizes)
-    if overlapping([(piece.offsets, piece.sizes) for piece in pieces]):
-        raise ValueError("pieces overlap")
-    if total != math.prod(shape):
-        raise ValueError("pieces are missing")
