@@ -18,8 +18,6 @@ __all__ = ["CSVTracker", "read_csv"]
 
 _AXES = ("step", "time", "run")  # the first columns; metrics follow, even one with such a name
 _FULL = 4096  # buffered rows that `log` writes; a hub flushes about twice a second anyway
-_MOST = 65536  # rows that wait for a rewrite at most, so that they do not fill the memory
-_GROW_SHARE = 20  # rewriting for new columns takes at most a twentieth of the time
 
 _CELL = re.compile(r'("(?:[^"]|"")*"|[^,]*)(,|$)')
 _START = re.compile(rb'(-?\d+),[^,]*,("(?:[^"]|"")*"|[^,\r\n]*)')
@@ -29,11 +27,11 @@ class CSVTracker(LineTracker):
     """Writes ``<logging_dir>/metrics.csv``; read it with `read_csv`, pandas or a spreadsheet.
 
     The columns are ``step``, ``time`` (Unix seconds), ``run`` (the id), then one per metric. A new
-    metric adds a column: the file is rewritten atomically, and older rows get an empty cell. A
-    large file is rewritten less often, and rows with new columns wait for that. Strings are quoted,
-    NaN is ``nan``. No row is dropped: a loop that logs faster waits. A resume deletes the rows of
-    this run above the resumed step, because they are logged again, and does not repeat values that
-    are logged again at that step; nothing else is ever deleted. New runs are appended.
+    metric adds a column: the file is rewritten atomically, and older rows get an empty cell.
+    Strings are quoted, NaN is ``nan``. No row is dropped: a loop that logs faster waits. A resume
+    deletes the rows of this run above the resumed step, because they are logged again, and does not
+    repeat values that are logged again at that step; nothing else is ever deleted. New runs are
+    appended.
 
     In a store (``s3://...``) the file is an object that is rewritten at most every 30 seconds, at
     each checkpoint and at the end. It is kept in memory meanwhile.
@@ -108,7 +106,7 @@ class CSVTracker(LineTracker):
 
     @property
     def unflushed(self) -> bool:
-        """Whether rows wait for a rewrite with their columns, or for an upload to a store."""
+        """Whether rows wait, as after an error, or for an upload to a store."""
         return super().unflushed or (self._file is not None and bool(self._rows))
 
     def finish(self, status: Status = "success") -> None:
@@ -117,7 +115,7 @@ class CSVTracker(LineTracker):
         if self._file is None:
             return
         try:
-            self._write(self._file, force=True)
+            self._write(self._file)
         finally:
             self._close()
 
@@ -127,7 +125,6 @@ class CSVTracker(LineTracker):
         self._names: dict[str, None] = {}  # an ordered set
         self._new: dict[str, None] = {}  # names in the rows that have no column yet
         self._has_header = self._warned_too_wide = False
-        self._grow_due = 0.0
 
     def _read_header(self, file: LineFile) -> None:
         """Read the columns of the file; raise ValueError if another program wrote it."""
@@ -170,11 +167,8 @@ class CSVTracker(LineTracker):
             self._new.update(dict.fromkeys(name for name in values if name not in self._names))
 
     def _write(self, file: LineFile, force: bool = False) -> None:
-        """Append the rows; those with new columns wait while rewriting would cost too much."""
+        """Append the rows, after a rewrite of the file if they have new columns."""
         new = self._new_names()
-        may_wait = not force and self._has_header and len(self._rows) < _MOST
-        if new and may_wait and clock.monotonic() < self._grow_due:
-            return
         if new or (self._rows and not self._has_header):
             self._grow(file, new)
         run, names = str(self._run_id), list(self._names)
@@ -198,7 +192,7 @@ class CSVTracker(LineTracker):
 
     def _grow(self, file: LineFile, new: list[str]) -> None:
         """Write the header, or rewrite the file with a wider one."""
-        begin, header = clock.monotonic(), _header_line([*self._names, *new])
+        header = _header_line([*self._names, *new])
         if self._has_header:
             file.flush()
             file.rewrite(_widen(file, header, len(new)))
@@ -206,8 +200,6 @@ class CSVTracker(LineTracker):
             file.add(header)
         self._names.update(dict.fromkeys(new))
         self._has_header = True
-        now = clock.monotonic()
-        self._grow_due = now + _GROW_SHARE * (now - begin)
 
 
 def read_csv(path: str | os.PathLike[str], *, run: str | None = None) -> list[dict[str, Any]]:

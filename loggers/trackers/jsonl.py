@@ -25,7 +25,6 @@ __all__ = ["JSONLTracker", "read_jsonl"]
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _METRICS = b'{"type":"metrics",'
-_MAX_SHAPES = 256
 _WITH_VALUES = ("metrics", "text", "histogram", "images", "audio", "video", "figure")
 _OF_STEPS: dict[str, Any] = {"step": int, "time?": (int, float)}
 _OF_RUNS = dict.fromkeys(("resumed_step", "kept_step"), (int, NoneType))
@@ -46,8 +45,7 @@ class JSONLTracker(LineTracker):
     leaves at most one incomplete line, at the end; the next start ends it with a newline and
     readers skip it. No row is dropped: a loop that logs faster waits. A full disk loses
     nothing that a later flush can still write. A resume removes what this run logged above the
-    resumed step. A run that had ended well and goes on has its next ``run`` record before its
-    first new step, and values that it logs again at its last step are not repeated.
+    resumed step, and values that are logged again at that step are not repeated.
 
     Secrets in the config are replaced, as in the journal of a run, and the file is created for its
     user alone (mode 0600).
@@ -80,11 +78,6 @@ class JSONLTracker(LineTracker):
     def __init__(self, filename: str = "metrics.jsonl", *, all_ranks: bool = False) -> None:
         super().__init__(filename, all_ranks=all_ranks)
         self._media: MediaFolder | None = None
-        self._held: dict[str, Any] | None = None  # a run record that waits for a new step
-        self._keep = -1
-        self._added = False
-        self._config: Any = None  # the one in the file, while a run record waits
-        self._shapes: dict[tuple[str, ...], str] = {}  # lines with these names, to be formatted
 
     def start(self, run: RunInfo) -> None:
         """Open the file, truncate it to the resumed step, and queue the ``run`` record."""
@@ -92,29 +85,19 @@ class JSONLTracker(LineTracker):
         run_id = str(self._run_id)
         self._file, stem = self._open_lines(run)
         self._media = MediaFolder(run.logging_dir, f"{stem}-media", run_id)
-        self._held = None
-        ended = False
         if keep is not None:
-            cut = _truncate(self._file, run_id, keep)
-            past = _Past(self._file.lines(), run_id, {keep, run.resumed_step}, self._recorded)
-            ended, self._keep, self._config = past.ended and not cut, keep, past.config
+            _truncate(self._file, run_id, keep)
+            _read_recorded(self._file, run_id, {keep, run.resumed_step}, self._recorded)
         if self._file.is_truncated():
             self._file.add(b"\n")
         resumed = {"resumed_step": run.resumed_step}
         if keep != run.resumed_step:
             resumed["kept_step"] = keep
-        record = {"run_id": run_id, "name": run.name, "time": clock.time(), **resumed}
-        if ended:
-            self._held = record
-        else:
-            self._add("run", **record)
-        self._added = not ended
+        self._add("run", run_id=run_id, name=run.name, time=clock.time(), **resumed)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Write the ``config`` record, without secrets."""
-        plain = stored_config(config)
-        if self._held is None or _encode_floats(plain) != self._config:
-            self._add("config", config=plain)
+        self._add("config", config=stored_config(config))
         self.flush()
 
     def log(self, scalars: Mapping[str, Scalar], step: int, *, time: float | None = None) -> None:
@@ -124,15 +107,9 @@ class JSONLTracker(LineTracker):
 
     def log_rows(self, rows: Sequence[tuple[Mapping[str, Scalar], int, float]]) -> None:
         """Add a ``metrics`` record for each row; they reach the file at the next flush."""
-        file = self._target()
-        file.make_room()
-        if self._held is not None or any(self._recorded.has(step) for _, step, _ in rows):
-            for row in rows:  # the first ones after a resume
-                self._log(*row)
-            return
-        file.add("".join([self._line(*row) for row in rows]).encode())
-        self._added = True
-        self._note_step(max(step for _, step, _ in rows))
+        self._target().make_room()
+        for row in rows:
+            self._log(*row)
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
@@ -202,8 +179,7 @@ class JSONLTracker(LineTracker):
         self._end(status)
         if self._file is None:
             return
-        if self._held is None or self._added or status != "success":
-            self._add("finish", status=status, time=clock.time())
+        self._add("finish", status=status, time=clock.time())
         self._close()
 
     def _save(
@@ -216,41 +192,20 @@ class JSONLTracker(LineTracker):
 
     def _add_step(self, type_: str, step: int, time: float | None = None, **fields: Any) -> None:
         """Queue a record with step and time."""
-        if self._held is not None and step > self._keep:
-            held, self._held = self._held, None
-            self._add("run", **held)
         self._add(type_, step=step, time=clock.time() if time is None else time, **fields)
         self._note_step(step)
 
     def _add(self, type_: str, **fields: Any) -> None:
         """Queue one record as a line."""
-        file = self._target()
-        record = {"type": type_, **fields}
-        file.add(_encode(_encode_floats(record)).encode() + b"\n")
-        self._added = True
+        self._target().add(_line({"type": type_, **fields}).encode() + b"\n")
 
     def _log(self, scalars: Mapping[str, Scalar], step: int, time: float | None) -> None:
         """Queue a ``metrics`` record of what was not recorded before a resume."""
-        new = self._drop_recorded(scalars, step, _text)
+        new = self._drop_recorded(scalars, step, _line)
         if new or not scalars:
             self._add_step("metrics", step, time, values=new)
         else:
             self._note_step(step)
-
-    def _line(self, values: Mapping[str, Scalar], step: int, time: float) -> str:
-        """Return a ``metrics`` record; fast where all values are finite floats."""
-        if set(map(type, values.values())) != {float} or not math.isfinite(sum(values.values())):  # type: ignore[arg-type]
-            record = {"type": "metrics", "step": step, "time": time, "values": dict(values)}
-            return _encode(_encode_floats(record)) + "\n"
-        names = tuple(values)
-        shape = self._shapes.get(names)
-        if shape is None:
-            if len(self._shapes) >= _MAX_SHAPES:
-                self._shapes.clear()
-            cells = ",".join(f"{_encode(name)}:\0" for name in names).replace("%", "%%")
-            line = '{"type":"metrics","step":%d,"time":%r,"values":{' + cells.replace("\0", "%r")
-            shape = self._shapes[names] = line + "}}\n"
-        return shape % (step, time, *values.values())
 
 
 def read_jsonl(
@@ -317,58 +272,38 @@ def _is_huge(value: Any) -> bool:
     return isinstance(value, (int, float)) and not abs(value) < 2**63
 
 
-class _Past:
-    """What a file says of a run that goes on.
-
-    Args:
-        lines: of the file.
-        run_id: of the run.
-        steps: those at which values may be logged again.
-        recorded: is given the values at these steps.
-
-    Attributes:
-        ended: the newest run of the file is this one, and it has ended well.
-        config: the newest config of the run.
-    """
-
-    def __init__(
-        self, lines: Iterable[bytes], run_id: str, steps: Collection[int | None], recorded: Recorded
-    ) -> None:
-        newest, status, self.config = None, None, None
-        marks = [b'"step":%d,' % step for step in steps if step is not None]
-        for line in lines:
-            # Most lines are metrics of other steps, and parsing takes the time.
-            if line.startswith(_METRICS) and not any(mark in line for mark in marks):
-                continue
-            record = _parse(line)
-            kind = record.get("type")
-            if kind == "run":
-                newest, status = record.get("run_id"), None
-            if newest != run_id:
-                continue
-            if kind == "finish":
-                status = record.get("status")
-            elif kind == "config":
-                self.config = record.get("config")
-            elif kind == "metrics" and record.get("step") in steps:
-                for name, value in record["values"].items():
-                    recorded.add(record["step"], name, _text(value))
-        self.ended = newest == run_id and status == "success"
+def _read_recorded(
+    file: LineFile, run_id: str, steps: Collection[int | None], recorded: Recorded
+) -> None:
+    """Read the values that the run has at some steps, which may be logged again."""
+    newest = None
+    marks = [b'"step":%d,' % step for step in steps if step is not None]
+    for line in file.lines():
+        # Most lines are metrics of other steps, and parsing takes the time.
+        if line.startswith(_METRICS) and not any(mark in line for mark in marks):
+            continue
+        record = _parse(line)
+        if record.get("type") == "run":
+            newest = record.get("run_id")
+        elif newest == run_id and record.get("type") == "metrics" and record["step"] in steps:
+            for name, value in record["values"].items():
+                recorded.add(record["step"], name, _line(value))
 
 
-def _text(value: Scalar) -> str:
-    """Return a value as it is in the file."""
-    return _encode(_encode_floats(value))
+def _line(value: Any) -> str:
+    """Return a record, or a value of one, as it is in the file."""
+    try:
+        return _encode(value)
+    except ValueError:  # it has a NaN or an infinity
+        return _encode(_encode_floats(value))
 
 
-def _truncate(file: LineFile, run_id: str, keep: int) -> bool:
-    """Remove what the run logged above step ``keep``, and return whether there was any."""
+def _truncate(file: LineFile, run_id: str, keep: int) -> None:
+    """Remove what the run logged above step ``keep``."""
     begin = _begin_of(file.lines(), run_id)
-    if not any(drop for _, drop in _mark_lines(file.lines(), run_id, keep, begin)):
-        return False
-    marked = _mark_lines(file.lines(), run_id, keep, begin)
-    file.rewrite(line for line, drop in marked if not drop)
-    return True
+    if any(drop for _, drop in _mark_lines(file.lines(), run_id, keep, begin)):
+        marked = _mark_lines(file.lines(), run_id, keep, begin)
+        file.rewrite(line for line, drop in marked if not drop)
 
 
 def _begin_of(lines: Iterable[bytes], run_id: str) -> int:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import struct
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from glob import escape as glob_escape
-from glob import glob
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from checkpoint_io.local_files import local_path
 from loggers.base import RunInfo, Scalar, Status
 from loggers.multimedia.encode import figure_png, gif, markdown, png, size_of_png, wav
 from loggers.trackers.event_file import open_summary_writer
-from loggers.trackers.tool import ContinuingTracker, as_float, require_open
+from loggers.trackers.tool import ContinuingTracker, require_open
 from loggers.values import flat_config, stored_config
 
 if TYPE_CHECKING:
@@ -26,8 +22,7 @@ __all__ = ["TensorBoardTracker"]
 class TensorBoardTracker(ContinuingTracker):
     """Writes event files to ``<logging_dir>/tensorboard``, which may be an fsspec URL.
 
-    A resume continues in the same folder and hides the steps that are logged again; on a local disk
-    it repeats neither the config nor values that are logged again at the resumed step. Strings are
+    A resume continues in the same folder and hides the steps that are logged again. Strings are
     written as text, the config as text and as hyperparameters. TensorBoard stores scalars in single
     precision. While a disk is full or a store is away, events wait in memory.
 
@@ -72,8 +67,7 @@ class TensorBoardTracker(ContinuingTracker):
     def start(self, run: RunInfo) -> None:
         """Open the ``SummaryWriter``."""
         keep = self._begin(run)
-        local = local_path(run.logging_dir)
-        root = (local or run.logging_dir).rstrip("/")
+        root = (local_path(run.logging_dir) or run.logging_dir).rstrip("/")
         parts = [root, self._subdir, f"rank{run.rank}" if run.rank else ""]
         kwargs = dict(self._writer_kwargs)
         if keep is not None:
@@ -86,24 +80,6 @@ class TensorBoardTracker(ContinuingTracker):
                 f"the tensorboard tracker needs torch and tensorboard ({error}): "
                 "pip install tensorboard"
             ) from error
-        if keep is not None and local:
-            self._read_recorded(folder, {keep, run.resumed_step, 0})
-
-    def _read_recorded(self, folder: str, steps: Collection[int | None]) -> None:
-        """Read the values at some steps, which may be logged again."""
-        from tensorboard.compat.proto.event_pb2 import Event
-
-        for path in sorted(glob(os.path.join(glob_escape(folder), "events.out.tfevents.*"))):
-            for event in _events(path):
-                step = _step_of(event)
-                if step not in steps:
-                    continue
-                for value in Event.FromString(event).summary.value:
-                    if value.WhichOneof("value") == "simple_value":
-                        self._recorded.add(step, value.tag, repr(value.simple_value))
-                    for text in value.tensor.string_val:
-                        name = value.tag.removesuffix("/text_summary")
-                        self._recorded.add(step, name, text.decode(errors="replace"))
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Write the config, without secrets, as JSON under Text and as a row under HParams."""
@@ -112,8 +88,6 @@ class TensorBoardTracker(ContinuingTracker):
         config = stored_config(config)
         text = json.dumps(config, indent=2, ensure_ascii=False)
         writer = self._target()
-        if self._recorded.take(0, "config", _code_block(text)):
-            return
         writer.add_text("config", _code_block(text), 0)
         # Only the session record: the tab then uses the run's own scalars as its metrics, whereas
         # add_hparams would create a second run.
@@ -143,7 +117,7 @@ class TensorBoardTracker(ContinuingTracker):
         writer = self._target()
         writer.events.make_room()  # before adding, because a row that fails is tried again
         at = time if walltime is None else walltime
-        for tag, value in self._drop_recorded(scalars, step, _text).items():
+        for tag, value in scalars.items():
             if isinstance(value, str):
                 writer.add_text(tag, value, step, at)
             else:
@@ -286,41 +260,6 @@ class TensorBoardTracker(ContinuingTracker):
         writer = self._target()
         writer.events.make_room()
         writer.file_writer.add_summary(Summary(value=[value]), step)
-
-
-def _events(path: str) -> Iterator[bytes]:
-    """Iterate over the serialized events of a file; an incomplete one at its end is left out."""
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
-        while len(head := file.read(12)) == 12:  # the length and its checksum
-            (length,) = struct.unpack("<Q", head[:8])
-            if length > size:
-                return
-            event = file.read(length)
-            if len(file.read(4)) < 4:  # the checksum of the event
-                return
-            yield event
-
-
-def _step_of(event: bytes) -> int:
-    """Return the step of a serialized event, which follows its time, without parsing the rest."""
-    step = 0
-    if event[9:10] == b"\x10":
-        for place, byte in enumerate(event[10:20]):
-            step |= (byte & 127) << (7 * place)
-            if byte < 128:
-                break
-    return step
-
-
-def _text(value: Scalar) -> str:
-    """Return a value as it is read back: a number in single precision."""
-    if isinstance(value, str):
-        return value
-    try:
-        return repr(struct.unpack("f", struct.pack("f", value))[0])
-    except OverflowError:
-        return repr(as_float(value))
 
 
 def _code_block(text: str) -> str:

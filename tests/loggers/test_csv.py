@@ -161,36 +161,6 @@ def test_a_kill_while_the_header_grows_loses_nothing(
     assert _history(path)[-2:] == [(49, {"loss": 1.0}), (50, {"new": 1.0})]
 
 
-def test_rewriting_for_columns_is_bounded(
-    run_info: Callable[..., RunInfo], path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A new name at each step: rows wait, in order, until rewriting is due."""
-    from loggers.trackers import csv as csv_file
-
-    now = [0.0]
-    monkeypatch.setattr(csv_file.clock, "monotonic", lambda: now[0])
-    tracker = CSVTracker()
-    tracker.start(run_info())
-    file, rewrites = tracker.raw, []
-    real = file.rewrite
-
-    def slow(lines: Any) -> None:
-        rewrites.append(now[0])
-        real(lines)
-        now[0] += 1.0  # it took a second
-
-    monkeypatch.setattr(file, "rewrite", slow)
-    for step in range(100):
-        tracker.log({f"loss-{step}": step}, step)
-        tracker.flush()
-        now[0] += 1.0
-    assert len(rewrites) <= 6  # of 100 s one in twenty
-    tracker.log({"loss-0": 0}, 100)
-    tracker.finish()
-    expected = [(step, {f"loss-{step}": step}) for step in range(100)]
-    assert _history(path) == [*expected, (100, {"loss-0": 0})]
-
-
 def test_columns_have_a_limit(run_info: Callable[..., RunInfo], path: Path) -> None:
     tracker = CSVTracker(max_columns=2)
     with pytest.warns(UserWarning, match=r"'c' and later names") as caught:

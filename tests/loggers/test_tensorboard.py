@@ -186,9 +186,8 @@ def test_a_resume_keeps_steps_of_another_unit(
 def _steps_in_store(protocol: str, folder: str, **options: Any) -> list[int]:
     """Read the steps of all events that a store has."""
     import fsspec
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
-
-    from loggers.trackers.tensorboard import _events
 
     steps = []
     fs = fsspec.filesystem(protocol, **options)
@@ -196,7 +195,7 @@ def _steps_in_store(protocol: str, folder: str, **options: Any) -> list[int]:
         with tempfile.NamedTemporaryFile() as local:
             local.write(fs.cat_file(key))
             local.flush()
-            events = [Event.FromString(event) for event in _events(local.name)]
+            events = [Event.FromString(event) for event in RawEventFileLoader(local.name).Load()]
         steps += [event.step for event in events if event.summary.value]
     return steps
 
