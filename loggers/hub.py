@@ -134,6 +134,9 @@ class TrackerHub:
 
         All start concurrently. One that takes longer than ``start_timeout_s`` keeps starting in the
         background, and its rows wait.
+
+        Raises:
+            RuntimeError: this process may start no more threads.
         """
         if self._started:
             return
@@ -144,16 +147,14 @@ class TrackerHub:
         reply = Reply()
         try:
             self._pump.begin()
-        except RuntimeError as error:  # the hub's own thread passes all rows on
-            for writer in self._writers:
-                writer.turn_off(error)
-        else:
             for writer in self._writers:
                 writer.begin(reply)
-        self._report_threads()
-        if all(writer.finished for writer in self._writers):
-            self._raise_kept()
-            return
+        except RuntimeError as error:
+            self._finished, self._writing_in = True, None
+            raise RuntimeError(
+                f"no thread can start for the trackers ({error}): raise the limit of processes "
+                "(`ulimit -u`, or that of the container), or start fewer loader workers"
+            ) from error
         limit = self.config.start_timeout_s
         ready = wait_for_replies(reply, len(self._writers), time.monotonic() + limit)
         for writer in self._writers:
@@ -562,18 +563,6 @@ class TrackerHub:
             first = self._errors[0]
             self._errors.clear()
             raise first
-
-    def _report_threads(self) -> None:
-        """Warn once about the trackers for which no thread could be started."""
-        off = [writer for writer in self._writers if writer.finished]
-        if off:
-            off[0].guard.warn(
-                "no thread can start (%s), so these trackers are off for this run: %s. Training "
-                "continues. Raise the limit of processes (`ulimit -u`, or that of the container), "
-                "or start fewer loader workers.",
-                off[0].guard.last_error,
-                ", ".join(writer.name for writer in off),
-            )
 
     def _warn_of_none(self, name: str) -> None:
         self._warn_once("none", f"log got None for {name!r}; None values are dropped")

@@ -72,15 +72,10 @@ class Pump:
         """Start the thread.
 
         Raises:
-            RuntimeError: this process may start no more threads. `put` counts rows as lost then.
+            RuntimeError: this process may start no more threads.
         """
-        thread = threading.Thread(target=self._work, name="tracker hub", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
-            self._behind = True  # so that `put` looks closer
-            raise
-        self._thread = thread
+        self._thread = threading.Thread(target=self._work, name="tracker hub", daemon=True)
+        self._thread.start()
 
     # --- on the training thread -----------------------------------------------------------------
 
@@ -96,9 +91,6 @@ class Pump:
 
     def put_media(self, pending: Pending) -> None:
         """Append media, to be converted on this thread."""
-        if self._thread is None:
-            self.lost.count(pending)
-            return
         waiting = self._bytes_in - self._bytes_out
         full = waiting + pending.size > MEDIA_BYTES
         if self._lossless and (full or self._behind):
@@ -121,9 +113,6 @@ class Pump:
 
     def submit(self, request: Callable[[], None]) -> None:
         """Run a function on this thread, after what was logged so far has been passed on."""
-        if self._thread is None:
-            request()
-            return
         self._requests.append(request)
         self._tokens.put(None)
 
@@ -146,9 +135,6 @@ class Pump:
 
     def _make_room(self) -> None:
         """Wait for lossless trackers; drop the oldest row if this did not help."""
-        if self._thread is None:
-            self.lost.count(self._inbox.pop())
-            return
         if self._lossless:
             self._wait_for_room()
         if len(self._inbox) > self._config.max_buffer:

@@ -223,27 +223,17 @@ class Writer:
     # --- called by other threads ----------------------------------------------------------------
 
     def begin(self, reply: Reply) -> None:
-        """Start the thread, and the tracker on it; without a thread the tracker is off."""
-        thread = threading.Thread(target=self._work, name=f"tracker {self.name}", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            self.turn_off(error)
-        else:
-            self._thread = thread
-        self._submit(reply, self._start)
+        """Start the thread, and the tracker on it.
 
-    def turn_off(self, error: BaseException) -> None:
-        """Count everything as lost from now on, because there is no thread."""
-        self.guard.turn_off(error)
-        self.finished = self._over = True
+        Raises:
+            RuntimeError: this process may start no more threads.
+        """
+        self._thread = threading.Thread(target=self._work, name=f"tracker {self.name}", daemon=True)
+        self._thread.start()
+        self._submit(reply, self._start)
 
     def put(self, items: list[Row | Media]) -> None:
         """Queue rows and media; called by one thread only."""
-        if self._thread is None:
-            for item in items:
-                self._left.count(item)
-            return
         for item in items:
             if item.only is not None and item.only != self.name:
                 continue
@@ -356,9 +346,6 @@ class Writer:
         )
 
     def _submit(self, reply: Reply, act: Callable[[], Any]) -> None:
-        if self._thread is None:
-            reply.put((self.name, None))
-            return
         self._queue.append(lambda: reply.put((self.name, act())))
         self._tokens.put(None)
 
@@ -656,13 +643,6 @@ class Guard:
         """Like `call`, but do nothing and return None if the tracker is disabled or closed."""
         usable = self.open and not self.disabled
         return self.call(method, *args, **kwargs) if usable else None
-
-    def turn_off(self, error: BaseException) -> None:
-        """Never call the tracker, whose thread could not be started."""
-        self.broken = self.disabled = True
-        self.failures += 1
-        self.last_error = f"start: {type(error).__name__}: {error}"
-        self._on_error(error)
 
     def log_row(self, values: Mapping[str, Any], step: int, at: float, extra: Any) -> Any:
         """Call ``log`` with the keywords that this tracker takes."""
