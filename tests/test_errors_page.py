@@ -12,6 +12,7 @@ SECTION = re.compile(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", re.M | re.S)
 DEFINITION = re.compile(r"^class ([A-Za-z]\w*)\([^)]*(?:Error|Exception|Warning)\w*[^)]*\):", re.M)
 #: Raised and caught inside of the packages, or by checks that are not for users.
 INTERNAL = {
+    "AlreadySent",
     "CommandError",
     "Failed",
     "Injected",

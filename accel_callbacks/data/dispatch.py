@@ -1,8 +1,9 @@
 """Rank 0 reads for all ranks, and sends each rank its part of every batch.
 
-A batch travels as a message with its counts and its structure without the tensors (scattered as
-objects), and the bytes of the tensors (sent point to point). Ranks that share a model get the same
-part.
+A batch travels as a header of fixed size (broadcast), its structure without the tensors (scattered
+as objects, only if it differs from that of the batch before), and the bytes of the tensors (sent
+point to point). So a steady loop costs one small broadcast and one send per rank and batch. Ranks
+that share a model get the same part.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from accel_callbacks.collectives.nested import map_leaves, map_tensors
+from accel_callbacks.collectives.nested import leaves, map_leaves, map_tensors
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.data.order import Record
 from accel_callbacks.data.shard import ShareSource
@@ -27,12 +28,17 @@ from accel_callbacks.errors import RemoteError
 from accel_callbacks.errors.text import published_text
 
 __all__ = [
+    "AlreadySent",
     "CollatePieces",
     "DataLoaderDispatcher",
+    "Receiver",
+    "Sender",
     "WholeShares",
 ]
 
 _ALIGNED = 16  # bytes; a tensor of any dtype can start at a multiple
+_HEAD = 6  # integers in a header, before one for each part: kind, new structure, four numbers
+_BATCH, _END = 0, 1
 # The options of torch's loader on ranks that read nothing.
 _IDLE: dict[str, Any] = {
     **dict.fromkeys(("worker_init_fn", "multiprocessing_context", "prefetch_factor")),
@@ -111,71 +117,133 @@ def _unpack(layout: Any, data: torch.Tensor) -> Any:
     return map_leaves(layout, tensor, _is_slot)
 
 
-class _Message(NamedTuple):
-    """What a rank is told of a batch before the bytes of its tensors; in place of it, None ends."""
-
-    layout: Any
-    size: int  # bytes of the tensors
-    counts: Delivery
-
-
-def _scatter(messages: list[Any]) -> None:
-    """Send each rank its message; if one cannot be pickled, send that error in their place.
-
-    The other ranks are waiting for the scatter, and would wait for ever otherwise.
-    """
-    received: list[Any] = [None]
-    try:
-        dist.scatter_object_list(received, messages, src=0)
-    except Exception as problem:
-        failed = _Failure(f"a batch cannot be sent to the other processes: {problem!r}")
-        dist.scatter_object_list(received, [failed] * len(messages), src=0)
-        raise _AlreadySent(problem) from problem
+def _signature(layout: Any) -> Any:
+    """Return a value that is equal for equal layouts; raise TypeError for other objects."""
+    # An object of another type is sent with each batch: one that a receiver keeps would be shared
+    # by its batches, and a script may change it in place.
+    kind = type(layout)
+    if layout is None or kind in (_Slot, str, bytes, bool, int):
+        return kind, layout
+    if kind is float:  # repr, because nan != nan and 0.0 == -0.0
+        return kind, repr(layout)
+    if kind in (list, tuple) or hasattr(layout, "_fields"):
+        return kind, tuple(_signature(item) for item in layout)
+    if kind is dict:
+        return kind, tuple((key, _signature(item)) for key, item in layout.items())
+    raise TypeError(kind)
 
 
-def _send_batch(pieces: list[Any], counts: Delivery) -> None:
-    """Send each rank its piece, from rank 0."""
-    wire = _wire()
-    packed = [(layout, data.to(wire)) for layout, data in map(_pack, pieces)]
-    _scatter([_Message(layout, data.numel(), counts) for layout, data in packed])
-    # All at once: one rank that is slow to receive does not keep the others waiting.
-    parts = [(rank, data) for rank, (_, data) in enumerate(packed) if rank and data.numel()]
-    pending = [dist.isend(data, rank) for rank, data in parts]
-    for work in pending:
-        if work is not None:
-            work.wait()
-
-
-def _receive_batch(pinned: bool) -> tuple[Any, Delivery] | None:
-    """Return this rank's piece with the counts of its batch, None at the end.
+class Sender:
+    """The sending end, on rank 0; its calls and those of :class:`Receiver` pair up in order.
 
     Args:
-        pinned: receive into pinned memory, so that copies to the device are asynchronous.
-
-    Raises:
-        RemoteError: rank 0 failed.
+        copies: number of neighboring ranks that get the same piece.
     """
-    received: list[Any] = [None]
-    dist.scatter_object_list(received, None, src=0)
-    message = received[0]
-    if message is None:
-        return None
-    if isinstance(message, _Failure):
-        raise RemoteError(rank=0, where="reading the data", details=message.report)
-    wire = _wire()
-    pinned = pinned and wire.type == "cpu"
-    data = torch.empty(message.size, dtype=torch.uint8, device=wire, pin_memory=pinned)
-    if message.size:
-        dist.recv(data, src=0)
-    return _unpack(message.layout, data.cpu()), message.counts
+
+    def __init__(self, copies: int = 1) -> None:
+        self._copies = copies
+        self._known: Any = None  # signatures of the structures that the receivers have
+
+    def batch(self, pieces: list[Any], numbers: list[int], kept: list[int]) -> None:
+        """Send each rank its piece; there is a piece, and a number in ``kept``, a data rank."""
+        wire = _wire()
+        packed = [(layout, data.to(wire)) for layout, data in map(_pack, pieces)]
+        packed = [piece for piece in packed for _ in range(self._copies)]
+        layouts = [layout for layout, _ in packed]
+        try:
+            # Without that of rank 0, which keeps its piece and is sent none.
+            known: Any = [_signature(layout) for layout in layouts[1:]]
+        except TypeError:
+            known = None
+        news = known is None or known != self._known
+        self._known = known
+        self._head(_BATCH, news, numbers, kept)
+        if news:
+            self._structures(layouts)
+        parts = [(rank, data) for rank, (_, data) in enumerate(packed) if rank]
+        # All at once: one rank that is slow to receive does not keep the others waiting.
+        pending = [dist.isend(data, rank) for rank, data in parts if data.numel()]
+        for work in pending:
+            if work is not None:
+                work.wait()
+
+    def end(self) -> None:
+        """Send the end of the pass."""
+        self._head(_END, False, [0, 0, 0, 0], [0] * (dist.get_world_size() // self._copies))
+
+    def failure(self, report: str) -> None:
+        """Send an error in place of the next batch."""
+        self._known = None
+        world = dist.get_world_size()
+        self._head(_BATCH, True, [0, 0, 0, 0], [0] * (world // self._copies))
+        self._structures([_Failure(report)] * world)
+
+    def _head(self, kind: int, news: bool, numbers: list[int], kept: list[int]) -> None:
+        head = torch.tensor([kind, int(news), *numbers, *kept], dtype=torch.int64, device=_wire())
+        dist.broadcast(head, src=0)
+
+    def _structures(self, layouts: list[Any]) -> None:
+        """Send the structures; if one cannot be pickled, send that error in their place.
+
+        The other ranks are waiting for the scatter, and would wait for ever otherwise.
+        """
+        received: list[Any] = [None]
+        try:
+            dist.scatter_object_list(received, layouts, src=0)
+        except Exception as problem:
+            self._known = None
+            failed = _Failure(f"a batch cannot be sent to the other processes: {problem!r}")
+            dist.scatter_object_list(received, [failed] * len(layouts), src=0)
+            raise AlreadySent(problem) from problem
 
 
-class _AlreadySent(Exception):
+class AlreadySent(Exception):
     """A failure that the other ranks have received already."""
 
     def __init__(self, problem: Exception) -> None:
         super().__init__(problem)
         self.problem = problem
+
+
+class Receiver:
+    """The receiving end, on all ranks but rank 0.
+
+    Args:
+        pinned: receive into pinned memory, so that copies to the device are asynchronous.
+        copies: number of neighboring ranks that get the same piece.
+    """
+
+    def __init__(self, pinned: bool = False, copies: int = 1) -> None:
+        self._pinned = pinned
+        self._copies = copies
+        self._layout: Any = None
+
+    def batch(self) -> tuple[Any, list[int], list[int]] | None:
+        """Return (this rank's piece, numbers, kept) as they were sent, None at the end.
+
+        Raises:
+            RemoteError: rank 0 failed.
+        """
+        wire = _wire()
+        parts = dist.get_world_size() // self._copies
+        head = torch.empty(_HEAD + parts, dtype=torch.int64, device=wire)
+        dist.broadcast(head, src=0)
+        kind, news, *numbers = head.tolist()
+        if kind == _END:
+            return None
+        if news:
+            received: list[Any] = [None]
+            dist.scatter_object_list(received, None, src=0)
+            self._layout = received[0]
+        if isinstance(self._layout, _Failure):
+            report, self._layout = self._layout.report, None
+            raise RemoteError(rank=0, where="reading the data", details=report)
+        size = max((leaf.value.end for leaf in leaves(self._layout, _is_slot)), default=0)
+        pinned = self._pinned and wire.type == "cpu"
+        data = torch.empty(size, dtype=torch.uint8, device=wire, pin_memory=pinned)
+        if size:
+            dist.recv(data, src=0)
+        return _unpack(self._layout, data.cpu()), numbers[:4], numbers[4:]
 
 
 class CollatePieces:
@@ -338,29 +406,36 @@ class DataLoaderDispatcher(DataLoaderShard):
             yield from self._receive()
 
     def _send(self, items: Iterator[Any]) -> Iterator[tuple[Any, Delivery]]:
+        sender = Sender(self._copies)
         try:
             if self._problem is not None:
                 raise self._problem
             for number, (item, delivery) in enumerate(self._source.deliver(items), start=1):
                 pieces = self._pieces(item)
-                counts = delivery._replace(last=delivery.is_last(number), state=None)
-                _send_batch([piece for piece in pieces for _ in range(self._copies)], counts)
+                ended = delivery.is_last(number)
+                last = -1 if ended is None else int(ended)
+                kept = [0] * self._world if delivery.kept is None else list(delivery.kept)
+                numbers = [delivery.real, delivery.padded, last, delivery.kept is not None]
+                sender.batch(pieces, [int(number) for number in numbers], kept)
                 yield pieces[0], delivery
-        except _AlreadySent as sent:
+        except AlreadySent as sent:
             raise sent.problem from None
         except Exception as problem:
             with suppress(Exception):  # the others may be gone; this error is the one to be seen
-                _scatter([_Failure(published_text(problem))] * dist.get_world_size())
+                sender.failure(published_text(problem))
             raise
-        _scatter([None] * dist.get_world_size())
+        sender.end()
 
     def _receive(self) -> Iterator[tuple[Any, Delivery]]:
-        known: Delivery | None = None
-        while (received := _receive_batch(self._pinned)) is not None:
-            piece, counts = received
-            if known is None or counts != known:  # batches that are alike share one
-                known = counts
-            yield piece, known
+        receiver = Receiver(self._pinned, self._copies)
+        delivery: Delivery | None = None
+        while (received := receiver.batch()) is not None:
+            piece, (real, padded, last, counted), kept = received
+            known = None if last < 0 else bool(last)
+            counts = Delivery(real, padded, known, kept if counted else None)
+            if delivery is None or counts != delivery:  # batches that are alike share one
+                delivery = counts
+            yield piece, delivery
 
     def _pieces(self, item: Any) -> list[Any]:
         """Return the part of each rank, sliced from one batch if there is a ``slice_fn``."""

@@ -186,6 +186,31 @@ def test_any_structure_arrives_as_it_was(pool):
     assert pool.run(read_structured, True) == pool.run(read_structured, False)
 
 
+def count_structures():
+    """How often the structure was sent."""
+    from accel_callbacks.data import dispatch as scattering
+
+    sent = []
+    original = scattering.Sender._structures
+
+    def counting(self, layouts):
+        sent.append(len(layouts))
+        original(self, layouts)
+
+    scattering.Sender._structures = counting
+    try:
+        loader = accelerator().prepare(DataLoader(Rows(21), 2))
+        batches = len(list(loader))
+    finally:
+        scattering.Sender._structures = original
+    return batches, len(sent)
+
+
+def test_the_structure_is_sent_only_when_it_changes(pool):
+    # The last batch is a smaller one.
+    assert pool.run(count_structures) == [(6, 2), (6, 0)]
+
+
 def slices(batch, part, process_index=None, num_processes=None):
     assert num_processes == 2
     return batch[part] + 1000 * process_index
