@@ -14,7 +14,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accel_callbacks import collectives
 from accel_callbacks.distributed.topology import Topology
 from accel_callbacks.engines.sharded_gradients import ShardedGradients
+from accel_callbacks.models.activation_checkpointing import checkpoint_with
 from accel_callbacks.plugins.base import Handlers
+from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.strategy.base import SetUp, Strategy
 from checkpoint_io.warning import warn
@@ -98,6 +100,22 @@ class Sharding(Strategy):
             if shard is not whole and whole not in self._sharded:
                 self._sharded[whole] = shard
                 whole.grad = None  # an optimizer or a list of the user may keep it
+
+    def checkpoint_activations(self, model: torch.nn.Module) -> None:
+        """Apply ``activation_checkpointing`` of the ``fsdp_plugin`` too."""
+        super().checkpoint_activations(model)
+        options = self.plugin(FullyShardedDataParallelPlugin)
+        if options is None:
+            return
+        policy = options.activation_checkpointing
+        offload = bool(options.activation_checkpointing_offload)
+        if offload and not policy:
+            raise ValueError(
+                "activation_checkpointing_offload=True keeps in host memory what blocks are "
+                "computed from again: set activation_checkpointing=True as well "
+                "(--fsdp_activation_checkpointing true), or leave it out."
+            )
+        checkpoint_with(policy, model, offload=offload)
 
     def setup(
         self,

@@ -44,7 +44,6 @@ from accel_callbacks.engines.tensor.strategy import (
 )
 from accel_callbacks.logging import notice
 from accel_callbacks.models.absent_weights import absent_weights
-from accel_callbacks.models.activation_checkpointing import checkpoint_with
 from accel_callbacks.models.compile import await_collectives, is_compiled, refuse_scripted
 from accel_callbacks.models.empty_weights import init_empty_weights
 from accel_callbacks.models.from_pretrained import weights_on_rank_0
@@ -199,19 +198,6 @@ class FSDP(Sharding):
         """Leave a trained model where it is, unless one rank holds all of it."""
         alone = self.topology.world_size == 1 and not _has_meta(model)
         return super().place(model, trained=trained) if alone or not trained else model
-
-    def checkpoint_activations(self, model: torch.nn.Module) -> None:
-        """Apply ``activation_checkpointing`` of the options."""
-        super().checkpoint_activations(model)
-        policy = self.options.activation_checkpointing
-        offload = bool(self.options.activation_checkpointing_offload)
-        if offload and not policy:
-            raise ValueError(
-                "activation_checkpointing_offload=True keeps in host memory what blocks are "
-                "computed from again: set activation_checkpointing=True as well "
-                "(--fsdp_activation_checkpointing true), or leave it out."
-            )
-        checkpoint_with(policy, model, offload=offload)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Shard the model."""

@@ -25,10 +25,10 @@ from accel_callbacks.engines.pipeline.runner import (
     StageReplicas,
 )
 from accel_callbacks.engines.pipeline.stages import (
-    Slot,
     Stage,
     StagePlan,
     calls_answered,
+    parameter_slots,
     slots_filled,
 )
 from accel_callbacks.engines.sharding import Sharding
@@ -104,10 +104,7 @@ class PipelinedModel(torch.nn.Module):
                 "does. Load the weights of save_model() into a model of one process for that."
             )
         absent = {
-            Slot(module, key): parameter
-            for module in model.modules()
-            for key, parameter in module._parameters.items()
-            if parameter is not None and parameter.is_meta
+            slot: parameter for slot, _, parameter in parameter_slots(model) if parameter.is_meta
         }
         # Models look for their device at the first parameter, which other stages do not have.
         placeholders = {
@@ -116,6 +113,7 @@ class PipelinedModel(torch.nn.Module):
         }
 
         def answer(name: str, args: Any, kwargs: Any) -> Any:
+            # Without the placeholders: what is lent is found by the shape of the parameter.
             with slots_filled(absent):
                 return self(*args, **{**kwargs, "use_cache": False})
 
@@ -151,9 +149,11 @@ class PipelineParallel(Sharding):
         fsdp: FullyShardedDataParallelPlugin | None = None,
     ) -> None:
         super().__init__(topology, handlers, parallelism)
+        if fsdp is not None:
+            _refuse_options(fsdp)
+        elif parallelism.fsdp_dim_names:
+            fsdp = FullyShardedDataParallelPlugin()
         self._fsdp = fsdp
-        if parallelism.fsdp_dim_names and fsdp is None:
-            self._fsdp = FullyShardedDataParallelPlugin()
         #: By which stages are sharded.
         self.engine_plugins = () if self._fsdp is None else (self._fsdp,)
         self._ranks = parallelism.sizes["pp"]
@@ -236,6 +236,14 @@ class PipelineParallel(Sharding):
         """Return a model that is trained unchanged: no device holds all of it."""
         return model if trained else super().place(model, trained=trained)
 
+    def checkpoint_activations(self, model: torch.nn.Module) -> None:
+        """Compute blocks again in backward, once: before FSDP gives those of a stage new classes.
+
+        After it, the blocks of other ranks would be of another class, and so none be repeated.
+        """
+        if model not in self._owners:
+            super().checkpoint_activations(model)
+
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the pipeline that was made of the model.
 
@@ -282,7 +290,11 @@ class PipelineParallel(Sharding):
             )
         layers = self._plan_of_layers(model)
         plan = StagePlan(model, chosen.split_points or [])
+        # In this order: the rehearsal and the stages note shapes of whole parameters, and rank 0
+        # sends them; then each rank drops those of other stages, tensor parallelism cuts what is
+        # left, and FSDP shards the parts.
         rehearsal = Rehearsal(plan, model, self.topology.device)
+        self.checkpoint_activations(model)
         stages = {
             n: Stage(plan, model, n, self.topology.device)
             for n in range(self._index, plan.count, self._ranks)
@@ -301,7 +313,8 @@ class PipelineParallel(Sharding):
         replicas = None
         if self._fsdp is not None:
             replicas = self._stage_replicas()
-            # What another stage lends is not sharded here; see the runner.
+            # What another stage lends is not sharded here: the runner puts it whole into the slot,
+            # and sends its gradient to the owner, whose shards are in no collective of this stage.
             lent = [
                 (name, slot)
                 for name, stages_lent in plan.shared.items()
@@ -386,6 +399,17 @@ class PipelineParallel(Sharding):
                     slots[key] = empty[id(tensor)]
 
 
+def _refuse_options(options: FullyShardedDataParallelPlugin) -> None:
+    """Refuse options of FSDP that would change what is trained, and have no effect on stages."""
+    names = ("mixed_precision_policy", "ignored_modules", "param_init_fn")
+    given = [name for name in names if getattr(options, name)]
+    given += ["cpu_offload"] if options.offloads else []
+    if given:
+        raise ValueError(
+            f"{given[0]} of the fsdp_plugin does not go with a pipeline: leave it out."
+        )
+
+
 def _shard(
     stage: torch.nn.Module,
     options: FullyShardedDataParallelPlugin,
@@ -396,10 +420,6 @@ def _shard(
     # Imported here, because pipelines without it do not need it.
     from torch.distributed.fsdp import fully_shard
 
-    if options.offloads:
-        raise ValueError(
-            "cpu_offload of the fsdp_plugin does not go with a pipeline: leave it out."
-        )
     # A runner sends it or takes its loss, and writes into neither.
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPStage\) returned a view")
     with whole_parameters_freed(stage):

@@ -13,7 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from accel_callbacks import Accelerator, ParallelismConfig, TorchTensorParallelConfig
+from accel_callbacks import (
+    Accelerator,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    TorchTensorParallelConfig,
+)
 from accel_callbacks.callbacks import NonFinite
 from tests.support.bound import BOUND
 from tests.support.ring_attention import ring_on_cpu
@@ -218,6 +223,53 @@ def test_layers_of_stages_are_cut_too(pool_of_4, kind):
     results = pool_of_4.run(trains, kind, 2, 1, 2, 2)
     assert all(result == results[0] for result in results)
     assert_reordered(results[0], alone(kind, 2))
+
+
+def refuses_options() -> None:
+    for name, value in {"mixed_precision_policy": "bf16", "cpu_offload": True}.items():
+        with pytest.raises(ValueError, match=f"{name} of the fsdp_plugin does not go with a pip"):
+            Accelerator(
+                cpu=True,
+                timeout=BOUND,
+                fsdp_plugin=FullyShardedDataParallelPlugin(**{name: value}),
+                parallelism_config=ParallelismConfig(pp_size=2, dp_shard_size=2),
+            )
+
+
+def test_options_of_fsdp_without_effect_on_stages_are_refused(pool_of_4):
+    pool_of_4.run(refuses_options)
+
+
+def recomputes(policy: bool) -> Any:
+    """The loss, the gradients of this rank's blocks, and how often these were computed."""
+    accel = Accelerator(
+        cpu=True,
+        timeout=BOUND,
+        fsdp_plugin=FullyShardedDataParallelPlugin(activation_checkpointing=policy),
+        parallelism_config=ParallelismConfig(pp_size=2, dp_shard_size=2),
+    )
+    torch.manual_seed(0)
+    inner = known_models.llama()
+    calls: list[Any] = []
+    for layer in inner.model.layers:
+        # Before it, because what is computed again ends at the last tensor that backward needs.
+        layer.mlp.register_forward_pre_hook(lambda module, _: calls.append(module))
+    model = accel.prepare_pipeline(inner, microbatches=2)
+    loss = model(**next(batches("llama"))).loss
+    accel.backward(loss)
+    gradients = {
+        name: parameter.grad.full_tensor().tolist()
+        for name, parameter in accel.unwrap_model(model).named_parameters()
+        if parameter.grad is not None
+    }
+    return loss.item(), gradients, len(calls)
+
+
+def test_blocks_of_stages_are_computed_again_where_the_fsdp_plugin_says_so(pool_of_4):
+    once, twice = (pool_of_4.run(recomputes, policy) for policy in (False, True))
+    for (loss, gradients, calls), (same, alike, doubled) in zip(once, twice, strict=True):
+        assert (loss, gradients) == (same, alike)
+        assert doubled == 2 * calls > 0
 
 
 def goes_on(
