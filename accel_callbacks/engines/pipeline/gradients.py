@@ -51,13 +51,11 @@ class StageGradients(ShardedGradients):
         return norm
 
     def _over_stages(self, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
-        total = norm.to(self._data.device).double()
-        if norm_type == float("inf"):
-            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self._group)
-            return total.to(norm.dtype)
-        total = total.pow(norm_type)
-        dist.all_reduce(total, group=self._group)
-        return total.pow(1.0 / norm_type).to(norm.dtype)
+        # Of one number on the device, which no rank waits for.
+        local = norm.to(self._data.device).contiguous()
+        norms = [torch.empty_like(local) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(norms, local, group=self._group)
+        return combined_norm(norms, norm_type)
 
     def join_norms(
         self, norms: Mapping[str, torch.Tensor], norm_type: float

@@ -208,15 +208,17 @@ class _Run:
         self._readers: dict[Any, set[int]] = {}  # the stages that read a value, by its origin
         self._values: list[Outline] = []
         self._producers: list[int] = []  # the stage of each value
-        self._slots = {slot: name for slot, name, _ in parameter_slots(model)}
+        self._slots: dict[Slot, str] = {}  # the names of parameters, by where they are
 
     def route(self, args: Any, kwargs: Mapping[str, Any]) -> Route:
         """Run, and return the route; the tensors of the result have no values."""
         # Parameters of layers too, which code between the layers may read.
-        zeros = {
-            slot: self._origins.add(self._zeros_of_parameter(slot), name)
-            for slot, name in self._slots.items()
-        }
+        zeros = {}
+        for slot, name, parameter in parameter_slots(self._model):
+            self._slots[slot] = name
+            zero = zeros_without_memory(parameter, self._device)
+            zero.requires_grad_(parameter.requires_grad and torch.is_grad_enabled())
+            zeros[slot] = self._origins.add(zero, name)
         with (
             keep_generators(self._device),
             slots_filled(zeros),
@@ -237,14 +239,14 @@ class _Run:
         return Route(
             self._calls,
             self._values,
-            [self._passed_to(stage) for stage in range(self._plan.count)],
-            self._borrowed(),
+            [self._values_for(stage) for stage in range(self._plan.count)],
+            self._loan_slots(),
             structure,
             [self._outline(leaf, "it returns") for leaf in leaves],
             places[0] if places else None,
         )
 
-    def _passed_to(self, stage: int) -> list[int]:
+    def _values_for(self, stage: int) -> list[int]:
         """Return the values that a stage receives: of earlier ones, read there or later."""
         return [
             number
@@ -252,7 +254,7 @@ class _Run:
             if producer < stage <= max(self._readers.get(number, (0,)))
         ]
 
-    def _borrowed(self) -> dict[str, dict[int, list[Slot]]]:
+    def _loan_slots(self) -> dict[str, dict[int, list[Slot]]]:
         """Return the slots of parameters that other stages than their owners read."""
         borrowed = {
             name: {stage: list(slots) for stage, slots in stages.items()}
@@ -269,12 +271,6 @@ class _Run:
         zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device)
         # A clone, because code may write into what a layer returned.
         return zeros.requires_grad_(tensor.requires_grad and torch.is_grad_enabled()).clone()
-
-    def _zeros_of_parameter(self, slot: Slot) -> torch.Tensor:
-        parameter = slot.module._parameters[slot.key]
-        assert parameter is not None
-        zeros = zeros_without_memory(parameter, self._device)
-        return zeros.requires_grad_(parameter.requires_grad and torch.is_grad_enabled())
 
     def _note_read(self, tree: Any, stage: int) -> None:
         for origin in self._origins.of(tree):

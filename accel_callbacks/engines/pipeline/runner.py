@@ -146,7 +146,18 @@ class _BatchPlan(NamedTuple):
 class PipelineRunner:
     """Runs batches through the stages of this rank, by a schedule of torch.
 
-    Stages go round the ranks: that of number ``n`` is on rank ``n % ranks``.
+    Stages go round the ranks: that of number ``n`` is on rank ``n % ranks``. A batch of training
+    goes in this order, on all ranks of a pipeline alike:
+
+    1. The owners of parameters that other stages read send them there.
+    2. The schedule runs the micro-batches. Stage ``n`` sends activations to ``n + 1``, and gets
+       their gradients back; see `stages`.
+    3. The gradients of what was lent go back to the owners, which add them up.
+    4. The last stage sends the loss, one number, to all.
+    5. Backward of that loss puts the gradients into the parameters, times its own gradient: of the
+       window, and of what the script has computed from the loss.
+
+    In an evaluation the last stage sends the outputs to all, ``[rows, ...]`` each.
     """
 
     def __init__(
@@ -236,7 +247,7 @@ class PipelineRunner:
         count = plan.microbatches
         if self._options.loss_fn is None and plan.route.loss is None:
             raise ValueError(_NO_LOSS)
-        self._targets = _pieces(target, count, batch.rows, "the target has")
+        self._targets = _cut_rows(target, count, batch.rows, "the target has")
         self._route = plan.route
         losses: list[torch.Tensor] = []
         self._share_buffers()
@@ -245,7 +256,7 @@ class PipelineRunner:
             dict.fromkeys(p for stage in self._stages.values() for p in stage.parameters())
         )
         try:
-            with self._own_random(), _set_gradients_aside(parameters):
+            with self._draw_per_stage(), _set_gradients_aside(parameters):
                 loans = self._lend(plan.route)
                 self._begin(plan, batch, loans)
                 # Of the ranks, only that of the last stage has a loss. Its loss_fn gets the output
@@ -264,19 +275,16 @@ class PipelineRunner:
             total += loss.detach()
         dist.broadcast(total, src=self._last, group=self._group)
         anchor = torch.zeros((), device=self._device, requires_grad=True)
-        settle: Any = _Settled.apply
-        loss_of_batch: torch.Tensor = settle(
-            total,
-            [gradient for _, gradient in gradients],
-            anchor,
-            *(parameter for parameter, _ in gradients),
-        )
+        owners, values = [p for p, _ in gradients], [gradient for _, gradient in gradients]
+        apply: Any = _BatchLoss.apply
+        # A rank whose parameters are all frozen has the anchor, so that its loss has a backward.
+        loss_of_batch: torch.Tensor = apply(total, values, anchor, *owners)
         if self._options.loss_fn is None:
             return plan.route.with_loss(loss_of_batch)
         return loss_of_batch
 
     def _begin(self, plan: _BatchPlan, batch: _Batch, loans: Mapping[str, torch.Tensor]) -> None:
-        microbatches = _pieces((batch.args, batch.kwargs), plan.microbatches, batch.rows)
+        microbatches = _cut_rows((batch.args, batch.kwargs), plan.microbatches, batch.rows)
         for stage in self._stages.values():
             stage.begin(plan.route, microbatches, loans)
 
@@ -286,65 +294,63 @@ class PipelineRunner:
         """Collective: give stages the parameters that they share with an earlier one, by name.
 
         The owner trains and saves them; the others have them for a batch, and send gradients back.
+        Ranks send pairwise, in the order of the names in the route, which is that of all ranks.
+        What is sent has the shape of the parameter, of its part under tensor parallelism; under
+        FSDP it is gathered first, and each borrower gets it from the owner with the same samples.
         """
         loans: dict[str, torch.Tensor] = {}
-        for name, owner, borrowers in self._lenders(route):
+        for name, owner, borrowers in self._loans_of(route):
             parameter = self._model.get_parameter(name)
             part = _part_of_stage(parameter)
             if self._rank == owner:
                 for rank in borrowers:
                     if rank != owner:
-                        dist.send(part, dst=self._global(rank), group=self._group)
+                        dist.send(part, dst=self._global_rank(rank), group=self._group)
                 if owner in borrowers and collectives.is_sharded(parameter):
-                    loans[name] = _as_cut(part.clone(), parameter)
+                    loans[name] = _cut_like(part.clone(), parameter)
             elif self._rank in borrowers:
                 received = torch.empty(part.shape, dtype=part.dtype, device=self._device)
-                dist.recv(received, src=self._global(owner), group=self._group)
-                loans[name] = _as_cut(received, parameter)
+                dist.recv(received, src=self._global_rank(owner), group=self._group)
+                loans[name] = _cut_like(received, parameter)
             if name in loans:
                 loans[name].requires_grad_(parameter.requires_grad and torch.is_grad_enabled())
         return loans
 
     def _return_loans(self, route: Route, loans: Mapping[str, torch.Tensor]) -> None:
         """Collective: add the gradients of lent parameters to those of their owners."""
-        for name, owner, borrowers in self._lenders(route):
+        for name, owner, borrowers in self._loans_of(route):
             parameter = self._model.get_parameter(name)
             if not parameter.requires_grad:
                 continue
-            loan = loans.get(name)
-            gradient = None
-            if loan is not None:
-                gradient = _part_of_gradient(loan)
+            gradient = _part_of_gradient(loans[name]) if name in loans else None
             if self._rank != owner:
                 if gradient is not None:
-                    dist.send(gradient.contiguous(), dst=self._global(owner), group=self._group)
+                    part = gradient.contiguous()
+                    dist.send(part, dst=self._global_rank(owner), group=self._group)
                 continue
             total = torch.zeros_like(_part_of_stage(parameter))
-            if gradient is not None:
+            if gradient is not None:  # another stage of this rank has borrowed it too
                 total += gradient
             for rank in borrowers:
                 if rank != owner:
                     part = torch.empty_like(total)
-                    dist.recv(part, src=self._global(rank), group=self._group)
+                    dist.recv(part, src=self._global_rank(rank), group=self._group)
                     total += part
-            total = _averaged(total, parameter)
+            total = _average_shard(total, parameter)
             parameter.grad = total if parameter.grad is None else parameter.grad + total
 
-    def _lenders(self, route: Route) -> Iterator[tuple[str, int, list[int]]]:
+    def _loans_of(self, route: Route) -> Iterator[tuple[str, int, list[int]]]:
         """Yield the names of parameters that are lent, their owners and who borrows, as ranks."""
         size = self._group.size()
         for name, stages in route.borrowed.items():
-            yield (
-                name,
-                self._plan.owner[name] % size,
-                sorted({stage % size for stage in stages}),
-            )
+            borrowers = sorted({stage % size for stage in stages})
+            yield name, self._plan.owner[name] % size, borrowers
 
     @property
     def _rank(self) -> int:
         return dist.get_rank(self._group)
 
-    def _global(self, rank: int) -> int:
+    def _global_rank(self, rank: int) -> int:
         return dist.get_global_rank(self._group, rank)
 
     def _share_buffers(self) -> None:
@@ -368,7 +374,8 @@ class PipelineRunner:
 
     def _evaluate(self, batch: _Batch) -> Any:
         rows = batch.rows
-        if self._count(rows) is None:  # copies of the first row, which are dropped again
+        if self._count_microbatches(rows) is None:
+            # By copies of the first row, whose outputs are dropped.
             batch = batch.pad(-rows % self._group.size())
         plan = self._plan_of(batch, training=False)
         tensors = plan.route.tensors()
@@ -378,7 +385,7 @@ class PipelineRunner:
                 "returns a number that would count copies of a row: compute it from the outputs."
             )
         self._share_buffers()
-        with self._own_random():
+        with self._draw_per_stage():
             self._begin(plan, batch, self._lend(plan.route))
             merged = plan.schedule.step()
         _free_gathered(self._stages.values())
@@ -397,7 +404,7 @@ class PipelineRunner:
         return plan.route.unflatten(outputs)
 
     @contextmanager
-    def _own_random(self) -> Iterator[None]:
+    def _draw_per_stage(self) -> Iterator[None]:
         """Context manager: draw other numbers than other stages, from a seed that all draw.
 
         Outside, ranks that share a model draw the same numbers.
@@ -428,29 +435,29 @@ class PipelineRunner:
 
     def _make_plan(self, batch: _Batch, training: bool) -> _BatchPlan:
         rows = batch.rows
-        count, fewest = self._count(rows), self._group.size()
+        count, fewest = self._count_microbatches(rows), self._group.size()
         if count is None:
             raise ValueError(
                 f"a batch of {rows} rows cannot be cut into equal micro-batches, at most "
-                f"{self._most} and at least {fewest}: give the loader drop_last=True, or pad the "
-                f"last batch to a multiple of {fewest}."
+                f"{self._max_microbatches} and at least {fewest}: give the loader drop_last=True, "
+                f"or pad the last batch to a multiple of {fewest}."
             )
-        args, kwargs = _pieces((batch.args, batch.kwargs), count, rows)[0]
+        args, kwargs = _cut_rows((batch.args, batch.kwargs), count, rows)[0]
         # On each rank, with the same inputs: all find the same route, or raise the same error.
         with torch.enable_grad() if training else torch.no_grad(), plain_attention():
             route = self._rehearsal.route(args, kwargs)
         return _BatchPlan(self._build_schedule(count, route, training), count, route)
 
     @property
-    def _most(self) -> int:
+    def _max_microbatches(self) -> int:
         return self._options.microbatches or 1
 
-    def _count(self, rows: int) -> int | None:
+    def _count_microbatches(self, rows: int) -> int | None:
         """Return the number of micro-batches that a batch is cut into, None if none fits."""
         ranks = self._group.size()
         # torch's schedules of several stages on a rank take rounds of as many as there are ranks.
         step = ranks if SCHEDULES[self._options.schedule] else 1
-        allowed = range(self._most // step * step, ranks - 1, -step)
+        allowed = range(self._max_microbatches // step * step, ranks - 1, -step)
         return next((count for count in allowed if rows and rows % count == 0), None)
 
     def _build_schedule(self, count: int, route: Route, training: bool) -> Any:
@@ -481,7 +488,7 @@ class PipelineRunner:
         )
 
 
-class _Settled(torch.autograd.Function):
+class _BatchLoss(torch.autograd.Function):
     """The loss of a batch, whose gradients are known: backward multiplies them by its own."""
 
     @staticmethod
@@ -572,7 +579,7 @@ def _part_of_stage(parameter: Any) -> torch.Tensor:
     return part
 
 
-def _as_cut(part: torch.Tensor, parameter: Any) -> torch.Tensor:
+def _cut_like(part: torch.Tensor, parameter: Any) -> torch.Tensor:
     """Return a part of a parameter as a layer takes it that is cut by tensor parallelism."""
     if not collectives.is_sharded(parameter) or not _cut_dimensions(parameter):
         return part
@@ -597,7 +604,7 @@ def _part_of_gradient(loan: Any) -> torch.Tensor:
     return local_part(gradient)
 
 
-def _averaged(gradient: torch.Tensor, parameter: Any) -> torch.Tensor:
+def _average_shard(gradient: torch.Tensor, parameter: Any) -> torch.Tensor:
     """Return this rank's shard of a gradient, averaged over the ranks that share the stage."""
     if not collectives.is_sharded(parameter):
         return gradient
@@ -619,7 +626,7 @@ def _averaged(gradient: torch.Tensor, parameter: Any) -> torch.Tensor:
     return shard
 
 
-def _pieces(tree: Any, count: int, rows: int, subject: str = "an input has") -> list[Any]:
+def _cut_rows(tree: Any, count: int, rows: int, subject: str = "an input has") -> list[Any]:
     """Return the micro-batches of a tree: tensors with a row for each of the batch are cut."""
     leaves, structure = _pytree.tree_flatten(tree)
 

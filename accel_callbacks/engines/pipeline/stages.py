@@ -163,7 +163,7 @@ class StagePlan:
 
     def _find_owners(self, model: torch.nn.Module) -> None:
         first: dict[int, str] = {}
-        for name, tensor in _named_tensors(model):
+        for name, tensor in _tensors_by_name(model):
             canonical = self.canonical[name] = first.setdefault(id(tensor), name)
             stage, owner = self.stage_of(name), self.stage_of(canonical)
             self.owner[name] = owner
@@ -220,7 +220,7 @@ def _blocks(path: str, module: torch.nn.Module) -> Iterator[tuple[str, int]]:
         yield from _blocks(f"{path}.{name}" if path else name, child)
 
 
-def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors_by_name(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -82,6 +81,7 @@ class StageStates(StateAccess):
             return super().model_state_dict(model, unwrap=unwrap, all_ranks=all_ranks, debug=debug)
         collectives.begin("get_state_dict", debug, all_ranks=all_ranks)
         meet("get_state_dict")
+        # One after the other, so that a device holds one whole tensor at a time.
         keep = all_ranks or self._rank == 0
         prefix = "" if unwrap else "module."
         owners, gathered = self._owners[inner], {}
@@ -106,7 +106,7 @@ class StageStates(StateAccess):
             first = canonical[name]
             if first not in placed:
                 local = tensor if owners[name] == self._index else None
-                placed[first] = self._placed(owners[name], local, tuple(tensor.shape), tensor.dtype)
+                placed[first] = self._place(owners[name], local, tensor)
         return {name: placed[canonical[name]] for name in state}
 
     def stored(self, tree: Any, models: Sequence[torch.nn.Module]) -> Any:
@@ -117,19 +117,19 @@ class StageStates(StateAccess):
             for name, owner in self._owners.get(model, {}).items()
         }
 
-        def placed(value: Any, name: Any = None) -> Any:
+        def place(value: Any, name: Any = None) -> Any:
             if isinstance(value, Mapping):
-                return {key: placed(entry, key) for key, entry in value.items()}
+                return {key: place(entry, key) for key, entry in value.items()}
             if isinstance(value, torch.Tensor) and name in owners:
                 local = value if owners[name] == self._index else None
-                return self._placed(owners[name], local, tuple(value.shape), value.dtype)
+                return self._place(owners[name], local, value)
             return value
 
-        return placed(tree)
+        return place(tree)
 
     def loads_in_place(self, model: torch.nn.Module) -> bool:
         """Return False for a model of whose buffers several stages have copies."""
-        return not self._copied(self._unwrap(model))
+        return not self._buffer_copies(self._unwrap(model))
 
     def open_gradients(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Collective: return the gradients of an open window, those of all ranks by their place."""
@@ -139,9 +139,7 @@ class StageStates(StateAccess):
         known = set().union(*self._from_stages(local_names))
         owners = self._owners[inner]
         return {
-            name: self._placed(
-                owners[name], parameter.grad, tuple(parameter.shape), parameter.dtype
-            )
+            name: self._place(owners[name], parameter.grad, parameter)
             for name, parameter in named.items()
             if name in known
         }
@@ -168,30 +166,24 @@ class StageStates(StateAccess):
         """Collective: return the state of an optimizer, of the parameters of all ranks."""
         named = super().optimizer_state_dict(optimizer, names)
         known = self._owners_by_name(names)
+        # Adam's step counts and moments are made at the first step, with shapes of its own choice:
+        # other ranks learn from their owners which there are.
         local_state = {name: entry for name, entry in named["state"].items() if name in known}
-        all_outlines: dict[str, Any] = {}
-        for outlines in self._from_stages(_pytree.tree_map(_Outline.of, local_state)):
-            all_outlines.update(outlines)
+        outlines: dict[str, Any] = {}
+        for of_stage in self._from_stages(_pytree.tree_map(_without_values, local_state)):
+            outlines.update(of_stage)
         state: dict[str, Any] = {}
         for name in [n for group in named["param_groups"] for n in group["params"]]:
-            if name in local_state:
-                state[name] = _pytree.tree_map(
-                    lambda value, owner=known[name]: (
-                        self._placed(owner, value, tuple(value.shape), value.dtype)
-                        if isinstance(value, torch.Tensor)
-                        else value
-                    ),
-                    local_state[name],
-                )
-            elif name in all_outlines:
-                state[name] = _pytree.tree_map(
-                    lambda value, owner=known[name]: (
-                        self._placed(owner, None, value.shape, value.dtype)
-                        if isinstance(value, _Outline)
-                        else value
-                    ),
-                    all_outlines[name],
-                )
+            if name in outlines:
+                leaves, structure = _pytree.tree_flatten(outlines[name])
+                local = _pytree.tree_leaves(local_state[name]) if name in local_state else None
+                placed = [
+                    self._place(known[name], None if local is None else local[place], leaf)
+                    if isinstance(leaf, torch.Tensor)
+                    else leaf
+                    for place, leaf in enumerate(leaves)
+                ]
+                state[name] = _pytree.tree_unflatten(placed, structure)
             elif name in named["state"]:
                 state[name] = named["state"][name]
         return {**named, "state": state}
@@ -225,31 +217,32 @@ class StageStates(StateAccess):
             self._meshes[device_type, owner] = known
         return known
 
-    def _placed(
-        self, owner: int, local: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Return a DTensor that is whole on the ranks of its owner, and on no others."""
+    def _place(self, owner: int, local: torch.Tensor | None, outline: torch.Tensor) -> torch.Tensor:
+        """Return a DTensor that is whole on the ranks of its owner, and on no others.
+
+        Args:
+            owner: the index of these ranks in a pipeline.
+            local: its value, None on other ranks.
+            outline: a tensor of its shape and dtype, of any value.
+        """
         from torch.distributed.tensor import DTensor, Replicate
 
         if local is not None and collectives.is_sharded(local):
             return local
+        shape = tuple(outline.shape)
         if local is None:  # from_local takes no shape without dimensions
-            part = torch.empty(0 if shape else (), dtype=dtype, device="cpu")
+            part = torch.empty(0 if shape else (), dtype=outline.dtype, device="cpu")
         else:
             part = local.detach()
-        whole = torch.empty(tuple(shape), device="meta")
+        mesh = self._mesh_of(owner, part.device.type)
+        stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
-            part,
-            self._mesh_of(owner, part.device.type),
-            [Replicate()],
-            run_check=False,
-            shape=whole.shape,
-            stride=whole.stride(),
+            part, mesh, [Replicate()], run_check=False, shape=torch.Size(shape), stride=stride
         )
 
     def _share_copies(self, model: torch.nn.Module) -> None:
         """Give buffers that several stages have to those that do not save them."""
-        for name in self._copied(model):
+        for name in self._buffer_copies(model):
             buffer = model.get_buffer(name)
             source = dist.get_global_rank(self._group, self._owners[model][name])
             value = torch.empty(buffer.shape, dtype=buffer.dtype, device=self._data.device)
@@ -259,7 +252,7 @@ class StageStates(StateAccess):
             if not buffer.is_meta:
                 buffer.copy_(value)
 
-    def _copied(self, model: torch.nn.Module) -> list[str]:
+    def _buffer_copies(self, model: torch.nn.Module) -> list[str]:
         """Return the saved buffers that several stages have."""
         plan, saved = self._plans[model], model.state_dict().keys()
 
@@ -283,15 +276,8 @@ class StageStates(StateAccess):
         }
 
 
-@dataclass(frozen=True)
-class _Outline:
-    """The shape and type of a tensor of another rank."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return _Outline(tuple(value.shape), value.dtype)
-        return value
+def _without_values(value: Any) -> Any:
+    """Return a tensor of the same shape and type without memory; other values as they are."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty(tuple(value.shape), dtype=value.dtype, device="meta")
+    return value
