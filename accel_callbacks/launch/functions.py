@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
-import multiprocessing
 import os
 import pickle
 import signal
@@ -13,12 +11,13 @@ import string
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
@@ -33,15 +32,14 @@ from accel_callbacks.launch.environment import (
     loopback_variables,
     rank_variables,
 )
-from accel_callbacks.launch.fork_probe import quiet_forks
 from accel_callbacks.launch.interface import gloo_variables
 from accel_callbacks.launch.launch_folder import launch_folder
 from checkpoint_io.local_files import replace
 
-__all__ = ["FunctionLaunch", "LabeledStream", "run_function"]
+__all__ = ["FunctionLaunch", "LabeledStream", "quiet_forks", "run_function"]
 
 _HERE = Path(__file__).parent
-_GRACE = 5.0  # seconds in which a process may save after SIGTERM, or report the cause of an error
+_GRACE = 5.0  # seconds in which a process may save after SIGTERM
 _INTERRUPTED = 128 + signal.SIGINT
 _PLAIN = ("cpu", "meta")
 _AFTERMATH = (-signal.SIGTERM, -signal.SIGABRT)  # the failure of another rank can lead to these
@@ -63,10 +61,8 @@ class FunctionLaunch:
         host: where the processes meet: the first machine.
         port: where they meet; 0 for a free one, on one machine.
         environment: variables of the processes.
-        threads: torch threads of each process.
         max_restarts: how often all processes are restarted after a failure.
         prefix: template of the label of each line that a process writes.
-        on_cpu: the processes use no accelerator.
     """
 
     launcher: str
@@ -77,10 +73,8 @@ class FunctionLaunch:
     host: str = "127.0.0.1"
     port: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
-    threads: int = 1
     max_restarts: int = 0
     prefix: str = ""
-    on_cpu: bool = False
 
 
 def run_function(
@@ -96,8 +90,9 @@ def run_function(
     for attempt in range(launch.max_restarts + 1):
         with launch_folder(Path(tempfile.gettempdir())) as folder:
             codes = _run_attempt(launch, attempt, folder, function, args)
-            if not any(codes.values()):
-                results = [folder / f"{local}.result" for local in range(launch.processes)]
+            results = [folder / f"{local}.result" for local in range(launch.processes)]
+            # torch's wrapper of the function takes an interrupt for a success.
+            if all(result.exists() for result in results):
                 return [pickle.loads(result.read_bytes()) for result in results]
             error = _first_error(launch, folder, codes)
         if attempt < launch.max_restarts:
@@ -111,8 +106,8 @@ def _run_attempt(
     folder: Path,
     function: Callable[..., Any],
     args: Sequence[Any],
-) -> dict[int, int]:
-    """Start the processes and wait; return the exit codes until the first failure, by local rank.
+) -> list[int | None]:
+    """Start the processes and wait; return the exit codes at the end or at the first failure.
 
     The processes have ended on return, whatever it is.
     """
@@ -126,15 +121,29 @@ def _run_attempt(
     variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True"} if store else {}
     port = store.port if store else launch.port
     process = _Process(launch, folder, port)
-    with changed_environment(_variables(launch) | variables), _children_ended():
-        if launch.on_cpu and launch.start_method == "fork":
-            # DDP imports it, which takes seconds: import it once here, not in each process.
-            importlib.import_module("torch._dynamo")
-        with quiet_forks():
-            context = start_processes(  # type: ignore[no-untyped-call]
-                process, (function, args), launch.processes, False, False, launch.start_method
-            )
-        return _wait(context.processes, folder)
+    with changed_environment(_variables(launch) | variables), quiet_forks():
+        processes = start_processes(  # type: ignore[no-untyped-call]
+            process, (function, args), launch.processes, False, False, launch.start_method
+        ).processes
+    try:
+        running = list(range(launch.processes))
+        while running:
+            wait([processes[local].sentinel for local in running])
+            ended = [local for local in running if processes[local].exitcode is not None]
+            if not all((folder / f"{local}.result").exists() for local in ended):
+                break
+            running = [local for local in running if local not in ended]
+        return [process.exitcode for process in processes]
+    finally:
+        _end(processes)
+
+
+@contextmanager
+def quiet_forks() -> Iterator[None]:
+    """Silence Python's warning, since 3.12, about each fork of a process that has threads."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
+        yield
 
 
 def _serve_store(launch: FunctionLaunch) -> TCPStore | None:
@@ -151,7 +160,7 @@ def _serve_store(launch: FunctionLaunch) -> TCPStore | None:
 
 
 def _variables(launch: FunctionLaunch) -> dict[str, str]:
-    chosen = {"OMP_NUM_THREADS": str(launch.threads)}
+    chosen = {"OMP_NUM_THREADS": "1"}
     if launch.machines == 1:
         chosen |= loopback_variables()
     else:
@@ -159,83 +168,45 @@ def _variables(launch: FunctionLaunch) -> dict[str, str]:
     return {**chosen, **{k: os.environ[k] for k in chosen if k in os.environ}, **launch.environment}
 
 
-@contextmanager
-def _children_ended() -> Iterator[None]:
-    """End the processes that the block starts, also those of a start that failed half way."""
-    before = set(multiprocessing.active_children())
+def _end(processes: Sequence[Any]) -> None:
+    """End the processes that still run."""
+    deadline = time.monotonic() + _GRACE
     try:
-        yield
-    finally:
-        children = set(multiprocessing.active_children()) - before
-        deadline = time.monotonic() + _GRACE
-        try:
-            for child in children:
-                child.terminate()
-            for child in children:
-                child.join(max(0.0, deadline - time.monotonic()))
-        finally:  # a second Ctrl-C interrupts the wait
-            for child in children:
-                child.kill()
-                child.join()
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+    finally:  # a second Ctrl-C interrupts the wait
+        for process in processes:
+            process.kill()
+            process.join()
 
 
-def _wait(processes: Sequence[Any], folder: Path) -> dict[int, int]:
-    """Wait until all processes have ended, or one has failed; return the exit codes until then."""
-    running = {process.sentinel: local for local, process in enumerate(processes)}
-    codes: dict[int, int] = {}
-    timeout = None
-    while running and (ended := wait(running, timeout)):
-        for sentinel in ended:
-            local = running.pop(sentinel)
-            processes[local].join()
-            complete = (folder / f"{local}.result").exists()
-            # torch's wrapper of the function takes an interrupt for a success.
-            codes[local] = processes[local].exitcode or (0 if complete else _INTERRUPTED)
-        if any(codes.values()):
-            # A rank that only repeats the error of another can be the first to exit.
-            if not all(report["repeats"] for report in _read_reports(folder)):
-                break
-            timeout = _GRACE
-    return codes
-
-
-def _first_error(launch: FunctionLaunch, folder: Path, codes: Mapping[int, int]) -> RemoteError:
+def _first_error(launch: FunctionLaunch, folder: Path, codes: Sequence[int | None]) -> RemoteError:
     """Return the error to raise, that of the rank that failed first.
 
     A rank that ended without a report comes before the others: it was killed, and they report no
     more than a lost connection. But a watchdog of NCCL or gloo also ends a rank whose peer failed.
     """
-    reports = _read_reports(folder)
-    reported = {report["local"] for report in reports}
-    silent = [
-        local
-        for local, code in codes.items()
-        if code and local not in reported and not (reports and code in _AFTERMATH)
-    ]
-    if silent:
-        local, text = silent[0], _describe_exit(codes[silent[0]])
-    else:
-        local, text = reports[0]["local"], reports[0]["text"]
-    rank = launch.node_rank * launch.processes + local
+    first = launch.node_rank * launch.processes
+    reports = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    reports.sort(key=lambda report: (report["repeats"], report["when"]))
+    for local, code in enumerate(codes):
+        has_written = any((folder / f"{local}.{end}").exists() for end in ("json", "result"))
+        if code is not None and not has_written and not (reports and code in _AFTERMATH):
+            reports.insert(0, {"rank": first + local, "text": _describe_exit(code)})
+            break
+    rank, text = reports[0]["rank"], reports[0]["text"]
     above = "\n" if "\n" in text else ""
     return RemoteError(rank=rank, where=launch.launcher, details=above + text)
-
-
-def _read_reports(folder: Path) -> list[dict[str, Any]]:
-    """Return the errors that processes reported, the first one first."""
-    reports = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    return sorted(reports, key=lambda report: (report["repeats"], report["when"]))
 
 
 def _describe_exit(code: int) -> str:
     """Describe how a process ended that left no report."""
     if code >= 0:
-        return f"it exited with code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
+        return f"it exited with code {code or _INTERRUPTED}"
     hint = ", which often means out of memory: try smaller batches or fewer processes"
+    name = signal.Signals(-code).name
     return f"it was killed by {name}" + (hint if name == "SIGKILL" else "")
 
 
@@ -263,7 +234,8 @@ class _Process:
         world = launch.machines * launch.processes
         _reset_signals()
         _label_streams(launch.prefix, rank, local)
-        torch.set_num_threads(launch.threads)
+        # If the parent has computed with the threads of OpenMP, forks would wait for them for ever.
+        torch.set_num_threads(1)
         place = rank_variables(rank, world, local, launch.processes, launch.host, self.port)
         try:
             with changed_environment(place):
@@ -273,7 +245,7 @@ class _Process:
             # No traceback of each process: the launching one raises it too, or is gone.
             raise SystemExit(_INTERRUPTED) from None
         except BaseException as error:
-            self._report(local, error)
+            self._report(rank, local, error)
             # Exit with an error, but not by one: torch's wrapper would write another traceback.
             raise SystemExit(1) from None
         finally:
@@ -281,14 +253,16 @@ class _Process:
             sys.stderr.flush()
         self._write(f"{local}.result", result)
 
-    def _report(self, local: int, error: BaseException) -> None:
+    def _report(self, rank: int, local: int, error: BaseException) -> None:
+        """Write the error; one that another rank has told counts as that rank's."""
         trace = error.__traceback__
         while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent == _HERE:
             trace = trace.tb_next
+        repeats = isinstance(error, RemoteError) and error.rank is not None
         report = {
-            "local": local,
+            "rank": getattr(error, "rank", rank) if repeats else rank,
             "when": time.time(),
-            "repeats": isinstance(error, RemoteError),
+            "repeats": repeats,
             "text": published_text(error, trace).rstrip(),
         }
         self._write(f"{local}.json", json.dumps(report).encode())
@@ -334,16 +308,15 @@ def _label_streams(prefix: str, rank: int, local: int) -> None:
             setattr(sys, name, LabeledStream(stream, label))
 
 
-class LabeledStream(io.TextIOBase):
+class LabeledStream:
     """Pass text on to a stream line by line, or when flushed, each line with a label.
 
     Args:
-        stream: where the text goes.
+        stream: where the text goes; it has all that is not here.
         label: in front of each line.
     """
 
-    def __init__(self, stream: TextIO, label: str = "") -> None:
-        super().__init__()
+    def __init__(self, stream: Any, label: str = "") -> None:
         self._stream = stream
         self._label = label
         self._pending = ""
@@ -352,35 +325,19 @@ class LabeledStream(io.TextIOBase):
         """Write complete lines; buffer the rest."""
         *lines, self._pending = (self._pending + text).split("\n")
         if lines:
-            self._pass_on("".join(f"{self._label}{line}\n" for line in lines))
+            self._stream.write("".join(f"{self._label}{line}\n" for line in lines))
+            self._stream.flush()
         return len(text)
 
     def flush(self) -> None:
         """Write what is buffered."""
         pending, self._pending = self._pending, ""
         if pending:
-            self._pass_on(self._label + pending)
+            self._stream.write(self._label + pending)
+            self._stream.flush()
 
-    def _pass_on(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
-
-    def writable(self) -> bool:
-        """Return True."""
-        return True
-
-    def isatty(self) -> bool:
-        """Return whether the underlying stream is a terminal."""
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        """Return the descriptor of the underlying stream."""
-        return self._stream.fileno()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """Encoding of the underlying stream."""
-        return getattr(self._stream, "encoding", None) or "utf-8"
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 # --- results ----------------------------------------------------------------------------------

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.reduction import ForkingPickler
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import torch
@@ -13,15 +16,12 @@ import torch.distributed as dist
 
 from accel_callbacks.distributed.topology import destroy_topology, is_initialized
 from accel_callbacks.launch.environment import changed_environment
-from accel_callbacks.launch.fork_probe import ForkSupport, probe_forks
-from accel_callbacks.launch.functions import FunctionLaunch, run_function
-from accel_callbacks.launch.machine import usable_cores
+from accel_callbacks.launch.functions import FunctionLaunch, quiet_forks, run_function
 from accel_callbacks.options import resolve_config
 
 __all__ = ["debug_launcher", "notebook_launcher"]
 
 _PORT = 29500
-_FORK_ANYWAY = "OBJC_DISABLE_INITIALIZE_FORK_SAFETY"
 
 
 def notebook_launcher(
@@ -89,34 +89,34 @@ def notebook_launcher(
     _check_call("notebook_launcher", function, args)
     _check_numbers(1, num_processes=num_processes, num_nodes=num_nodes)
     _check_numbers(0, node_rank=node_rank, max_restarts=max_restarts)
-    prefix = log_line_prefix_template or ""
-    if not isinstance(prefix, str):
-        raise TypeError(f"log_line_prefix_template={prefix!r} must be a string, or None.")
+    if node_rank >= num_nodes:
+        raise ValueError(f"node_rank={node_rank} must be below num_nodes={num_nodes}.")
+    if num_nodes > 1 and (rdzv_backend != "static" or max_restarts):
+        raise ValueError(
+            "rdzv_backend='c10d' and max_restarts are for one machine: on several, give each its "
+            "node_rank= and no restarts, or use `accel launch`, which restarts all machines."
+        )
     host, port = _host_and_port(rdzv_endpoint, master_addr, use_port, num_nodes)
-    _check_machines(num_nodes, node_rank, rdzv_backend, max_restarts)
     environment = _precision_variable(mixed_precision)
+    prefix = log_line_prefix_template or ""
+    is_plain = num_nodes == 1 and not max_restarts and not prefix
+    on_cpu = resolve_config({}, os.environ).cpu or sys.platform == "darwin"
     from accel_callbacks.engines.xla.device import has_xla  # few notebooks have a TPU
 
-    on_cpu = resolve_config({}, os.environ).cpu
-    if has_xla(os.environ) and not on_cpu:
+    if not on_cpu and has_xla(os.environ):
         if num_nodes > 1:
             raise ValueError(f"num_nodes={num_nodes}: on a TPU, one machine trains; leave it out.")
-        return [_call_here(environment, function, args)]  # which computes on all devices
-    is_plain = num_nodes == 1 and not max_restarts and not prefix
-    if num_processes is None and sys.platform == "darwin":
-        num_processes = 1  # it has one GPU at most
+        num_processes, is_plain = 1, True  # which computes on all devices
     if num_processes == 1 and is_plain:
         return [_call_here(environment, function, args)]
-    method = _start_method("notebook_launcher", function, args)
-    support = _probe(method, devices=not on_cpu, threads=_threads_of_each(num_processes or 1))
-    if num_processes is None:
-        # This process may count devices if it has used one.
-        count = torch.accelerator.device_count() if support.spoiled else support.devices
-        num_processes = max(1, count)
+    method = _start_method("notebook_launcher", function)
+    devices = 0 if on_cpu else _count_usable_devices(num_processes)
+    num_processes = num_processes or max(1, devices)
     if num_processes == 1 and is_plain:
         return [_call_here(environment, function, args)]
     _check_uninitialized("notebook_launcher")
-    _check_devices(num_processes, support)
+    if not devices:
+        _import_once(method)
     launch = FunctionLaunch(
         launcher="notebook_launcher",
         processes=num_processes,
@@ -126,10 +126,8 @@ def notebook_launcher(
         host=host,
         port=port,
         environment=environment,
-        threads=_threads_of_each(num_processes) if support.threaded else 1,
         max_restarts=max_restarts,
         prefix=prefix,
-        on_cpu=not support.devices,
     )
     return run_function(launch, function, args)
 
@@ -163,16 +161,10 @@ def debug_launcher(
     _check_call("debug_launcher", function, args)
     _check_numbers(1, num_processes=num_processes)
     _check_uninitialized("debug_launcher")
-    method = _start_method("debug_launcher", function, args)
-    threads = _threads_of_each(num_processes)
-    launch = FunctionLaunch(
-        launcher="debug_launcher",
-        processes=num_processes,
-        start_method=method,
-        environment={"ACCEL_CPU": "1", "ACCEL_MIXED_PRECISION": "no"},
-        threads=threads if _probe(method, devices=False, threads=threads).threaded else 1,
-        on_cpu=True,
-    )
+    method = _start_method("debug_launcher", function)
+    _import_once(method)
+    environment = {"ACCEL_CPU": "1", "ACCEL_MIXED_PRECISION": "no"}
+    launch = FunctionLaunch("debug_launcher", num_processes, method, environment=environment)
     return run_function(launch, function, args)
 
 
@@ -187,44 +179,29 @@ def _check_call(launcher: str, function: Any, args: Any) -> None:
         raise TypeError(f"args={args!r} must be a tuple: write args=({args!r},) for one argument.")
 
 
-def _start_method(launcher: str, function: Callable[..., Any], args: Sequence[Any]) -> str:
-    """Return ``"fork"``, or ``"spawn"`` on macOS.
-
-    Objective-C ends a fork that uses what another thread of its parent was initializing.
+def _start_method(launcher: str, function: Callable[..., Any]) -> str:
+    """Return ``"fork"``, or ``"spawn"`` on macOS, which ends forks that use Objective-C.
 
     Raises:
         RuntimeError: this system can neither fork nor spawn the function.
     """
-    if sys.platform == "win32":
+    in_notebook = not hasattr(sys.modules["__main__"], "__file__")
+    is_local = "<locals>" in getattr(function, "__qualname__", "")
+    cannot_import = is_local or (in_notebook and function.__module__ == "__main__")
+    if sys.platform == "win32" or (sys.platform == "darwin" and cannot_import):
         raise RuntimeError(
-            f"{launcher} needs a system that can fork processes, which this one cannot: save the "
-            "code to a file and start it with `accel launch`."
+            f"{launcher} cannot fork processes on this system, and new ones do not have this "
+            "function: save the code to a file and start it with `accel launch`. On macOS, a "
+            "function that is imported from a module works too."
         )
-    if sys.platform != "darwin" or os.environ.get(_FORK_ANYWAY) == "YES":
-        return "fork"
-    is_typed = function.__module__ == "__main__" and not hasattr(
-        sys.modules["__main__"], "__file__"
-    )
-    try:
-        ForkingPickler.dumps((function, args))
-        can_spawn = not is_typed  # in a notebook, where a new process does not find it
-    except Exception:  # each type has its own reason why it cannot be pickled
-        can_spawn = False
-    if not can_spawn:
-        raise RuntimeError(
-            f"{launcher} starts new processes on macOS, as forks are not safe there. They need a "
-            "function that they can import, and arguments that can be pickled: save the function "
-            f"to a .py file and import it from there. Or accept forks: set {_FORK_ANYWAY}=YES "
-            "before this process starts."
-        )
-    return "spawn"
+    return "spawn" if sys.platform == "darwin" else "fork"
 
 
-def _probe(method: str, *, devices: bool, threads: int) -> ForkSupport:
-    """Probe what forks can use; new processes inherit nothing that could hinder them."""
-    if method == "spawn":
-        return ForkSupport(threaded=True)
-    return probe_forks(devices=devices and sys.platform != "darwin", threads=threads)
+def _import_once(method: str) -> None:
+    """Import before the forks what DDP imports, which takes seconds; not if it may use a device."""
+    if method == "fork":
+        with changed_environment({}):  # it sets variables
+            importlib.import_module("torch._dynamo")
 
 
 def _check_uninitialized(launcher: str) -> None:
@@ -242,12 +219,6 @@ def _check_uninitialized(launcher: str) -> None:
         )
 
 
-def _threads_of_each(processes: int) -> int:
-    """Return OMP_NUM_THREADS, or the share of a process in the cores."""
-    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return max(1, int(threads) if threads.isdigit() else usable_cores() // processes)
-
-
 def _check_numbers(least: int, **values: int | None) -> None:
     for name, value in values.items():
         if value is None:
@@ -262,32 +233,13 @@ def _host_and_port(
     endpoint: str, address: str, port: int | str | None, machines: int
 ) -> tuple[str, int]:
     """Return host and port of the processes; 0 for a free port, which one machine can have."""
-    host, colon, own_port = endpoint.rpartition(":")
-    if endpoint and not colon:
-        raise ValueError(f"rdzv_endpoint={endpoint!r} must be host:port.")
-    if port is None and machines > 1:
-        port = _PORT
-    number = own_port or str(port or 0)
+    host, _, own_port = endpoint.rpartition(":")
+    number = own_port or str(port or (_PORT if port is None and machines > 1 else 0))
     if not number.isdecimal() or int(number) > 65535:
         raise ValueError(f"use_port={number!r} must be a number up to 65535, such as {_PORT}.")
     if machines > 1 and int(number) == 0:
         raise ValueError(f"use_port={port!r}: machines cannot agree on a free port; name one.")
     return host or address, int(number)
-
-
-def _check_machines(machines: int, node_rank: int, backend: str, max_restarts: int) -> None:
-    if not node_rank < machines:
-        raise ValueError(
-            f"node_rank={node_rank} must be from 0 to {machines - 1}, as num_nodes={machines}."
-        )
-    if backend not in ("static", "c10d"):
-        raise ValueError(f"rdzv_backend={backend!r} must be 'static' or 'c10d'.")
-    if machines > 1 and (backend != "static" or max_restarts):
-        raise ValueError(
-            "rdzv_backend='c10d' and max_restarts are for one machine: on several, give each its "
-            "node_rank= and no restarts, or save the code to a file and start it with "
-            "`accel launch`, which restarts all machines."
-        )
 
 
 def _precision_variable(precision: str | None) -> dict[str, str]:
@@ -312,18 +264,49 @@ def _call_here(
                 destroy_topology()
 
 
-def _check_devices(processes: int, support: ForkSupport) -> None:
-    if support.spoiled:
-        built = torch.accelerator.current_accelerator()
-        kind = built.type.upper() if built is not None else "an accelerator"
+def _count_usable_devices(processes: int | None) -> int:
+    """Return the number of accelerators, counted in a fork.
+
+    To count them here can alone make CUDA unusable in forks.
+
+    Args:
+        processes: that are to use them, if that was said.
+
+    Raises:
+        RuntimeError: forks cannot use them.
+        ValueError: there are fewer than processes.
+    """
+    context = multiprocessing.get_context("fork")
+    try:
+        with quiet_forks(), ProcessPoolExecutor(1, context) as pool:
+            devices, are_spoiled = pool.submit(_count_devices).result()
+    except BrokenProcessPool:
         raise RuntimeError(
-            f"notebook_launcher: {kind} was already used in this process, so that its forks cannot "
+            "a fork of this process that counted GPUs died: check their driver (nvidia-smi), then "
+            "restart the kernel. debug_launcher needs no GPU."
+        ) from None
+    if are_spoiled and processes is None and torch.accelerator.device_count() == 1:
+        return 1  # for which no fork is needed
+    if are_spoiled:
+        raise RuntimeError(
+            "notebook_launcher: the GPU was already used in this process, so that its forks cannot "
             "use it. Restart the kernel, and do not use it in other cells: no tensors or models "
             "`.to(...)` it, no `torch.cuda.is_available()`, no Accelerator, and no imports that do "
             "so. For the CPU alone, use debug_launcher."
         )
-    if support.devices and processes > support.devices:
+    if devices and processes is not None and processes > devices:
         raise ValueError(
-            f"num_processes={processes}, but this machine shows {support.devices} devices. Use at "
-            "most as many, or debug_launcher for processes on the CPU."
+            f"num_processes={processes}, but this machine shows {devices} devices. Use at most as "
+            "many, or debug_launcher for processes on the CPU."
         )
+    return devices
+
+
+def _count_devices() -> tuple[int, bool]:
+    """In the fork: count usable accelerators; also return whether the parent has spoiled them."""
+    for module in (torch.cuda, torch.xpu):
+        if module._is_in_bad_fork():
+            return 0, True
+    usable = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    # Torch does not notice every initialization of CUDA; the driver then counts more than is usable
+    return usable, torch.cuda.device_count() > usable

@@ -24,10 +24,8 @@ import torch.distributed as dist
 from accel_callbacks import Accelerator, PartialState, RemoteError, debug_launcher
 from accel_callbacks import notebook_launcher as launch
 from accel_callbacks.distributed.topology import destroy_topology, is_initialized
-from accel_callbacks.launch import fork_probe, functions, notebook
-from accel_callbacks.launch.fork_probe import ForkSupport
+from accel_callbacks.launch import functions, notebook
 from accel_callbacks.launch.functions import FunctionLaunch
-from tests.support.bound import BOUND
 
 pytestmark = pytest.mark.distributed
 
@@ -186,21 +184,13 @@ def test_a_killed_process_is_named_and_not_its_peer() -> None:
     assert caught.value.rank == 1
 
 
-def test_an_error_that_only_repeats_another_is_not_the_first(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(functions, "_GRACE", BOUND.total_seconds())
-
+def test_an_error_that_only_repeats_another_counts_as_that_ranks() -> None:
     def train() -> None:
-        file = tmp_path / "pid"
         if os.environ["RANK"] == "0":
-            file.write_text(str(os.getpid()))
             raise RemoteError(rank=1, where="run", details="ValueError: no data")
-        pid = _number_in(file)
-        _until(lambda: not _alive(pid))
-        raise ValueError("no data")
+        time.sleep(1000)
 
-    with pytest.raises(RemoteError) as caught:
+    with pytest.raises(RemoteError, match="ValueError: no data") as caught:
         debug_launcher(train)
     assert caught.value.rank == 1
 
@@ -209,12 +199,12 @@ def test_an_error_that_only_repeats_another_is_not_the_first(
 def test_a_rank_aborted_after_an_error_does_not_hide_it(tmp_path: Path, number: int) -> None:
     """The watchdogs of NCCL and gloo abort a process whose peer is gone."""
     launch = FunctionLaunch(launcher="here", processes=2)
-    error = functions._first_error(launch, tmp_path, {1: -number})
+    error = functions._first_error(launch, tmp_path, [None, -number])
     assert error.rank == 1
     assert str(error).endswith(f"killed by {signal.Signals(number).name}")
-    report = {"local": 0, "when": 1.0, "repeats": False, "text": "ValueError: no data"}
+    report = {"rank": 0, "when": 1.0, "repeats": False, "text": "ValueError: no data"}
     (tmp_path / "0.json").write_text(json.dumps(report))
-    error = functions._first_error(launch, tmp_path, {1: -number, 0: 1})
+    error = functions._first_error(launch, tmp_path, [1, -number])
     assert error.rank == 0
     assert str(error).endswith("ValueError: no data")
 
@@ -342,7 +332,7 @@ def _alive(pid: int) -> bool:
         ({"args": 3}, TypeError, r"write args=\(3,\)"),
         ({"num_processes": 0}, ValueError, "at least 1"),
         ({"num_processes": "2"}, TypeError, "a whole number"),
-        ({"node_rank": 1}, ValueError, "from 0 to 0"),
+        ({"node_rank": 1}, ValueError, "below num_nodes=1"),
         ({"mixed_precision": "bf61"}, ValueError, "Did you mean 'bf16'"),
         ({"num_processes": True}, TypeError, "a whole number"),
         ({"node_rank": "0"}, TypeError, "node_rank='0' must be a whole number"),
@@ -350,11 +340,9 @@ def _alive(pid: int) -> bool:
         ({"use_port": "x", "num_processes": 2}, ValueError, "must be a number"),
         ({"use_port": 70000, "num_processes": 2}, ValueError, "a number up to 65535"),
         ({"use_port": 0, "num_nodes": 2}, ValueError, "cannot agree on a free port"),
-        ({"log_line_prefix_template": 3}, TypeError, "must be a string"),
-        ({"rdzv_backend": "sttaic"}, ValueError, "'sttaic' must be 'static' or 'c10d'"),
         ({"rdzv_backend": "c10d", "num_nodes": 2}, ValueError, "for one machine.*node_rank="),
         ({"max_restarts": 1, "num_nodes": 2}, ValueError, "for one machine.*accel launch"),
-        ({"rdzv_endpoint": "node0"}, ValueError, "must be host:port"),
+        ({"rdzv_endpoint": "node0"}, ValueError, "must be a number"),
     ],
 )
 def test_invalid_options_are_refused_before_anything_starts(
@@ -394,32 +382,37 @@ def test_a_process_group_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("support", "error", "text"),
+    ("found", "error", "text"),
     [
-        (
-            ForkSupport(spoiled=True),
-            RuntimeError,
-            "already used in this process.*Restart the kernel",
-        ),
-        (ForkSupport(devices=1), ValueError, "shows 1 devices"),
+        ((0, True), RuntimeError, "already used in this process.*Restart the kernel"),
+        ((1, False), ValueError, "shows 1 devices"),
+        (None, RuntimeError, r"died.*nvidia-smi"),
     ],
+    ids=["used", "too few", "a driver that kills the fork"],
 )
 def test_devices_that_forks_cannot_have(
-    monkeypatch: pytest.MonkeyPatch, support: ForkSupport, error: type[Exception], text: str
+    monkeypatch: pytest.MonkeyPatch,
+    found: tuple[int, bool] | None,
+    error: type[Exception],
+    text: str,
 ) -> None:
-    """Test the error texts; probing itself needs a device (below)."""
-    monkeypatch.setattr(notebook, "probe_forks", lambda **_: support)
+    """Test the error texts; counting itself needs a device (below)."""
+    monkeypatch.delenv("ACCEL_CPU")
+    monkeypatch.setattr(notebook, "_count_devices", Count(found))
     with pytest.raises(error, match=text):
         launch(print, num_processes=2)
 
 
-def test_a_driver_that_kills_the_probe_is_not_taken_for_a_used_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("ACCEL_CPU")
-    monkeypatch.setattr(fork_probe, "_count_devices", lambda: os._exit(1))
-    with pytest.raises(RuntimeError, match=r"died or hung.*nvidia-smi"):
-        launch(print, num_processes=2)
+class Count:
+    """Stands for the count of devices in the fork, to which it is sent."""
+
+    def __init__(self, found: tuple[int, bool] | None) -> None:
+        self._found = found
+
+    def __call__(self) -> tuple[int, bool]:
+        if self._found is None:
+            os._exit(1)
+        return self._found
 
 
 def test_port_0_is_a_free_one() -> None:

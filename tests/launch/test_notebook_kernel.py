@@ -152,8 +152,6 @@ def test_an_interrupt_ends_all_processes_and_the_kernel_goes_on(kernel: Kernel) 
 
 def test_forks_do_not_hang_where_the_notebook_has_computed_with_threads(kernel: Kernel) -> None:
     """OpenMP's threads are gone in a fork, and it waits for them."""
-    before = kernel.run("notebook_launcher(compute, num_processes=2)")
-    assert before["result"] == "[2, 2]", before
     kernel.run("torch.randn(2_000_000).exp_()")
     after = kernel.run("notebook_launcher(compute, num_processes=2)")
     assert after["result"] == "[1, 1]", after
