@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import active_children
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -121,10 +122,16 @@ def _run_attempt(
     variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True"} if store else {}
     port = store.port if store else launch.port
     process = _Process(launch, folder, port)
-    with changed_environment(_variables(launch) | variables), quiet_forks():
-        processes = start_processes(  # type: ignore[no-untyped-call]
-            process, (function, args), launch.processes, False, False, launch.start_method
-        ).processes
+    others = set(active_children())
+    try:
+        with changed_environment(_variables(launch) | variables), quiet_forks():
+            processes = start_processes(  # type: ignore[no-untyped-call]
+                process, (function, args), launch.processes, False, False, launch.start_method
+            ).processes
+    except BaseException:
+        # Those that have started would wait for the others until their timeout.
+        _end([child for child in active_children() if child not in others])
+        raise
     try:
         running = list(range(launch.processes))
         while running:

@@ -51,6 +51,25 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 # --- what comes back ---------------------------------------------------------------------------
 
 
+def test_a_start_that_fails_half_way_ends_the_processes_that_have_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forks = []
+
+    def fork_once() -> int:
+        if forks:
+            raise BlockingIOError("no more processes")
+        forks.append(True)
+        return fork()
+
+    fork = os.fork
+    monkeypatch.setattr(os, "fork", fork_once)
+    with pytest.raises(BlockingIOError, match="no more processes"):
+        launch(signal.pause, num_processes=2)
+    assert forks
+    assert multiprocessing.active_children() == []
+
+
 @pytest.mark.first
 def test_each_process_trains_and_returns_its_value() -> None:
     def train(size: int, *, scale: float = 2.0) -> dict[str, Any]:
