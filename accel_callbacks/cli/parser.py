@@ -24,12 +24,12 @@ class _HelpFormatter(argparse.HelpFormatter):
         flags = action.option_strings
         shown = copy.copy(action)
         shown.option_strings = [
-            flag for flag in flags if "-" not in flag[2:] or _underscored(flag) not in flags
+            flag for flag in flags if "-" not in flag[2:] or _with_underscores(flag) not in flags
         ]
         return super()._format_action_invocation(shown)
 
 
-def _underscored(flag: str) -> str:
+def _with_underscores(flag: str) -> str:
     return f"--{flag[2:].replace('-', '_')}"
 
 

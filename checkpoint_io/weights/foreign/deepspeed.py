@@ -279,15 +279,6 @@ class DeepSpeedSource:
                 destination.put(rows, host)
             progress.add(self.infos[name].nbytes)
 
-    def verify(self) -> None:
-        """Read every byte of all files, and compare it with the checksums in them.
-
-        Raises:
-            CorruptCheckpointError: a file is damaged.
-        """
-        for archive in (*self._models, *self._optimizers):
-            archive.verify()
-
 
 def _fill(memory: torch.Tensor, runs: Sequence[_Run], first: int) -> None:
     """Read the bytes of runs from `first` on, as many as the memory takes."""

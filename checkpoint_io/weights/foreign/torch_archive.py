@@ -28,7 +28,6 @@ from checkpoint_io.weights.foreign.torch_pickle import RangeFile, refuse_compres
 from checkpoint_io.weights.source import WeightFile
 
 _READ_AHEAD = 64 * 1024
-_BLOCK = 16 * 1024 * 1024
 _LOCAL_HEADER = 30  # bytes before the name and the extra field of an entry
 _DTYPES = {
     **{"Float": torch.float32, "Double": torch.float64, "Half": torch.float16},
@@ -166,23 +165,6 @@ class TorchArchive:
         if not isinstance(key, str) or f"{self._folder}data/{key}" not in self._entries:
             raise ValueError("its memory is not in the file")
         return _DTYPES[name], self._entries[f"{self._folder}data/{key}"]
-
-    def verify(self) -> None:
-        """Read every byte, and compare it with the checksums that torch has written.
-
-        Raises:
-            CorruptCheckpointError: an entry is damaged.
-        """
-        if not self._has_checksums():
-            return
-        with self.file.open() as reader:
-            for entry in self._entries.values():
-                begin, checksum = self._begin(reader, entry), 0
-                end = begin + entry.file_size
-                for at in range(begin, end, _BLOCK):
-                    checksum = zlib.crc32(reader.read(at, min(at + _BLOCK, end)), checksum)
-                if checksum != entry.CRC:
-                    raise self._damage_error(entry)
 
 
 def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
