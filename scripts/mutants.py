@@ -223,7 +223,6 @@ fallback
     tests/accel_callbacks/checkpoint/test_folder_ranks.py
 trackers
     accel_callbacks/tracking/trackers.py
-    accel_callbacks/tracking/window_row.py
     loggers/hub.py
     loggers/queue.py
     loggers/worker.py

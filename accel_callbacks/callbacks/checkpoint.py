@@ -18,8 +18,8 @@ from accel_callbacks.callbacks.interval import Cadence, Interval
 from accel_callbacks.callbacks.monitor import Monitor
 from accel_callbacks.checkpoint.async_save import SaveCallbacks, check_when_busy, is_dispensable
 from accel_callbacks.checkpoint.open import open_folder
+from accel_callbacks.checkpoint.part import ResumeSource, reached
 from accel_callbacks.checkpoint.project import path_in
-from accel_callbacks.checkpoint.resume_source import ResumeSource, reached
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.logging import notice
 from checkpoint_io.local_files import absolute, base_name, split_path

@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 
-from accel_callbacks.checkpoint.frozen_weights import check_same_model, differing_weights
 from accel_callbacks.checkpoint.part import RestoreReport
 from accel_callbacks.checkpoint.selection import Selection
-from accel_callbacks.checkpoint.training_state import TrainingState
+from accel_callbacks.checkpoint.training_state import (
+    TrainingState,
+    check_same_model,
+    differing_weights,
+)
 from accel_callbacks.errors import ResumeError, nearest
 from accel_callbacks.placeholder import unwritable
 from checkpoint_io.warning import warn

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from accel_callbacks.checkpoint.in_place_reads import InPlaceReads
-from accel_callbacks.checkpoint.resume_source import ResumeSource
 from accel_callbacks.checkpoint.selection import Selection
 from accel_callbacks.errors import ResumeError
 from checkpoint_io.warning import warn
 
 if TYPE_CHECKING:
-    from checkpoint_io import CheckpointReader, TensorView
+    from accel_callbacks.loop.run import TrainingRun
+    from checkpoint_io import CheckpointFolder, CheckpointReader, TensorView
 
-__all__ = ["CheckpointPart", "Load", "LoadOptions", "RestoreReport", "Sections"]
+__all__ = [
+    "CheckpointPart",
+    "Load",
+    "LoadOptions",
+    "RestoreReport",
+    "ResumeSource",
+    "Sections",
+    "reached",
+]
 
 #: Sections that all ranks share, and those of this rank.
 Sections = tuple[dict[str, Any], dict[str, Any]]
@@ -215,3 +223,49 @@ class CheckpointPart:
 
     def finish(self, load: Load) -> None:
         """Do what must come after all parts are restored."""
+
+
+# --- resumeSource: a place beside a folder of checkpoints that may hold a newer state of its run -
+
+
+def reached(metadata: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the steps and the epochs that were done when a checkpoint was saved.
+
+    The last step of an epoch may be saved twice, before and after the evaluation at its end.
+    """
+    return metadata.get("step", 0), metadata.get("epochs_done", 0)
+
+
+class ResumeSource(Protocol):
+    """Takes states of a run between its checkpoints, and gives the newest back to a resume."""
+
+    def offer(self, run: TrainingRun, **options: Any) -> bool:
+        """Collective: take the state of now, unless that would delay a checkpoint.
+
+        Args:
+            run: the run.
+            **options: of ``Checkpointer.write``.
+
+        Returns:
+            Whether it is taken, or is being taken in the background.
+        """
+
+    def open_newest(
+        self, stored: CheckpointFolder, tried: Collection[str] = ()
+    ) -> CheckpointReader | None:
+        """Collective: open the newest of a folder's checkpoints, or a state here that is newer.
+
+        Args:
+            stored: the folder of checkpoints.
+            tried: paths of both that turned out to be damaged.
+
+        Raises:
+            checkpoint_io.CorruptCheckpointError: all checkpoints are damaged, and so is what is
+                here.
+        """
+
+    def holds(self, path: str) -> bool:
+        """Return whether a path that :meth:`open_newest` has given is one of here."""
+
+    def forget(self, but: str | None = None) -> None:
+        """Remove the states, except that of a path."""

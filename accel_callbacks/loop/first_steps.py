@@ -13,7 +13,7 @@ import torch
 from accel_callbacks import collectives
 from accel_callbacks.gradients import first_elements, parameters_of
 from accel_callbacks.loop.added_parameters import AddedParameters
-from accel_callbacks.loop.bare_steps import BareSteps
+from accel_callbacks.loop.bare_steps import BareSteps, UnseenSteps
 from accel_callbacks.loop.gradient_watch import GradientWatch
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.precision import Precision
@@ -135,9 +135,6 @@ class FirstSteps:
 
     def _count_unseen(self, optimizer: torch.optim.Optimizer) -> bool:
         """Count a step of which the library is not asked; return whether it counts."""
-        # Imported here, because most loops have none.
-        from accel_callbacks.loop.unseen_steps import UnseenSteps
-
         unseen = UnseenSteps(self.loop, self.strategy)
         if counts := unseen.count(optimizer):
             self.loop.unprepared_steps.count_unseen = unseen.count

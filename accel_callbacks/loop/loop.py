@@ -28,8 +28,7 @@ from accel_callbacks.loop.local_metrics import LocalMetrics
 from accel_callbacks.loop.own_batches import OwnBatches
 from accel_callbacks.loop.position import TrainingPosition
 from accel_callbacks.loop.run import TrainingRun, length_of
-from accel_callbacks.loop.run_flags import RunFlags
-from accel_callbacks.loop.step_state import StepState
+from accel_callbacks.loop.step_state import RunFlags, StepState
 from accel_callbacks.loop.unprepared_steps import UnpreparedSteps
 from accel_callbacks.recurrence import note_step
 

@@ -22,7 +22,7 @@ class UnpreparedSteps:
     """Notes which optimizers step outside of the ``step`` of a prepared one, while it watches.
 
     Steps within backward are those of optimizers that a user hooks to gradients: they cannot be
-    prepared, and are counted (:mod:`accel_callbacks.loop.unseen_steps`), as are those of a part of
+    prepared, and are counted (:mod:`accel_callbacks.loop.bare_steps`), as are those of a part of
     a prepared optimizer. An optimizer is kept weakly: one that is made anew for each task, as for
     the inner loop of meta-learning, has nothing to be saved.
 

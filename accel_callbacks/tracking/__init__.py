@@ -1,7 +1,7 @@
 """The trackers of a run: when they open and close, and in which row a value is.
 
 ``accel.log`` and ``accel.init_trackers`` enter by `Tracking`, which opens a hub of `loggers` late,
-once the run has its id, and closes it with the status of the run. ``window_row`` makes one row of
+once the run has its id, and closes it with the status of the run. ``WindowRow`` makes one row of
 what the micro-batches of a gradient window log; ``media`` has the methods for images and tables;
 ``general_tracker`` is Accelerate's interface, and ``adapted_tracker`` lets a hub call it.
 

@@ -17,7 +17,7 @@ from accel_callbacks import collectives
 from accel_callbacks.addons.resilience.peer_copies import Holding, copy_files, holding_of
 from accel_callbacks.checkpoint.async_save import SaveCallbacks, SaveGroup, is_dispensable
 from accel_callbacks.checkpoint.open import LoadFailed, open_newest, open_one
-from accel_callbacks.checkpoint.resume_source import reached
+from accel_callbacks.checkpoint.part import reached
 from accel_callbacks.launch_memory import VARIABLE, free_bytes, refusal_of_memory
 from accel_callbacks.logging import notice
 from accel_callbacks.terminal_text import size_of

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import checkpoint_io
 from accel_callbacks import Accelerator
 from accel_callbacks.callbacks import Checkpoint
-from accel_callbacks.checkpoint.frozen_weights import fingerprints
+from accel_callbacks.checkpoint.training_state import fingerprints
 from tests.accel_callbacks.checkpoint.test_trainable_only import FILES, Peft
 from tests.support.bound import BOUND
 from tests.support.sharded import WIDTH, Network, accelerator
