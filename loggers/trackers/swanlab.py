@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from checkpoint_io.local_files import local_path
 from loggers.base import RunInfo, Scalar, Status
-from loggers.multimedia.encode import figure_image, gif, pil_image
-from loggers.trackers.tool import ToolTracker, local_folder, run_name, tool_of
+from loggers.multimedia.encode import pil_image
+from loggers.trackers.tool import ItemTracker, local_folder, run_name, tool_of
 from loggers.values import plain_config
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ __all__ = ["SwanLabTracker"]
 _STATES = {"success": "success", "failed": "crashed", "interrupted": "aborted"}
 
 
-class SwanLabTracker(ToolTracker):
+class SwanLabTracker(ItemTracker):
     """Logs to a SwanLab run, with files below ``<logging_dir>/swanlab``.
 
     The run is offline (upload it later with ``swanlab sync <folder>``) if there is no API key and
@@ -89,30 +89,11 @@ class SwanLabTracker(ToolTracker):
         page = self._create("Html", _html_table(columns, rows))
         self._target().log({name: [page]}, step=step)
 
-    def log_text(self, texts: Mapping[str, str], step: int) -> None:
-        """Record texts."""
-        objects = {name: [self._create("Text", text)] for name, text in texts.items()}
-        self._target().log(objects, step=step)
-
     def log_audio(self, audio: Mapping[str, np.ndarray], step: int, *, sample_rate: int) -> None:
         """Record audio. Needs soundfile."""
         objects = {
             name: [self._create("Audio", samples.T, sample_rate=sample_rate)]
             for name, samples in audio.items()
-        }
-        self._target().log(objects, step=step)
-
-    def log_video(self, videos: Mapping[str, np.ndarray], step: int, *, fps: int = 4) -> None:
-        """Record videos as GIF. Needs Pillow."""
-        objects = {
-            name: [self._create("Video", gif(frames, fps))] for name, frames in videos.items()
-        }
-        self._target().log(objects, step=step)
-
-    def log_figure(self, figures: Mapping[str, Any], step: int) -> None:
-        """Record matplotlib figures as images. Needs Pillow."""
-        objects = {
-            name: [self._create("Image", figure_image(figure))] for name, figure in figures.items()
         }
         self._target().log(objects, step=step)
 
@@ -132,6 +113,16 @@ class SwanLabTracker(ToolTracker):
         run, path = self._target(), os.path.abspath(path)
         pattern = os.path.join(path, "**") if os.path.isdir(path) else path
         run.save(pattern, base_path=os.path.dirname(path), policy="now")
+
+    def _image(self, name: str, image: Any, step: int, caption: str | None = None) -> None:
+        self._target().log({name: [self._create("Image", image, caption=caption)]}, step=step)
+
+    def _text(self, name: str, text: str, step: int) -> None:
+        self._target().log({name: [self._create("Text", text)]}, step=step)
+
+    def _video(self, name: str, data: bytes, step: int) -> None:
+        """Record a GIF."""
+        self._target().log({name: [self._create("Video", data)]}, step=step)
 
     def _tool_of_script(self) -> Any:
         return self._package.get_run() if self._package.has_run() else None

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from checkpoint_io.local_files import base_name
 from loggers.base import RunInfo, Scalar, Status
-from loggers.multimedia.encode import figure_image, gif, named_images
-from loggers.trackers.tool import ToolTracker, as_float, run_name, tool_of
+from loggers.trackers.tool import ItemTracker, as_float, run_name, tool_of
 from loggers.values import plain_config
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["TrackioTracker"]
 
 
-class TrackioTracker(ToolTracker):
+class TrackioTracker(ItemTracker):
     """Logs to a Trackio run, in a local database unless a Space or a server is configured.
 
     Trackio writes to ``$TRACKIO_DIR`` only, by default ``trackio`` in Hugging Face's cache folder;
@@ -60,20 +59,6 @@ class TrackioTracker(ToolTracker):
         self._target().log(values, step=step)
         self._note_step(step)
 
-    def log_images(
-        self,
-        images: Mapping[str, np.ndarray],
-        step: int,
-        *,
-        captions: Mapping[str, Sequence[str]] | None = None,
-    ) -> None:
-        """Record images; several of one name get ``/0``, ``/1``, ... Needs Pillow."""
-        objects = {
-            name: self._create("Image", image, caption=caption)
-            for name, image, caption in named_images(images, captions)
-        }
-        self._target().log(objects, step=step)
-
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
     ) -> None:
@@ -86,32 +71,12 @@ class TrackioTracker(ToolTracker):
         objects = {name: self._create("Histogram", values) for name, values in histograms.items()}
         self._target().log(objects, step=step)
 
-    def log_text(self, texts: Mapping[str, str], step: int) -> None:
-        """Record texts, shown as Markdown."""
-        objects = {name: self._create("Markdown", text) for name, text in texts.items()}
-        self._target().log(objects, step=step)
-
     def log_audio(self, audio: Mapping[str, np.ndarray], step: int, *, sample_rate: int) -> None:
         """Record audio as 16-bit WAV."""
         objects = {}
         for name, samples in audio.items():
             whole = (samples * 32767).round().astype("int16")  # the volume of floats is normalized
             objects[name] = self._create("Audio", whole, sample_rate=sample_rate)
-        self._target().log(objects, step=step)
-
-    def log_video(self, videos: Mapping[str, np.ndarray], step: int, *, fps: int = 4) -> None:
-        """Record videos as GIF, which needs Pillow but no ffmpeg."""
-        objects = {
-            name: self._create("Video", self._scratch.file(gif(frames, fps), ".gif"))
-            for name, frames in videos.items()
-        }
-        self._target().log(objects, step=step)
-
-    def log_figure(self, figures: Mapping[str, Any], step: int) -> None:
-        """Record matplotlib figures as images. Needs Pillow."""
-        objects = {
-            name: self._create("Image", figure_image(figure)) for name, figure in figures.items()
-        }
         self._target().log(objects, step=step)
 
     def takes_object(self, value: Any) -> bool:
@@ -126,6 +91,18 @@ class TrackioTracker(ToolTracker):
         """Store a version of a file or folder under its name."""
         name = re.sub(r"[^A-Za-z0-9._-]", "-", name or base_name(path))
         self._target().log_artifact(path, name=name, type=kind)
+
+    def _image(self, name: str, image: Any, step: int, caption: str | None = None) -> None:
+        self._target().log({name: self._create("Image", image, caption=caption)}, step=step)
+
+    def _text(self, name: str, text: str, step: int) -> None:
+        """Record a text, shown as Markdown."""
+        self._target().log({name: self._create("Markdown", text)}, step=step)
+
+    def _video(self, name: str, data: bytes, step: int) -> None:
+        """Record a GIF, which needs no ffmpeg."""
+        video = self._create("Video", self._scratch.file(data, ".gif"))
+        self._target().log({name: video}, step=step)
 
     def _open(self, run: RunInfo, resumed: str | None) -> Any:
         """Call ``trackio.init``."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import html
 import http.client
+import importlib
 import logging
-import netrc
 import os
 import re
 import time as clock
@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from checkpoint_io.local_files import base_name, local_path
 from loggers.base import RunInfo, Scalar, Status
@@ -348,7 +347,10 @@ def _default_mode(wandb: Any) -> str | None:
     settings = wandb.setup().settings
     if settings.mode not in (None, "online") or getattr(settings, "api_key", None):
         return None
-    return None if _in_netrc(str(settings.base_url)) else "offline"
+    # A key that ``wandb login`` has stored; requests is a dependency of wandb.
+    stored_login = importlib.import_module("requests.utils").get_netrc_auth
+    servers = (str(settings.base_url), "https://api.wandb.ai")
+    return None if any(map(stored_login, servers)) else "offline"
 
 
 def _connection_error(wandb: Any, arguments: Mapping[str, Any]) -> str | None:
@@ -381,20 +383,6 @@ def _probe(url: str, seconds: float) -> str | None:
         return f"{url}: {error.reason}" if down else None
     except OSError as error:
         return f"{url}: {error}"
-
-
-def _in_netrc(base_url: str) -> bool:
-    """Return whether ``wandb login`` has stored a key for this server."""
-    paths = (os.environ.get("NETRC") or "~/.netrc", "~/_netrc")
-    hosts = {urlsplit(base_url).netloc, "api.wandb.ai"}
-    for path in map(os.path.expanduser, paths):
-        try:
-            entries = netrc.netrc(path)
-        except (OSError, netrc.NetrcParseError):
-            continue
-        if any(host in entries.hosts for host in hosts):
-            return True
-    return False
 
 
 def _artifact(wandb: Any, path: str, name: str | None, kind: str) -> Any:
