@@ -21,8 +21,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from accel_callbacks.addons.journal import Journal
-from accel_callbacks.addons.journal.replay import Difference, Replay, first_difference
-from accel_callbacks.addons.journal.replay_request import ReplayRequest
+from accel_callbacks.addons.journal.replay import (
+    Difference,
+    Replay,
+    ReplayRequest,
+    first_difference,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 

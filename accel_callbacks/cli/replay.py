@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,8 +13,7 @@ from accel_callbacks.terminal_text import printable
 
 if TYPE_CHECKING:
     from accel_callbacks.addons.journal import Journal
-    from accel_callbacks.addons.journal.replay import Replay
-    from accel_callbacks.addons.journal.replay_request import ReplayRequest
+    from accel_callbacks.addons.journal.replay import Replay, ReplayRequest
 
 
 def configure(parser: CommandParser) -> None:
@@ -45,10 +45,9 @@ def configure(parser: CommandParser) -> None:
 def run(args: Namespace) -> int:
     """Replay the step; return 1 if something differs."""
     from accel_callbacks.addons.journal import Journal, JournalError
-    from accel_callbacks.addons.journal.replay import Replay, scratch_folder
-    from accel_callbacks.addons.journal.replay_request import ReplayRequest
+    from accel_callbacks.addons.journal.replay import Replay, ReplayRequest
 
-    scratch = Path(args.scratch or scratch_folder())
+    scratch = Path(args.scratch or tempfile.mkdtemp(prefix="accel-replay-"))
     try:
         if args.scratch is not None and scratch.exists() and any(scratch.iterdir()):
             raise CommandError(f"--scratch {scratch} is not empty: name a new folder")

@@ -104,7 +104,8 @@ def energy_of(journal: Journal) -> dict[str, float]:
     """Return ``kwh`` and ``co2_kg`` of all attempts, as far as ``EnergyMonitor`` has noted them."""
     sums: dict[str, float] = {}
     for attempt in journal.attempts:
-        newest = max(attempt.marks_of("energy"), key=lambda mark: float(mark["kwh"]), default={})
+        marks = (mark for mark in attempt.marks_of("energy") if "kwh" in mark)
+        newest = max(marks, key=lambda mark: float(mark["kwh"]), default={})
         for name in ("kwh", "co2_kg"):
             if newest.get(name) is not None:
                 sums[name] = sums.get(name, 0.0) + float(newest[name])

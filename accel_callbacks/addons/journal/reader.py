@@ -32,7 +32,6 @@ __all__ = ["Attempt", "Journal"]
 _ROW = np.dtype(list(FIELDS))
 _READ = np.dtype([*FIELDS, ("attempt", "<u4"), ("repeated", "?")])
 _FILE = re.compile(r"attempt-([0-9]{4})(?:-rank-([0-9]{5,9})\.rows|\.jsonl)")
-_MOST_BYTES = 1 << 34  # of one file: larger ones are no journal
 
 
 @dataclass(frozen=True)
@@ -273,8 +272,6 @@ def _bytes(file: str) -> bytes:
             return read_object(file)
         if path.isdir(local):
             raise JournalError(f"{file} is a folder, and no file of a journal: move it away.")
-        if path.getsize(local) > _MOST_BYTES:
-            raise JournalError(f"{file} is too large for a journal.")
         with open(local, "rb") as stream:
             return stream.read()
     except (FileNotFoundError, NotADirectoryError):

@@ -7,15 +7,16 @@ import math
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from time import perf_counter, time
 from typing import TYPE_CHECKING, Any
 
 import torch
+import xxhash
 
 from accel_callbacks import collectives
-from accel_callbacks.addons.journal.format import SKIPPED
+from accel_callbacks.addons.journal.format import ROUTINE, SKIPPED
 from accel_callbacks.callbacks.observer import Observer
 from accel_callbacks.errors import LostRankError
 from accel_callbacks.logging import notice
@@ -36,6 +37,8 @@ __all__ = ["Recorder"]
 _GENERATORS_EVERY = 8
 _HOST_GENERATORS_EVERY = 64
 _LONG = 60.0  # seconds of an attempt after which its goodput is worth a line
+#: Kinds of marks that the recorder writes by itself.
+_OWN_KINDS = frozenset({*ROUTINE, "end", "save", "preempt", "lost_rank"}) - {"commands"}
 _UNREADABLE = ("xla", "meta")  # devices whose values a thread cannot read beside the loop
 
 
@@ -85,7 +88,7 @@ class Recorder(Observer):
         """Collective: begin the files of a new attempt, once the identity of the run is known."""
         from accel_callbacks.addons.journal.facts import process_began, start_facts
         from accel_callbacks.addons.journal.format import Header
-        from accel_callbacks.addons.journal.launch_note import leave_note
+        from accel_callbacks.addons.journal.launch_goodput import leave_note
         from accel_callbacks.addons.journal.writer import JournalWriter, next_attempt
         from accel_callbacks.checkpoint.project import path_in
         from loggers import RunInfo, TrackerConfig, TrackerHub
@@ -202,12 +205,10 @@ class Recorder(Observer):
         """Write a mark that a script or a callback asks for, on all ranks with the same refusal."""
         from accel_callbacks.addons.journal.marks import mark_problem, plain_mark
 
-        mark = plain_mark({"kind": kind, "time": 0.0, "step": 0, **facts})
-        if problem := mark_problem(mark):
-            raise ValueError(
-                f"run.note({kind!r}, ...): {problem}, as readers of the journal expect of that "
-                "kind: give it, or name another kind"
-            )
+        if kind in _OWN_KINDS:
+            raise ValueError(f"run.note({kind!r}, ...): the run notes that itself: name another")
+        if problem := mark_problem(plain_mark({"kind": kind, "time": 0.0, "step": 0, **facts})):
+            raise ValueError(f"run.note({kind!r}, ...): {problem}, as readers of a mark expect")
         self.note(kind, **facts)
 
     # --- hooks --------------------------------------------------------------------------------
@@ -238,12 +239,10 @@ class Recorder(Observer):
 
     def _note_beginning(self, batch: Any) -> None:
         """Note, where a pass begins and after a save, what a replay is compared with first."""
-        from accel_callbacks.addons.journal.content import content_digest
-
         self._may_begin_here = False
         if self._new_pass:
             self._note_pass()
-        if self._loop.run.is_global_zero and (digest := content_digest(batch)) is not None:
+        if self._loop.run.is_global_zero and (digest := _content_digest(batch)) is not None:
             self.note("batch", content=digest)
 
     def on_before_backward(self, run: TrainingRun, model: Any, loss: torch.Tensor) -> None:
@@ -436,3 +435,30 @@ def _number(rate: Any) -> float:
     if isinstance(rate, torch.Tensor):
         return float(rate) if rate.is_cpu else math.nan
     return math.nan if rate is None else float(rate)
+
+
+def _content_digest(batch: Any) -> str | None:
+    """Return a digest of the tensors, arrays, texts and numbers of a batch.
+
+    None if the batch has none on the host: nothing is read from a device, which would wait for it.
+    """
+    digest, empty = xxhash.xxh3_64(), True
+    for content in _contents(batch):
+        digest.update(content)
+        empty = False
+    return None if empty else digest.hexdigest()
+
+
+def _contents(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        value = [*value.values()]
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _contents(part)
+    elif isinstance(value, torch.Tensor):
+        if value.is_cpu and value.layout == torch.strided and not value.is_quantized:
+            yield value.detach().flatten().view(torch.uint8).numpy()
+    elif isinstance(value, (str, bytes, bool, int, float)):
+        yield repr(value).encode()
+    elif callable(getattr(value, "tobytes", None)):  # an array, an image
+        yield value.tobytes()

@@ -7,9 +7,8 @@ import os
 import shlex
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,15 @@ from xxhash import xxh32_hexdigest
 from accel_callbacks.addons.journal import REPLAY
 from accel_callbacks.addons.journal.format import JournalError
 from accel_callbacks.addons.journal.reader import Attempt, Journal
-from accel_callbacks.addons.journal.replay_request import ReplayRequest
 from loggers.redaction import HIDDEN
 
 __all__ = [
     "Difference",
     "Replay",
+    "ReplayRequest",
     "changes",
     "first_difference",
     "host_generators_differ",
-    "scratch_folder",
 ]
 
 #: What is compared in a row, from cause to effect: the name of a kind, and its fields.
@@ -54,6 +52,46 @@ _STARTS = (
     *("NVIDIA_TF32", "PYTHONHASHSEED", "ATEN_CPU_CAPABILITY"),
 )
 _WORKER = ("launch", "worker.py")  # by which the launcher starts the script of each rank
+
+
+@dataclass(frozen=True)
+class ReplayRequest:
+    """The request of a replay.
+
+    Args:
+        folder: scratch folder in place of the project's.
+        step: the optimizer step after which the processes end.
+        checkpoint: where they begin; from the start of the run if None.
+        dump: folder for activations and gradients of the step; none if None.
+        modules: glob pattern for the names of modules whose outputs are dumped.
+        stop: open the debugger in the step.
+        rollbacks: the checkpoints that the run went back to, by the number of its steps then.
+        commands: marks of what `accel ctl` had changed, in order.
+
+    Example:
+        >>> from accel_callbacks.addons.journal.replay import ReplayRequest
+        >>> ReplayRequest.requested({}) is None
+        True
+    """
+
+    folder: str
+    step: int
+    checkpoint: str | None = None
+    dump: str | None = None
+    modules: str = "*"
+    stop: bool = False
+    rollbacks: Mapping[str, str] = field(default_factory=dict)
+    commands: Sequence[Mapping[str, Any]] = ()
+
+    @classmethod
+    def requested(cls, environment: Mapping[str, str]) -> ReplayRequest | None:
+        """Return the request for this process, None outside of a replay."""
+        path = environment.get(REPLAY)
+        return None if path is None else cls(**json.loads(Path(path).read_text("utf-8")))
+
+    def write(self, path: Path) -> None:
+        """Write the request into a file."""
+        path.write_text(json.dumps(asdict(self)), "utf-8")
 
 
 @dataclass(frozen=True)
@@ -422,8 +460,3 @@ def _environment(start: Mapping[str, Any]) -> dict[str, str]:
 
 def _is_restored(name: str) -> bool:
     return name.startswith(_STARTS) and not name.startswith(_OF_A_RANK)
-
-
-def scratch_folder() -> str:
-    """Return a new folder for a replay."""
-    return tempfile.mkdtemp(prefix="accel-replay-")

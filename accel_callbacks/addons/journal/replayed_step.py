@@ -14,7 +14,7 @@ import torch
 
 from accel_callbacks import collectives
 from accel_callbacks.addons.journal.recorder import Recorder
-from accel_callbacks.addons.journal.replay_request import ReplayRequest
+from accel_callbacks.addons.journal.replay import ReplayRequest
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

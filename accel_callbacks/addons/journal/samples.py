@@ -18,12 +18,6 @@ from accel_callbacks.data.shard import BatchPlan, SamplePlan
 
 __all__ = ["StepSamples", "samples_of"]
 
-# What torch, NumPy and the samplers raise about a layout that nobody wrote.
-_OF_DAMAGE = (
-    *(ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError),
-    *(TypeError, ValueError),
-)
-
 
 @dataclass(frozen=True)
 class StepSamples:
@@ -96,18 +90,8 @@ def samples_of(journal: Journal, step: int, loader: Any = None) -> StepSamples:
     before = rows[max(place - 1, 0)]
     follows = before["attempt"] == row["attempt"] and before["epoch"] == row["epoch"]
     follows = follows and before["position"] < row["position"]
-    try:
-        begin = int(before["position"]) if follows else int(layout["position"])
-        batches = _batches(layout, epoch, begin, end, loader)
-    except JournalError:
-        raise
-    except _OF_DAMAGE as error:
-        if loader is not None:  # it may be the script's own
-            raise
-        raise JournalError(
-            f"the journal of {journal.folder} cannot be used to draw the samples of step {step} "
-            f"again ({type(error).__name__}: {error}): its mark of epoch {epoch} is damaged."
-        ) from error
+    begin = int(before["position"]) if follows else int(layout["position"])
+    batches = _batches(layout, epoch, begin, end, loader)
     return StepSamples(step, attempt, epoch, begin, end, batches)
 
 

@@ -19,13 +19,7 @@ from accel_callbacks.cli.main import main
 from accel_callbacks.journal import Journal, JournalError
 from checkpoint_io.storage.lease import LEASE
 
-_CASES = 400
-#: In place of a value of JSON.
-_VALUES = (
-    *("null", "true", "-1", "0", "1.5", '"text"', '"\\ud800"', "[]", "[[1]]", "{}", '{"a":[1]}'),
-    *("NaN", "Infinity", "1e999", "-1e308", "9" * 19, "9" * 400, "9" * 5000, '"NaN"'),
-    *("[" * 200 + "]" * 200, "[" * 100_000 + "]" * 100_000, '{"a":' * 900 + "1" + "}" * 900),
-)
+_CASES = 264
 
 
 def train(folder: Path) -> None:
@@ -132,35 +126,6 @@ def swap(file: Path, draw: random.Random) -> None:
     file.write_bytes(other.read_bytes())
 
 
-def change_json(file: Path, draw: random.Random) -> None:
-    """Change one value of a line, as a program may that writes the file anew without checksums."""
-    lines = file.read_bytes().split(b"\n")
-    try:
-        records = [json.loads(line) for line in lines if line]
-    except ValueError:
-        return flip_bits(file, draw)
-    for record in records:
-        record.pop("checksum", None)
-    holder = draw.choice(records)
-    while True:
-        key = draw.choice(sorted(holder) if isinstance(holder, dict) else range(len(holder)))
-        inner = holder[key]
-        if not (isinstance(inner, (dict, list)) and inner and draw.random() < 0.7):
-            break
-        holder = inner
-    if isinstance(holder, dict) and draw.random() < 0.3:
-        del holder[key]
-    else:
-        holder[key] = "\0value"
-    texts = [json.dumps(record, separators=(",", ":")) for record in records]
-    value = draw.choice(_VALUES)
-    double = f"{value},{json.dumps(str(key))}:{draw.choice(_VALUES)}"
-    if isinstance(holder, dict) and draw.random() < 0.2:
-        value = double
-    whole = "\n".join(texts).replace('"\\u0000value"', value)
-    file.write_text(whole + "\n", encoding="utf-8")
-
-
 def name_oddly(file: Path, draw: random.Random) -> None:
     name = draw.choice(
         ("attempt-99999999999999999999.jsonl", "attempt-1.jsonl", "attempt-٣.jsonl",
@@ -172,7 +137,7 @@ def name_oddly(file: Path, draw: random.Random) -> None:
 
 DAMAGES: tuple[Callable[[Path, random.Random], None], ...] = (
     *(flip_bits, cut_the_end, cut_a_line, remove_a_line, put_bytes_in, empty, remove, swap),
-    *(put_a_folder_there, put_a_file_there, name_oddly, *[change_json] * 6),
+    *(put_a_folder_there, put_a_file_there, name_oddly),
 )
 
 COMMANDS = (
@@ -336,7 +301,7 @@ def test_a_note_that_no_reader_would_take_is_refused(tmp_path: Path) -> None:
         run.note("remark", value=float("nan"), place=tmp_path, step=3, checksum="mine")
         with pytest.raises(ValueError, match="its 'step' is no count"):
             run.note("remark", step="three")
-        with pytest.raises(ValueError, match="it has no 'status'"):
+        with pytest.raises(ValueError, match="the run notes that itself"):
             run.note("end")
     (remark,) = (mark for mark in Journal.read(tmp_path).marks if mark["kind"] == "remark")
     assert (remark["value"], remark["step"], remark["checksum"]) == ("nan", 3, "mine")
