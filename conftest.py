@@ -218,6 +218,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         gc.freeze()
     if isinstance(item, pytest.DoctestItem):
         _leave_the_group()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until its end
 
 
 def _leave_the_group() -> None:

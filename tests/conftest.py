@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +19,14 @@ import pytest
 from tests.support.pool import Pool, make_pool
 
 ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def default_sigterm() -> Iterator[None]:
+    """SIGTERM as it is in a script, where neither the session nor another test listens."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="session")

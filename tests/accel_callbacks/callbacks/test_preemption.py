@@ -25,18 +25,12 @@ SPEC = importlib.util.spec_from_file_location("preempted", SCRIPT)
 preempted = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(preempted)
 
+pytestmark = pytest.mark.usefixtures("default_sigterm")
+
 FAKE_SCONTROL = """#!/bin/sh
 echo "$@" >> {log}
 ls {folder}/checkpoints >> {log}
 """
-
-
-@pytest.fixture(autouse=True)
-def nobody_else_listens():
-    """Whatever trackers that another test left open have set."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 def start(folder: Path, hold: int, **environment: str) -> subprocess.Popen:

@@ -20,6 +20,8 @@ from accel_callbacks.callbacks import Checkpoint
 from loggers import Tracker, read_csv, read_jsonl
 from tests.support import warm
 
+pytestmark = pytest.mark.usefixtures("default_sigterm")
+
 
 def records(folder: Path, kind: str) -> list[dict]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()

@@ -17,13 +17,7 @@ from accel_callbacks import Accelerator, Callback
 from accel_callbacks.callbacks import EMA, Checkpoint, Preemption
 from tests.support import left
 
-
-@pytest.fixture(autouse=True)
-def nobody_else_listens():
-    """Whatever trackers that another test left open have set."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGTERM, before)
+pytestmark = pytest.mark.usefixtures("default_sigterm")
 
 
 @pytest.fixture(scope="module")
