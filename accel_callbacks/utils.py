@@ -139,6 +139,7 @@ if TYPE_CHECKING:
     from accel_callbacks import *
     from accel_callbacks.addons.tuning.executable_batch_size import *
     from accel_callbacks.compat.casting import *
+    from accel_callbacks.compat.device_maps import *
     from accel_callbacks.compat.device_maps import fallback_allocate as fallback_allocate
     from accel_callbacks.compat.device_maps import (
         get_module_size_with_ties as get_module_size_with_ties,
@@ -150,6 +151,7 @@ if TYPE_CHECKING:
     from accel_callbacks.compat.packages import *
     from accel_callbacks.compat.tensors import *
     from accel_callbacks.compat.wrappers import *
+    from accel_callbacks.data.loader import *
     from accel_callbacks.data.loader import SkipBatchSampler as SkipBatchSampler
     from accel_callbacks.data.loader import SkipDataLoader as SkipDataLoader
     from accel_callbacks.distributed.topology import *

@@ -454,27 +454,6 @@ def test_the_first_batch_of_a_resume_repeats_nothing(tmp_path: Path) -> None:
     assert kinds == [("run", None), *metrics[:3], *ended, *metrics[3:], ("finish", None)]
 
 
-def test_rows_that_wait_for_a_column_are_bounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from loggers.trackers import csv as csv_file
-
-    tracker = CSVTracker()
-    tracker.start(RunInfo("digits", str(tmp_path), "a1"))
-    tracker.log({"loss": 0.5}, 0)
-    tracker.flush()
-    tracker._grow_due = math.inf  # rewriting would take too long
-    rewrites = []
-    rewrite = tracker.raw.rewrite
-    monkeypatch.setattr(tracker.raw, "rewrite", lambda lines: (rewrites.append(1), rewrite(lines)))
-    for begin in range(1, 100_001, 1000):
-        tracker.log_rows([({"late": 1.0}, step, 0.0) for step in range(begin, begin + 1000)])
-        assert len(tracker._rows) <= csv_file._MOST + 1000
-    assert rewrites == [1]
-    tracker.finish()
-    assert [row["step"] for row in read_csv(tracker.path or "")] == list(range(100_001))
-
-
 # --- a kill ---------------------------------------------------------------------------------------
 
 KILLED = """
