@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -50,6 +51,7 @@ def lazy_names(
     return get, names
 
 
+@functools.cache  # once it holds, for all names
 def _require_own_packages() -> None:
     """Refuse a file or folder beside the script that has the name of one of our packages.
 
