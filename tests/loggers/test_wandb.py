@@ -9,6 +9,7 @@ import sys
 import time
 import wave
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,18 @@ import pytest
 
 from loggers import RunInfo, TrackerHub, WandBTracker, read_jsonl
 from loggers.trackers import wandb as wandb_tracker
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_telemetry() -> None:
+    """W&B's own threads would look up its host for the rest of the session.
+
+    A fork that another test makes at that moment inherits the resolver's lock, and waits for ever.
+    """
+    with suppress(ImportError):  # versions without it
+        from wandb.analytics.opentelemetry.opentelemetry_proxy import disable
+
+        disable()
 
 
 def test_offline_without_credentials_and_environment_untouched(
